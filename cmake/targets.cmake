@@ -1,0 +1,82 @@
+# ---- core: a shared library without Python, so that _C, _cuda and the GoogleTest binary use one copy
+file(GLOB NEMO_CORE_SOURCES CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/ops/*.cpp csrc/distributed/*.cpp
+     csrc/model/*.cpp csrc/trainer/*.cpp csrc/generation/*.cpp csrc/refit/*.cpp)
+list(FILTER NEMO_CORE_SOURCES EXCLUDE REGEX "_cuda\\.cpp$|nccl_[a-z_]*\\.cpp$")     # these belong to _cuda
+add_library(nemo_rl_core SHARED ${NEMO_CORE_SOURCES} ${NEMO_KERNEL_OBJECTS})
+target_include_directories(nemo_rl_core PUBLIC csrc)
+target_link_libraries(nemo_rl_core PUBLIC nemo::torch)
+# -fopenmp: without it at::parallel_for runs on one thread, silently. Compile-time only: torch's own libgomp serves at run time.
+target_compile_options(nemo_rl_core PRIVATE -fopenmp -Wall -Wno-psabi -Wno-unknown-pragmas)
+set(NEMO_RPATH "$ORIGIN" "$ORIGIN/../torch/lib" "$ORIGIN/../nvidia/cu13/lib" "$ORIGIN/../nvidia/nccl/lib" "$ORIGIN/../cmeel.prefix/lib")
+set_target_properties(nemo_rl_core PROPERTIES INSTALL_RPATH "${NEMO_RPATH}")
+
+# ---- config: yaml-cpp only, no torch
+file(GLOB NEMO_CONFIG_SOURCES CONFIGURE_DEPENDS csrc/config/*.cpp)
+add_library(nemo_rl_config STATIC ${NEMO_CONFIG_SOURCES})
+target_include_directories(nemo_rl_config PUBLIC csrc)
+target_compile_options(nemo_rl_config PRIVATE -Wall)
+target_link_libraries(nemo_rl_config PUBLIC nemo::yaml_cpp)
+
+# ---- extension modules
+if(NEMO_RL_BUILD_PYTHON)
+  install(TARGETS nemo_rl_core LIBRARY DESTINATION nemo_rl_cpp)
+  function(nemo_python_module name)
+    Python_add_library(${name} MODULE WITH_SOABI ${ARGN})
+    target_include_directories(${name} BEFORE PRIVATE ${NEMO_PYBIND11_INCLUDE})
+    target_include_directories(${name} PRIVATE csrc)
+    target_compile_options(${name} PRIVATE -fvisibility=hidden -Wall)
+    set_target_properties(${name} PROPERTIES INSTALL_RPATH "${NEMO_RPATH}")
+    install(TARGETS ${name} LIBRARY DESTINATION nemo_rl_cpp)
+  endfunction()
+  nemo_python_module(_config csrc/bindings/config_module.cpp)
+  target_link_libraries(_config PRIVATE nemo_rl_config)
+  file(GLOB NEMO_BINDINGS CONFIGURE_DEPENDS csrc/bindings/module.cpp csrc/bindings/bind_*.cpp)
+  nemo_python_module(_C ${NEMO_BINDINGS})
+  target_link_libraries(_C PRIVATE nemo_rl_core nemo::torch_python)
+  target_compile_definitions(_C PRIVATE NEMO_TORCH_VERSION="${NEMO_TORCH_VERSION}" NEMO_HAVE_CUDA=$<BOOL:${NEMO_HAVE_CUDA}>)
+endif()
+
+# ---- CUDA: a module of its own, imported only where torch itself is a CUDA build
+file(GLOB NEMO_CUDA_SOURCES CONFIGURE_DEPENDS csrc/kernels/cuda/*.cu csrc/ops/*_cuda.cpp csrc/distributed/nccl_*.cpp csrc/bindings/cuda_module.cpp)
+if(NEMO_HAVE_CUDA AND NEMO_RL_BUILD_PYTHON AND EXISTS "${CMAKE_SOURCE_DIR}/csrc/bindings/cuda_module.cpp")
+  nemo_python_module(_cuda ${NEMO_CUDA_SOURCES})
+  target_link_libraries(_cuda PRIVATE nemo_rl_core nemo::torch_python nemo::cuda)
+  target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -lineinfo -Xfatbin=-compress-all>)
+  if(TARGET nemo::nccl)
+    target_compile_definitions(_cuda PRIVATE NEMO_NCCL=1 USE_C10D_NCCL=1)
+    target_link_libraries(_cuda PRIVATE nemo::nccl)
+    # before the toolkit's include folder, which may hold an older nccl.h
+    target_include_directories(_cuda SYSTEM BEFORE PRIVATE $<TARGET_PROPERTY:nemo::nccl,INTERFACE_SYSTEM_INCLUDE_DIRECTORIES>)
+  endif()
+endif()
+
+# ---- GoogleTest: installed, else Debian's source package, else fetched
+if(NEMO_RL_BUILD_TESTS)
+  find_package(GTest QUIET)
+  if(NOT GTest_FOUND AND EXISTS /usr/src/googletest/CMakeLists.txt)
+    add_subdirectory(/usr/src/googletest gtest EXCLUDE_FROM_ALL)
+  elseif(NOT GTest_FOUND)
+    include(FetchContent)
+    FetchContent_Declare(googletest URL https://github.com/google/googletest/archive/refs/tags/v1.17.0.tar.gz
+                         URL_HASH SHA256=65fab701d9829d38cb77c14acdc431d2108bfdbf8979e40eb8ae567edf10b27c)
+    execute_process(COMMAND "${CMAKE_COMMAND}" -E echo "GoogleTest is not installed; trying to fetch it")
+    set(FETCHCONTENT_QUIET ON)
+    if(NOT DEFINED ENV{NEMO_RL_NO_FETCH})
+      FetchContent_MakeAvailable(googletest)
+    endif()
+  endif()
+  file(GLOB_RECURSE NEMO_CPP_TESTS CONFIGURE_DEPENDS tests/cpp/*.cpp)
+  if(NOT TARGET GTest::gtest_main AND NOT TARGET gtest_main)
+    message(WARNING "GoogleTest was not found: the C++ tests are not built and `pytest` will say so (apt-get install libgtest-dev)")
+  elseif(NEMO_CPP_TESTS)
+    add_executable(nemo_core_tests ${NEMO_CPP_TESTS})
+    target_link_libraries(nemo_core_tests PRIVATE nemo_rl_core nemo_rl_config GTest::gtest_main)
+    target_include_directories(nemo_core_tests PRIVATE tests/cpp)
+  endif()
+endif()
+
+# ---- the torch version, readable without loading the extension: another torch is a sentence, not a crash
+if(NEMO_RL_BUILD_PYTHON)
+  file(WRITE "${CMAKE_BINARY_DIR}/_torch_version.txt" "${NEMO_TORCH_VERSION}\n")
+  install(FILES "${CMAKE_BINARY_DIR}/_torch_version.txt" DESTINATION nemo_rl_cpp)
+endif()

@@ -1,0 +1,7 @@
+#include "bindings/module.h"
+
+namespace nemo_rl::bindings {
+
+void bind_batching(py::module_& m) { (void)m; }
+
+}  // namespace nemo_rl::bindings

@@ -1,0 +1,3 @@
+#include "config/yaml_tree.h"
+
+#include <yaml-cpp/yaml.h>

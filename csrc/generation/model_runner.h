@@ -1,0 +1,49 @@
+// What the engine asks of a model: one forward pass over the new tokens of several sequences.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace nemo_rl::generation {
+
+/// The new tokens of one sequence in this step. Its keys and values of earlier positions lie in the cache blocks of
+/// `block_table`; those of the new tokens are written there by the forward pass.
+struct SequenceSlice {
+  std::int64_t query_start = 0;   ///< first row in ForwardBatch::token_ids
+  std::int64_t query_length = 0;  ///< new tokens: many in prefill, one in decode
+  std::int64_t context_length = 0;  ///< tokens already in the cache = absolute position of the first new token
+  std::vector<std::int32_t> block_table;  ///< cache block of absolute positions [i*block_size, (i+1)*block_size)
+};
+
+/// Copy the first `length` positions of cache block `from` into `to` (copy-on-write of a shared prompt's last block).
+struct BlockCopy {
+  std::int32_t from = 0;
+  std::int32_t to = 0;
+  std::int32_t length = 0;
+};
+
+/// One step of the engine: ragged, without padding.
+struct ForwardBatch {
+  std::vector<std::int64_t> token_ids;      ///< [T] of all slices, in order
+  std::vector<SequenceSlice> slices;
+  std::vector<BlockCopy> copies;            ///< done before the forward pass, in order
+  std::vector<std::int64_t> logits_rows;    ///< rows of token_ids whose next-token logits are wanted (R of them)
+};
+
+/// The model behind an engine. The result for a row depends only on the tokens of its own sequence, never on the batch.
+class ModelRunner {
+ public:
+  virtual ~ModelRunner() = default;
+  virtual std::int64_t vocab_size() const = 0;
+  virtual std::int64_t block_size() const = 0;       ///< positions in one cache block
+  virtual std::int64_t bytes_per_block() const = 0;  ///< all layers, keys and values
+  /// (Re)allocates cache storage for `num_blocks` blocks; contents are undefined afterwards.
+  virtual void allocate_cache(std::int64_t num_blocks) = 0;
+  /// Frees cache storage (between generation phases).
+  virtual void release_cache() = 0;
+  /// Float32 logits [R, V] of batch.logits_rows, in that order; valid until the next call.
+  virtual at::Tensor forward(const ForwardBatch& batch) = 0;
+};
+
+}  // namespace nemo_rl::generation

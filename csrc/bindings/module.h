@@ -10,6 +10,7 @@ using release_gil = py::call_guard<py::gil_scoped_release>;
 void bind_losses(py::module_& m);
 void bind_advantages(py::module_& m);
 void bind_batching(py::module_& m);
+void bind_attention(py::module_& m);
 void bind_ops(py::module_& m);
 void bind_model(py::module_& m);
 void bind_generation(py::module_& m);

@@ -16,7 +16,11 @@ const char* cpu_capability_name();
 
 // NRL_DECLARE_CPU_KERNEL(name, Signature): `Signature` is a function type. Every csrc/kernels/cpu/*.cpp defines
 // `name` in namespace nemo_rl::kernels::NRL_CAPABILITY. Callers call nemo_rl::kernels::name(...).
-#if defined(__x86_64__)
+#if defined(NRL_CAPABILITY)  // inside a kernel file: no static initialiser may be compiled with its instruction set
+#define NRL_DECLARE_CPU_KERNEL(name, Signature) \
+  namespace NRL_CAPABILITY { Signature name; }  \
+  static_assert(true)
+#elif defined(__x86_64__)
 #define NRL_DECLARE_CPU_KERNEL(name, Signature)                                                        \
   namespace base { Signature name; }                                                                   \
   namespace avx2 { Signature name; }                                                                   \

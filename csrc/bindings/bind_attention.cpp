@@ -1,0 +1,77 @@
+// Attention for tests and benchmarks: the decoder calls the C++ ops directly.
+#include <ATen/ATen.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+#include <vector>
+
+#include "bindings/module.h"
+#include "ops/attention.h"
+
+namespace nemo_rl::bindings {
+namespace {
+
+using SequenceTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+using SliceTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::vector<std::int32_t>>;
+
+std::vector<ops::AttentionSequence> sequences_of(const std::vector<SequenceTuple>& tuples) {
+  std::vector<ops::AttentionSequence> result;
+  for (const auto& [start, length, prefix_start, prefix_length] : tuples)
+    result.push_back({start, length, prefix_start, prefix_length});
+  return result;
+}
+
+std::vector<ops::PagedSlice> slices_of(const std::vector<SliceTuple>& tuples) {
+  std::vector<ops::PagedSlice> result;
+  for (const auto& [start, length, context, table] : tuples)
+    result.push_back({start, length, context, table.data(), static_cast<std::int64_t>(table.size())});
+  return result;
+}
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+  m.attr("KEY_TILE") = ops::kKeyTile;
+  py::class_<ops::AttentionHeads>(m, "AttentionHeads", "N query heads on K key/value heads of size H, scores times `scale`")
+      .def(py::init<std::int64_t, std::int64_t, std::int64_t, double>(), py::arg("num_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("scale"));
+  m.def(
+      "attention_forward",
+      [](const at::Tensor& qkv, const std::vector<SequenceTuple>& sequences, const ops::AttentionHeads& heads) {
+        at::Tensor out = at::empty({qkv.size(0), heads.num_heads * heads.head_dim}, qkv.options());
+        at::Tensor lse = at::empty({qkv.size(0), heads.num_heads},
+                                   qkv.options().dtype(qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+        ops::attention_forward(qkv, sequences_of(sequences), heads, out, lse);
+        return std::make_pair(out, lse);
+      },
+      py::arg("qkv"), py::arg("sequences"), py::arg("heads"), release_gil(),
+      "(out [T, N*H], lse [T, N]) of packed qkv [T, (N+2K)*H]; sequences are (start, length, prefix_start, prefix_length)");
+  m.def(
+      "kv_cache_write",
+      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads, at::Tensor keys,
+         at::Tensor values) {
+        ops::KvCacheLayer cache{std::move(keys), std::move(values)};
+        ops::kv_cache_write(qkv, slices_of(slices), heads, cache);
+      },
+      py::arg("qkv"), py::arg("slices"), py::arg("heads"), py::arg("keys"), py::arg("values"), release_gil(),
+      "Stores the new tokens; slices are (query_start, query_length, context_length, block_table)");
+  m.def(
+      "attention_paged",
+      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads, at::Tensor keys,
+         at::Tensor values) {
+        at::Tensor out = at::empty({qkv.size(0), heads.num_heads * heads.head_dim}, qkv.options());
+        ops::attention_paged(qkv, slices_of(slices), heads, {std::move(keys), std::move(values)}, out);
+        return out;
+      },
+      py::arg("qkv"), py::arg("slices"), py::arg("heads"), py::arg("keys"), py::arg("values"), release_gil(),
+      "out [T, N*H] of new tokens over the cache");
+  m.def(
+      "kv_cache_copy",
+      [](at::Tensor keys, at::Tensor values, std::int64_t from, std::int64_t to, std::int64_t length) {
+        ops::KvCacheLayer cache{std::move(keys), std::move(values)};
+        ops::kv_cache_copy(cache, from, to, length);
+      },
+      py::arg("keys"), py::arg("values"), py::arg("src"), py::arg("dst"), py::arg("length"), release_gil());
+}
+
+}  // namespace nemo_rl::bindings

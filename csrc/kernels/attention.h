@@ -1,0 +1,127 @@
+// Causal attention over packed sequences and over a blocked KV cache: one arithmetic for both, so that training, prefill
+// and decode give the same bits.
+//
+// For the query row of head n at absolute position p, with kv head k = n / (N/K) and natural scale c:
+//   score(j) = sum_h (q[h] * c * log2(e)) * key_j[h]       h ascending, one chain of multiply-adds
+//   keys j = 0..p go by in tiles of kKeyTile *absolute* positions; per tile: m' = max(m, max_j score(j)), r = 2^(m - m'),
+//   w(j) = 2^(score(j) - m'),  l = l*r + sum_j w(j),  acc[h] = acc[h]*r, then acc[h] += w(j)*value_j[h]   j ascending
+//   out[h] = acc[h] * (1/l),   lse = ln(2) * (m + log2(l))
+// Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
+// or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
+//
+// Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
+// Cache: keys [num_blocks, K, H, kKeyTile] (transposed inside a block: lanes run over keys), values
+// [num_blocks, K, kKeyTile, H].
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cpu_capability.h"
+
+namespace nemo_rl::kernels {
+
+/// Positions in a key tile and in a cache block.
+inline constexpr std::int64_t kKeyTile = 32;
+
+/// Storage type of activations and caches. Arithmetic is float for the first two, double for the last.
+enum class ElementType { float32, bfloat16, float64 };
+
+/// One packed sequence: own rows [start, start+length); its keys are first rows [prefix_start, prefix_start+prefix_length)
+/// (a prompt shared by several sequences), then its own rows. Own row i has absolute position prefix_length + i.
+struct AttentionSequence {
+  std::int64_t start = 0;
+  std::int64_t length = 0;
+  std::int64_t prefix_start = 0;
+  std::int64_t prefix_length = 0;
+};
+
+/// The new tokens of one sequence over a blocked cache: rows [query_start, query_start+query_length) at absolute positions
+/// context_length..; `block_table[i]` is the cache block of positions [i*kKeyTile, (i+1)*kKeyTile).
+struct PagedSlice {
+  std::int64_t query_start = 0;
+  std::int64_t query_length = 0;
+  std::int64_t context_length = 0;
+  const std::int32_t* block_table = nullptr;
+  std::int64_t block_table_length = 0;
+};
+
+struct AttentionShape {
+  std::int64_t num_heads = 0;     ///< N
+  std::int64_t num_kv_heads = 0;  ///< K, divides N
+  std::int64_t head_dim = 0;      ///< H, a multiple of 8
+  double scale = 1.0;             ///< natural scale of the scores, usually 1/sqrt(H)
+  ElementType type = ElementType::float32;
+
+  std::int64_t group() const { return num_heads / num_kv_heads; }
+  std::int64_t row_stride() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+};
+
+/// Query tokens that go through the tiles together: a power of two <= kKeyTile, about 128 rows with all heads of a group.
+inline std::int64_t attention_query_tokens(std::int64_t group) {
+  std::int64_t tokens = kKeyTile;
+  while (tokens > 1 && tokens * group > 128) tokens /= 2;
+  return tokens;
+}
+
+// ---------------------------------------------------------------- packed forward
+
+struct AttentionForwardArgs {
+  AttentionShape shape;
+  const void* qkv = nullptr;
+  const AttentionSequence* sequences = nullptr;
+  void* out = nullptr;  ///< [T, N*H]
+  void* lse = nullptr;  ///< [T, N] natural log, float (double for float64), may be null
+};
+
+/// Work that one thread does in one go: one kv head of sequences [sequence_begin, sequence_end), which share one prefix;
+/// of each sequence the own tokens [token_begin, min(token_end, length)).
+struct AttentionItem {
+  std::int32_t sequence_begin = 0;
+  std::int32_t sequence_end = 0;
+  std::int32_t kv_head = 0;
+  std::int64_t token_begin = 0;
+  std::int64_t token_end = 0;
+};
+
+/// Bytes of workspace for items whose sequences have at most `max_keys` keys (prefix + own).
+using AttentionForwardWorkspace = std::size_t(const AttentionShape& shape, std::int64_t max_keys);
+NRL_DECLARE_CPU_KERNEL(attention_forward_workspace, AttentionForwardWorkspace);
+
+using AttentionForward = void(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace);
+NRL_DECLARE_CPU_KERNEL(attention_forward_item, AttentionForward);
+
+// ---------------------------------------------------------------- blocked KV cache
+
+struct PagedAttentionArgs {
+  AttentionShape shape;
+  const void* qkv = nullptr;
+  const PagedSlice* slices = nullptr;
+  const void* keys = nullptr;
+  const void* values = nullptr;
+  void* out = nullptr;  ///< [T, N*H]
+};
+
+/// One kv head of one slice's query tokens [token_begin, token_end).
+struct PagedItem {
+  std::int32_t slice = 0;
+  std::int32_t kv_head = 0;
+  std::int64_t token_begin = 0;
+  std::int64_t token_end = 0;
+};
+
+using PagedWorkspace = std::size_t(const AttentionShape& shape);
+NRL_DECLARE_CPU_KERNEL(attention_paged_workspace, PagedWorkspace);
+
+using PagedAttention = void(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace);
+NRL_DECLARE_CPU_KERNEL(attention_paged_item, PagedAttention);
+
+/// Stores the keys and values of one slice's new tokens, all kv heads.
+using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* keys, void* values);
+NRL_DECLARE_CPU_KERNEL(kv_cache_write_slice, KvCacheWrite);
+
+/// Copies the first `length` positions of block `from` into block `to`.
+using KvCacheCopy = void(const AttentionShape& shape, void* keys, void* values, std::int64_t from, std::int64_t to,
+                         std::int64_t length);
+NRL_DECLARE_CPU_KERNEL(kv_cache_copy_block, KvCacheCopy);
+
+}  // namespace nemo_rl::kernels

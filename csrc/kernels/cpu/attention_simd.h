@@ -1,0 +1,207 @@
+// The vectors that the attention kernels are written in: GCC vector extensions, with intrinsics only where they have no
+// spelling for it (multiply-add, horizontal maximum). Everything lies in the capability's own namespace.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm inside GCC 12's own _mm512_reduce_max_ps
+#endif
+
+#define NRL_INLINE inline __attribute__((always_inline))
+
+namespace nemo_rl::kernels {
+namespace NRL_CAPABILITY {
+
+#if defined(__AVX512F__)
+constexpr int kVecBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVecBytes = 32;
+#else
+constexpr int kVecBytes = 16;
+#endif
+
+template <class Real>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  static constexpr int width = kVecBytes / 4;
+  typedef float Vec __attribute__((vector_size(kVecBytes)));
+  typedef float Unaligned __attribute__((vector_size(kVecBytes), aligned(4), may_alias));
+  typedef std::int32_t Int __attribute__((vector_size(kVecBytes)));
+  typedef std::uint32_t UInt __attribute__((vector_size(kVecBytes)));
+  typedef std::uint16_t Half __attribute__((vector_size(kVecBytes / 2), aligned(2), may_alias));
+};
+
+template <>
+struct Simd<double> {
+  static constexpr int width = kVecBytes / 8;
+  typedef double Vec __attribute__((vector_size(kVecBytes)));
+  typedef double Unaligned __attribute__((vector_size(kVecBytes), aligned(8), may_alias));
+  typedef std::int64_t Int __attribute__((vector_size(kVecBytes)));
+};
+
+using FloatVec = Simd<float>::Vec;
+using DoubleVec = Simd<double>::Vec;
+
+/// a*b + c: fused where the capability has it, two roundings in the base build.
+NRL_INLINE FloatVec fma(FloatVec a, FloatVec b, FloatVec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+NRL_INLINE DoubleVec fma(DoubleVec a, DoubleVec b, DoubleVec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+template <class Real>
+NRL_INLINE typename Simd<Real>::Vec splat(Real x) {
+  return x - typename Simd<Real>::Vec{};
+}
+
+NRL_INLINE FloatVec load(const float* p) { return *reinterpret_cast<const Simd<float>::Unaligned*>(p); }
+NRL_INLINE DoubleVec load(const double* p) { return *reinterpret_cast<const Simd<double>::Unaligned*>(p); }
+/// bfloat16 storage: the upper half of a float.
+NRL_INLINE FloatVec load(const std::uint16_t* p) {
+  const auto half = *reinterpret_cast<const Simd<float>::Half*>(p);
+  return reinterpret_cast<FloatVec>(__builtin_convertvector(half, Simd<float>::UInt) << 16);
+}
+
+/// The first n of a vector's lanes, zeros after them.
+template <class Elem>
+NRL_INLINE auto load_partial(const Elem* p, int n) {
+  Elem lanes[kVecBytes / sizeof(float)] = {};
+  std::memcpy(lanes, p, n * sizeof(Elem));
+  return load(lanes);
+}
+
+NRL_INLINE void store(float* p, FloatVec v) { *reinterpret_cast<Simd<float>::Unaligned*>(p) = v; }
+NRL_INLINE void store(double* p, DoubleVec v) { *reinterpret_cast<Simd<double>::Unaligned*>(p) = v; }
+/// Rounds to nearest even; NaN stays NaN.
+NRL_INLINE void store(std::uint16_t* p, FloatVec v) {
+  const auto bits = reinterpret_cast<Simd<float>::UInt>(v);
+  const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Simd<float>::UInt nan = Simd<float>::UInt{} + 0x7fc0u;
+  *reinterpret_cast<Simd<float>::Half*>(p) = __builtin_convertvector(v == v ? rounded : nan, Simd<float>::Half);
+}
+
+template <class Elem, class Vec>
+NRL_INLINE void store_partial(Elem* p, Vec v, int n) {
+  Elem lanes[kVecBytes / sizeof(float)];
+  store(lanes, v);
+  std::memcpy(p, lanes, n * sizeof(Elem));
+}
+
+NRL_INLINE float to_real(float x) { return x; }
+NRL_INLINE double to_real(double x) { return x; }
+NRL_INLINE float to_real(std::uint16_t x) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <class Vec>
+NRL_INLINE Vec vmax(Vec a, Vec b) {
+  return a > b ? a : b;
+}
+
+NRL_INLINE float horizontal_max(FloatVec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(v);
+#else
+  float best = v[0];
+  for (int i = 1; i < Simd<float>::width; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+#endif
+}
+NRL_INLINE double horizontal_max(DoubleVec v) {
+  double best = v[0];
+  for (int i = 1; i < Simd<double>::width; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+/// Lanes in ascending order.
+template <class Vec>
+NRL_INLINE auto horizontal_sum(Vec v) {
+  auto total = v[0];
+  for (unsigned i = 1; i < sizeof(v) / sizeof(v[0]); ++i) total += v[i];
+  return total;
+}
+
+/// 2^x for x <= 127: relative error below 1e-7, exactly 1 at 0, 0 below -126 (and at -inf), NaN stays NaN.
+NRL_INLINE FloatVec exp2_vec(FloatVec x) {
+  const FloatVec lowest = splat(-126.0f);
+  const FloatVec clamped = x < lowest ? lowest : x;
+  const FloatVec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
+  const FloatVec shifted = clamped + magic;
+  const FloatVec f = clamped - (shifted - magic);  // [-0.5, 0.5]
+  FloatVec p = splat(1.53533618e-04f);             // minimax of 2^f with p(0) = 1
+  p = fma(p, f, splat(1.33988744e-03f));
+  p = fma(p, f, splat(9.61843736e-03f));
+  p = fma(p, f, splat(5.55033247e-02f));
+  p = fma(p, f, splat(2.40226479e-01f));
+  p = fma(p, f, splat(6.93147203e-01f));
+  p = fma(p, f, splat(1.0f));
+  const auto exponent = (reinterpret_cast<Simd<float>::Int>(shifted) << 23) + (127 << 23);
+  const FloatVec result = p * reinterpret_cast<FloatVec>(exponent);
+  return x < lowest ? FloatVec{} : result;
+}
+NRL_INLINE DoubleVec exp2_vec(DoubleVec x) {
+  for (int i = 0; i < Simd<double>::width; ++i) x[i] = std::exp2(x[i]);
+  return x;
+}
+NRL_INLINE float exp2_scalar(float x) { return exp2_vec(splat(x))[0]; }
+NRL_INLINE double exp2_scalar(double x) { return std::exp2(x); }
+
+namespace detail {
+template <class Vec, class Mask, std::size_t... I>
+NRL_INLINE Vec interleave_low(Vec a, Vec b, std::index_sequence<I...>) {
+  constexpr auto width = sizeof...(I);
+  return __builtin_shuffle(a, b, Mask{static_cast<int>(I % 2 ? width + I / 2 : I / 2)...});
+}
+template <class Vec, class Mask, std::size_t... I>
+NRL_INLINE Vec interleave_high(Vec a, Vec b, std::index_sequence<I...>) {
+  constexpr auto width = sizeof...(I);
+  return __builtin_shuffle(a, b, Mask{static_cast<int>((I % 2 ? width + I / 2 : I / 2) + width / 2)...});
+}
+}  // namespace detail
+
+/// Transposes width vectors in registers: log2(width) perfect shuffles.
+template <class Real>
+NRL_INLINE void transpose(typename Simd<Real>::Vec (&v)[Simd<Real>::width]) {
+  using Vec = typename Simd<Real>::Vec;
+  using Mask = typename Simd<Real>::Int;
+  constexpr int width = Simd<Real>::width;
+  constexpr auto lanes = std::make_index_sequence<width>{};
+#pragma GCC unroll 4
+  for (int stage = 1; stage < width; stage *= 2) {
+    Vec next[width];
+#pragma GCC unroll 8
+    for (int i = 0; i < width / 2; ++i) {
+      next[2 * i] = detail::interleave_low<Vec, Mask>(v[i], v[i + width / 2], lanes);
+      next[2 * i + 1] = detail::interleave_high<Vec, Mask>(v[i], v[i + width / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < width; ++i) v[i] = next[i];
+  }
+}
+
+}  // namespace NRL_CAPABILITY
+}  // namespace nemo_rl::kernels

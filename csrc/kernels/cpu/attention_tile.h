@@ -1,0 +1,333 @@
+// One key tile against a block of query rows: the arithmetic that training, prefill and decode share. See
+// kernels/attention.h for the formula. Rows are (token, head of the group) pairs, token-major.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/attention.h"
+#include "kernels/cpu/attention_simd.h"
+
+namespace nemo_rl::kernels {
+namespace NRL_CAPABILITY {
+
+constexpr int kTile = static_cast<int>(kKeyTile);
+// Register blocks: scores hold kScoreRows x 2 vectors of sums, products with values kValueRows x kValueVecs.
+#if defined(__AVX512F__)
+constexpr int kScoreRows = 8, kValueRows = 6, kValueVecs = 4;
+#elif defined(__AVX2__)
+constexpr int kScoreRows = 6, kValueRows = 6, kValueVecs = 2;
+#else
+constexpr int kScoreRows = 4, kValueRows = 4, kValueVecs = 2;
+#endif
+
+template <class Elem>
+struct RealOf {
+  using type = float;
+};
+template <>
+struct RealOf<double> {
+  using type = double;
+};
+
+NRL_INLINE std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/// Calls f(integral_constant<int, n>) for 1 <= n <= Max.
+template <int Max, class F>
+NRL_INLINE void with_constant(int n, F&& f) {
+  if constexpr (Max == 1) {
+    f(std::integral_constant<int, 1>{});
+  } else {
+    if (n == Max) return f(std::integral_constant<int, Max>{});
+    with_constant<Max - 1>(n, std::forward<F>(f));
+  }
+}
+
+// ---------------------------------------------------------------- register blocks
+
+/// s[r][j] = sum_h q[h][r] * k_tile[h][j] for R rows (s has rows of kTile).
+template <int R, class Real, class Elem>
+__attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std::int64_t head_dim, Real* s) {
+  using Vec = typename Simd<Real>::Vec;
+  constexpr int W = Simd<Real>::width;
+  for (int lane = 0; lane < kTile; lane += 2 * W) {
+    Vec sum[R][2] = {};
+    for (std::int64_t h = 0; h < head_dim; ++h) {
+      const Vec k0 = load(k_tile + h * kTile + lane);
+      const Vec k1 = load(k_tile + h * kTile + lane + W);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const Vec x = splat(q[h * R + r]);
+        sum[r][0] = fma(x, k0, sum[r][0]);
+        sum[r][1] = fma(x, k1, sum[r][1]);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      store(s + r * kTile + lane, sum[r][0]);
+      store(s + r * kTile + lane + W, sum[r][1]);
+    }
+  }
+}
+
+/// acc[r][c..] += sum_{j0<=j<j1} w[r][j] * v[j][c..] for R rows and C vectors of columns. Rows of `acc` are acc_stride
+/// apart, those of w kTile, those of v head_dim. `partial` > 0: one vector of which v has so many lanes.
+template <int R, int C, bool Partial, class Real, class Elem>
+NRL_INLINE void weighted_columns(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1, Real* acc,
+                                 std::int64_t acc_stride, int partial) {
+  using Vec = typename Simd<Real>::Vec;
+  constexpr int W = Simd<Real>::width;
+  Vec sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + c * W);
+  for (int j = j0; j < j1; ++j) {
+    Vec x[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      if constexpr (Partial)
+        x[c] = load_partial(v + j * head_dim, partial);
+      else
+        x[c] = load(v + j * head_dim + c * W);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec weight = splat(w[r * kTile + j]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, x[c], sum[r][c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(acc + r * acc_stride + c * W, sum[r][c]);
+}
+
+template <int R, class Real, class Elem>
+__attribute__((noinline)) void weighted_rows(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1, Real* acc,
+                                             std::int64_t acc_stride) {
+  constexpr int W = Simd<Real>::width;
+  std::int64_t c = 0;
+  for (; c + kValueVecs * W <= head_dim; c += kValueVecs * W)
+    weighted_columns<R, kValueVecs, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
+  for (; c + W <= head_dim; c += W)
+    weighted_columns<R, 1, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
+  if (c < head_dim)
+    weighted_columns<R, 1, true>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, static_cast<int>(head_dim - c));
+}
+
+// ---------------------------------------------------------------- query rows of one block
+
+/// Rows of one query block and their running state, in workspace memory.
+template <class Real>
+struct QueryRows {
+  static constexpr int W = Simd<Real>::width;
+  std::int64_t head_dim, group, tokens, rows, acc_stride;
+  std::int64_t position;  ///< absolute position of the first token
+  Real* q;                ///< scaled queries, packed [row block][H][rows of the block]
+  Real* scores;           ///< [rows][kTile]
+  Real* acc;              ///< [rows][acc_stride]
+  Real* max;              ///< [rows]
+  Real* sum;              ///< [rows][W], lane-wise
+
+  static std::size_t bytes(const AttentionShape& shape) {
+    const std::int64_t rows = attention_query_tokens(shape.group()) * shape.group();
+    const std::int64_t stride = round_up(shape.head_dim, kVecBytes / 4);
+    return static_cast<std::size_t>(rows * (2 * stride + kTile + W) * sizeof(Real) + round_up(rows * sizeof(Real), 64));
+  }
+
+  QueryRows(const AttentionShape& shape, std::byte* workspace) : head_dim(shape.head_dim), group(shape.group()) {
+    const std::int64_t most = attention_query_tokens(group) * group;
+    acc_stride = round_up(head_dim, kVecBytes / 4);
+    q = reinterpret_cast<Real*>(workspace);
+    acc = q + most * acc_stride;
+    scores = acc + most * acc_stride;
+    sum = scores + most * kTile;
+    max = sum + most * W;
+  }
+
+  /// Loads queries: `first` points to the first token's first head of the group; tokens are token_stride apart.
+  template <class Elem>
+  void begin(const Elem* first, std::int64_t token_stride, std::int64_t tokens_, std::int64_t position_, Real scale) {
+    tokens = tokens_;
+    rows = tokens * group;
+    position = position_;
+    pack_rows(first, token_stride, scale, q);
+    std::fill_n(acc, rows * acc_stride, Real(0));
+    std::fill_n(sum, rows * W, Real(0));
+    std::fill_n(max, rows, -std::numeric_limits<Real>::infinity());
+  }
+
+  /// to[row block][H][rows of the block] = scale * rows.
+  template <class Elem>
+  void pack_rows(const Elem* first, std::int64_t token_stride, Real scale, Real* to) const {
+    for (std::int64_t r0 = 0; r0 < rows; r0 += kScoreRows) {
+      const std::int64_t n = std::min<std::int64_t>(kScoreRows, rows - r0);
+      for (std::int64_t r = 0; r < n; ++r) {
+        const Elem* row = first + (r0 + r) / group * token_stride + (r0 + r) % group * head_dim;
+        for (std::int64_t h = 0; h < head_dim; ++h) to[r0 * head_dim + h * n + r] = to_real(row[h]) * scale;
+      }
+    }
+  }
+
+  /// Keys of tile `t` that the row may see, 0..kTile.
+  int visible(std::int64_t row, std::int64_t t) const {
+    return static_cast<int>(std::clamp<std::int64_t>(position + row / group + 1 - t * kTile, 0, kTile));
+  }
+  std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
+  /// The first row that sees any key of tile t.
+  std::int64_t first_row(std::int64_t t) const { return std::clamp<std::int64_t>(t * kTile - position, 0, tokens) * group; }
+
+  template <class Elem>
+  void score(const Elem* k_tile, const Real* packed, std::int64_t from_row, Real* to) const {
+    for (std::int64_t r = from_row / kScoreRows * kScoreRows; r < rows; r += kScoreRows)
+      with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, rows - r)), [&](auto n) {
+        score_rows<n()>(k_tile, packed + r * head_dim, head_dim, to + r * kTile);
+      });
+  }
+
+  /// Scores of row r become weights 2^(score - max); running maximum, sum and accumulator are brought up to date.
+  NRL_INLINE void softmax_row(std::int64_t r, int keys) {
+    using Vec = typename Simd<Real>::Vec;
+    constexpr int L = kTile / W;
+    Real* s = scores + r * kTile;
+    Vec x[L];
+    for (int l = 0; l < L; ++l) x[l] = load(s + l * W);
+    if (keys < kTile) {
+      typename Simd<Real>::Int lane;
+      for (int i = 0; i < W; ++i) lane[i] = i;
+      const Vec minus_infinity = splat(-std::numeric_limits<Real>::infinity());
+      for (int l = 0; l < L; ++l) x[l] = lane + l * W < keys ? x[l] : minus_infinity;
+    }
+    Vec best = x[0];
+    for (int l = 1; l < L; ++l) best = vmax(best, x[l]);
+    const Real old_max = max[r];
+    const Real new_max = std::max(old_max, horizontal_max(best));
+    Vec total = Vec{};
+    for (int l = 0; l < L; ++l) {
+      const Vec w = exp2_vec(x[l] - splat(new_max));
+      store(s + l * W, w);
+      total += w;
+    }
+    Vec running = load(sum + r * W);
+    if (new_max != old_max) {  // otherwise the factor is exactly 1
+      max[r] = new_max;
+      const Vec factor = splat(exp2_scalar(old_max - new_max));
+      running *= factor;
+      Real* a = acc + r * acc_stride;
+      for (std::int64_t c = 0; c < acc_stride; c += W) store(a + c, load(a + c) * factor);
+    }
+    store(sum + r * W, running + total);
+  }
+
+  /// Adds tile t, all rows.
+  template <class Elem>
+  void add_tile(std::int64_t t, const Elem* k_tile, const Elem* v_tile) {
+    const std::int64_t begin = first_row(t);
+    score(k_tile, q, begin, scores);
+    for (std::int64_t r = begin; r < rows; ++r) softmax_row(r, visible(r, t));
+    for (std::int64_t r = begin; r < rows; r += kValueRows) {
+      const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows);
+      const int common = visible(r, t);
+      add_values(v_tile, r, end, 0, common);
+      for (std::int64_t more = (r / group + 1) * group; more < end && common < kTile; more += group)
+        add_values(v_tile, more, std::min(end, more + group), common, visible(more, t));
+    }
+  }
+
+  template <class Elem>
+  NRL_INLINE void add_values(const Elem* v_tile, std::int64_t from, std::int64_t to, int j0, int j1) {
+    if (j0 >= j1) return;
+    with_constant<kValueRows>(static_cast<int>(to - from), [&](auto n) {
+      weighted_rows<n()>(v_tile, head_dim, scores + from * kTile, j0, j1, acc + from * acc_stride, acc_stride);
+    });
+  }
+
+  /// Writes out [tokens][group*H] rows (token_stride apart) and, unless null, lse (lse_stride apart).
+  template <class Elem>
+  void finish(Elem* out, std::int64_t token_stride, Real* lse, std::int64_t lse_stride) const {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const Real total = horizontal_sum(load(sum + r * W));
+      const auto inverse = splat(Real(1) / total);
+      Elem* to = out + r / group * token_stride + r % group * head_dim;
+      const Real* from = acc + r * acc_stride;
+      std::int64_t c = 0;
+      for (; c + W <= head_dim; c += W) store(to + c, load(from + c) * inverse);
+      if (c < head_dim) store_partial(to + c, load(from + c) * inverse, static_cast<int>(head_dim - c));
+      if (lse != nullptr)
+        lse[r / group * lse_stride + r % group] = Real(0.69314718055994530942) * (max[r] + std::log2(total));
+    }
+  }
+};
+
+// ---------------------------------------------------------------- where tiles come from
+
+/// Tiles that were packed into workspace: keys [tile][H][kTile], values [tile][kTile][H].
+template <class Real>
+struct PackedTiles {
+  const Real* keys;
+  const Real* values;
+  std::int64_t tile_size;
+  const Real* key_tile(std::int64_t t) const { return keys + t * tile_size; }
+  const Real* value_tile(std::int64_t t) const { return values + t * tile_size; }
+};
+
+/// Tiles that lie in cache blocks.
+template <class Elem>
+struct CachedTiles {
+  const Elem* keys;
+  const Elem* values;
+  const std::int32_t* block_table;
+  std::int64_t block_size, tile_offset;
+  std::int64_t offset(std::int64_t t) const { return block_table[t] * block_size + tile_offset; }
+  const Elem* key_tile(std::int64_t t) const { return keys + offset(t); }
+  const Elem* value_tile(std::int64_t t) const { return values + offset(t); }
+};
+
+/// The rows of one sequence's keys (or values) by absolute position: a shared prefix, then its own.
+template <class Elem>
+struct SegmentRows {
+  const Elem* prefix;  ///< position 0, if prefix_length > 0
+  const Elem* own;     ///< position prefix_length
+  std::int64_t prefix_length, length, row_stride;
+  const Elem* row(std::int64_t position) const {
+    return position < prefix_length ? prefix + position * row_stride : own + (position - prefix_length) * row_stride;
+  }
+};
+
+/// Transposes positions [t*kTile, (t+1)*kTile) into to [H][kTile]; positions after the last one become zeros.
+template <class Real, class Elem>
+void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
+  constexpr int W = Simd<Real>::width;
+  for (int lane = 0; lane < kTile; lane += W) {
+    const Elem* row[W];
+    int present = 0;
+    for (; present < W && t * kTile + lane + present < rows.length; ++present) row[present] = rows.row(t * kTile + lane + present);
+    for (std::int64_t h = 0; h < head_dim; h += W) {
+      const int n = static_cast<int>(std::min<std::int64_t>(W, head_dim - h));
+      typename Simd<Real>::Vec block[W] = {};
+      for (int i = 0; i < present; ++i) block[i] = n == W ? load(row[i] + h) : load_partial(row[i] + h, n);
+      transpose<Real>(block);
+      for (int i = 0; i < n; ++i) store(to + (h + i) * kTile + lane, block[i]);
+    }
+  }
+}
+
+/// Copies positions [t*kTile, (t+1)*kTile) into to [kTile][H]; positions after the last one become zeros.
+template <class Real, class Elem>
+void pack_straight(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
+  for (int i = 0; i < kTile; ++i, to += head_dim) {
+    if (t * kTile + i < rows.length) {
+      const Elem* row = rows.row(t * kTile + i);
+      for (std::int64_t h = 0; h < head_dim; ++h) to[h] = to_real(row[h]);
+    } else {
+      std::fill_n(to, head_dim, Real(0));
+    }
+  }
+}
+
+constexpr double kLog2E = 1.44269504088896340736;
+
+}  // namespace NRL_CAPABILITY
+}  // namespace nemo_rl::kernels

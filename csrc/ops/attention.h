@@ -1,0 +1,54 @@
+// Causal attention on packed sequences (training) and over a blocked KV cache (generation). Both run the same arithmetic:
+// for every sequence and query row they give the same bits, whatever the split into chunks, batch, prefix sharing and
+// threads. kernels/attention.h holds the formula and the layouts.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <span>
+
+#include "kernels/attention.h"
+
+namespace nemo_rl::ops {
+
+using kernels::AttentionSequence;
+using kernels::kKeyTile;
+using kernels::PagedSlice;
+
+/// Heads of a packed `qkv` [T, (N+2K)*H].
+struct AttentionHeads {
+  std::int64_t num_heads = 0;     ///< N
+  std::int64_t num_kv_heads = 0;  ///< K, divides N
+  std::int64_t head_dim = 0;      ///< H, a multiple of 8 up to 256
+  double scale = 1.0;             ///< usually 1/sqrt(H)
+};
+
+/// Keys and values of one layer: keys [num_blocks, K, H, kKeyTile], values [num_blocks, K, kKeyTile, H], in qkv's dtype.
+/// Contents that were never written do not matter, not even NaN.
+struct KvCacheLayer {
+  at::Tensor keys;
+  at::Tensor values;
+};
+
+/// Storage for `num_blocks` blocks; contents are undefined.
+KvCacheLayer kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype);
+
+/// out [T, N*H] = attention of every sequence; lse [T, N] (float32; float64 for float64 inputs; may be undefined) = the
+/// natural log of the sum of exponentials, for the backward.
+///
+/// qkv is float32, bfloat16 (float32 arithmetic) or float64. The own rows of sequences must not overlap. A shared prefix is
+/// the beginning of the own rows of another sequence that has no prefix itself. Rows of no sequence get zeros.
+void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionHeads& heads,
+                       at::Tensor& out, at::Tensor& lse);
+
+/// Stores keys and values of the slices' new tokens in the cache. Two slices must not write to the same block.
+void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads, KvCacheLayer& cache);
+
+/// out [T, N*H]: every slice's new tokens attend to all positions up to their own, read from the cache, where
+/// kv_cache_write has put the new ones before.
+void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
+                     const KvCacheLayer& cache, at::Tensor& out);
+
+/// Copies the first `length` positions of block `from` into block `to`, all heads (copy-on-write).
+void kv_cache_copy(KvCacheLayer& cache, std::int64_t from, std::int64_t to, std::int64_t length);
+
+}  // namespace nemo_rl::ops

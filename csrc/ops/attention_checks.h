@@ -1,0 +1,25 @@
+// What the attention ops check of their arguments. Private to ops/attention*.cpp.
+#pragma once
+#include <span>
+#include <vector>
+
+#include "ops/attention.h"
+
+namespace nemo_rl::ops {
+
+/// Shape of `qkv` [T, (N+2K)*H] on CPU, contiguous.
+kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHeads& heads);
+
+/// Own rows within [0, T) without overlap, prefixes at the beginning of a sequence without prefix. Returns for each
+/// sequence the index of the one that owns its prefix (its own index if it has none).
+std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens);
+
+/// [T, columns], contiguous, on CPU.
+void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns, at::ScalarType dtype);
+
+/// Scored (query, key) pairs of own tokens [begin, end).
+inline std::int64_t attention_pairs(std::int64_t prefix, std::int64_t begin, std::int64_t end) {
+  return (end - begin) * prefix + (end - begin) * (begin + end + 1) / 2;
+}
+
+}  // namespace nemo_rl::ops

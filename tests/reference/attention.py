@@ -1,0 +1,50 @@
+"""Causal attention of packed sequences with shared prefixes, in plain numpy float64: one query row at a time."""
+
+import numpy as np
+
+
+def _rows(sequence: tuple[int, int, int, int]) -> np.ndarray:
+    """Packed rows of a sequence by absolute position: its shared prefix, then its own."""
+    start, length, prefix_start, prefix_length = sequence
+    return np.concatenate([np.arange(prefix_start, prefix_start + prefix_length), np.arange(start, start + length)])
+
+
+def attention(qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(out [T, N*H], lse [T, N]) of qkv [T, (N+2K)*H]."""
+    x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
+    out, lse = np.zeros((len(qkv), n, h)), np.zeros((len(qkv), n))
+    for sequence in sequences:
+        rows = _rows(sequence)
+        for position in range(sequence[3], len(rows)):
+            row, seen = rows[position], rows[: position + 1]
+            for head in range(n):
+                kv = head // (n // k)
+                scores = scale * (x[seen, n + kv] @ x[row, head])
+                top = scores.max()
+                weights = np.exp(scores - top)
+                out[row, head] = weights @ x[seen, n + k + kv] / weights.sum()
+                lse[row, head] = top + np.log(weights.sum())
+    return out.reshape(len(qkv), n * h), lse
+
+
+def attention_backward(qkv: np.ndarray, d_out: np.ndarray, sequences, n: int, k: int, h: int, scale: float) -> np.ndarray:
+    """d_qkv [T, (N+2K)*H]; rows of a shared prefix gather from every sequence that reads them."""
+    x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
+    g = d_out.astype(np.float64).reshape(len(qkv), n, h)
+    d = np.zeros_like(x)
+    for sequence in sequences:
+        rows = _rows(sequence)
+        for position in range(sequence[3], len(rows)):
+            row, seen = rows[position], rows[: position + 1]
+            for head in range(n):
+                kv = head // (n // k)
+                keys, values, query = x[seen, n + kv], x[seen, n + k + kv], x[row, head]
+                scores = scale * (keys @ query)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                d_weights = values @ g[row, head]
+                d_scores = weights * (d_weights - weights @ d_weights)
+                d[row, head] += scale * (d_scores @ keys)
+                d[seen, n + kv] += scale * np.outer(d_scores, query)
+                d[seen, n + k + kv] += np.outer(weights, g[row, head])
+    return d.reshape(len(qkv), -1)

@@ -47,6 +47,16 @@ void bind_attention(py::module_& m) {
       py::arg("qkv"), py::arg("sequences"), py::arg("heads"), release_gil(),
       "(out [T, N*H], lse [T, N]) of packed qkv [T, (N+2K)*H]; sequences are (start, length, prefix_start, prefix_length)");
   m.def(
+      "attention_backward",
+      [](const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+         const std::vector<SequenceTuple>& sequences, const ops::AttentionHeads& heads) {
+        at::Tensor d_qkv = at::empty(qkv.sizes(), d_out.options());
+        ops::attention_backward(qkv, out, d_out, lse, sequences_of(sequences), heads, d_qkv);
+        return d_qkv;
+      },
+      py::arg("qkv"), py::arg("out"), py::arg("d_out"), py::arg("lse"), py::arg("sequences"), py::arg("heads"), release_gil(),
+      "d_qkv [T, (N+2K)*H] in d_out's dtype (qkv's, or float32 under bfloat16)");
+  m.def(
       "kv_cache_write",
       [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads, at::Tensor keys,
          at::Tensor values) {

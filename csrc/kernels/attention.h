@@ -124,4 +124,49 @@ using KvCacheCopy = void(const AttentionShape& shape, void* keys, void* values, 
                          std::int64_t length);
 NRL_DECLARE_CPU_KERNEL(kv_cache_copy_block, KvCacheCopy);
 
+// ---------------------------------------------------------------- packed backward
+//
+// With w = P (the weights after normalising), o = d_out:
+//   dP[j] = o . value_j,  dS[j] = P[j] * (dP[j] - o . out),  d_value_j += P[j] * o,
+//   d_q += scale * dS[j] * key_j,  d_key_j += scale * dS[j] * q
+// P is computed anew from lse. The gradients of a key's row are summed over its query rows in a fixed order.
+
+/// A sequence without prefix and those whose prefix it owns: their keys' gradients add up.
+struct AttentionBackwardJob {
+  std::int32_t owner = 0;          ///< sequence index
+  std::int64_t token_begin = 0;    ///< the owner's own query tokens [token_begin, token_end) are part of this job
+  std::int64_t token_end = 0;
+  std::int32_t sharer_begin = 0;   ///< indices into AttentionBackwardArgs::sharers
+  std::int32_t sharer_end = 0;
+  std::int64_t key_end = 0;        ///< owner keys [0, key_end) get gradients from this job
+  std::int64_t partial = -1;       ///< offset of this job's sums in `partials` for kv head 0; -1: the group's only job
+};
+
+struct AttentionBackwardArgs {
+  AttentionShape shape;
+  ElementType grad_type = ElementType::float32;  ///< of d_out and d_qkv: qkv's, or float32 under bfloat16
+  const void* qkv = nullptr;
+  const void* out = nullptr;
+  const void* d_out = nullptr;
+  const void* lse = nullptr;
+  const AttentionSequence* sequences = nullptr;
+  const std::int32_t* sharers = nullptr;
+  void* d_qkv = nullptr;     ///< [T, (N+2K)*H]
+  void* partials = nullptr;  ///< per job and kv head: keys [key_end][H], then values [key_end][H], of the arithmetic's type
+};
+
+/// Bytes of workspace for jobs with at most so many owner keys, and keys of one sharer after its whole prefix tiles.
+using AttentionBackwardWorkspace = std::size_t(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys);
+NRL_DECLARE_CPU_KERNEL(attention_backward_workspace, AttentionBackwardWorkspace);
+
+using AttentionBackward = void(const AttentionBackwardArgs& args, const AttentionBackwardJob& job, std::int64_t kv_head,
+                               std::byte* workspace);
+NRL_DECLARE_CPU_KERNEL(attention_backward_job, AttentionBackward);
+
+/// Adds up the partial sums of the `count` jobs of one group, in order, and writes d_qkv of the owner's keys
+/// [key_begin, key_end).
+using AttentionBackwardReduce = void(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs, std::int64_t count,
+                                     std::int64_t kv_head, std::int64_t key_begin, std::int64_t key_end);
+NRL_DECLARE_CPU_KERNEL(attention_backward_reduce, AttentionBackwardReduce);
+
 }  // namespace nemo_rl::kernels

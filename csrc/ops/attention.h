@@ -40,6 +40,13 @@ KvCacheLayer kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& he
 void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionHeads& heads,
                        at::Tensor& out, at::Tensor& lse);
 
+/// Gradient of attention_forward: d_qkv [T, (N+2K)*H] from qkv, its out and lse, and d_out [T, N*H].
+///
+/// d_out and d_qkv have one dtype: qkv's, or float32 under bfloat16 activations. Rows of a shared prefix gather from all
+/// sequences that read them, in a fixed order: the same bits with any number of threads. Rows of no sequence get zeros.
+void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                        std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv);
+
 /// Stores keys and values of the slices' new tokens in the cache. Two slices must not write to the same block.
 void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads, KvCacheLayer& cache);
 

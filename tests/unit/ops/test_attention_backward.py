@@ -1,0 +1,159 @@
+"""Gradients of packed attention: a float64 reference, torch's SDPA, shared prefixes, and bits that threads cannot change."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_cpp._native import C
+
+_spec = importlib.util.spec_from_file_location(
+    "reference_attention", Path(__file__).resolve().parents[2] / "reference" / "attention.py"
+)
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+#         N, K, H
+HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256)]
+#        activations, gradients, relative error allowed
+TYPES = [
+    (torch.float32, torch.float32, 3e-6),
+    (torch.float64, torch.float64, 1e-13),
+    (torch.bfloat16, torch.float32, 2e-2),  # out is rounded to bfloat16 before its dot product with d_out
+    (torch.bfloat16, torch.bfloat16, 2e-2),
+]
+
+
+def heads_of(shape):
+    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]))
+
+
+def random_rows(tokens, columns, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, columns, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def inputs(tokens, shape, dtype, grad_dtype, seed=0):
+    n, k, h = shape
+    return random_rows(tokens, (n + 2 * k) * h, dtype, seed), random_rows(tokens, n * h, grad_dtype, seed + 1)
+
+
+def gradient(qkv, d_out, sequences, heads):
+    out, lse = C.attention_forward(qkv, sequences, heads)
+    return C.attention_backward(qkv, out, d_out, lse, sequences, heads)
+
+
+def relative_gap(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def group_layout(prompt, lengths, first=0):
+    """A prompt at row `first`, then its generations, which share it."""
+    starts = first + prompt + np.concatenate([[0], np.cumsum(lengths)])
+    return [(first, prompt, 0, 0)] + [(int(s), n, first, prompt) for s, n in zip(starts, lengths)], int(starts[-1])
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+@pytest.mark.parametrize("dtype,grad_dtype,limit", TYPES, ids=str)
+def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit):
+    group, end = group_layout(37, [20, 1, 40])
+    sequences = [*group, (end, 33, 0, 0), (end + 33, 5, end, 12)]  # the last shares only a part of its prompt
+    qkv, d_out = inputs(end + 38, shape, dtype, grad_dtype)
+    got = gradient(qkv, d_out, sequences, heads_of(shape))
+    n, k, h = shape
+    want = reference.attention_backward(qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h))
+    assert got.dtype == grad_dtype
+    for columns in (slice(0, n * h), slice(n * h, (n + k) * h), slice((n + k) * h, None)):  # queries, keys, values
+        assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("length", [1, 32, 100, 700])
+def test_backward_matches_sdpa(dtype, limit, length):
+    n, k, h = shape = (6, 2, 64)
+    qkv, d_out = inputs(length, shape, dtype, dtype)
+    got = gradient(qkv, d_out, [(0, length, 0, 0)], heads_of(shape))
+    leaf = qkv.clone().requires_grad_()
+    q, key, v = leaf.view(length, n + 2 * k, h).transpose(0, 1).split([n, k, k])
+    out = torch.nn.functional.scaled_dot_product_attention(q, key, v, is_causal=True, enable_gqa=True)
+    out.transpose(0, 1).reshape(length, -1).backward(d_out)
+    assert relative_gap(got, leaf.grad) <= limit
+    assert (got - leaf.grad).abs().max() <= limit * 10 * leaf.grad.abs().max()
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("prompt,lengths", [(45, [30, 64, 7]), (64, [1, 2, 90]), (3, [60] * 8), (200, [128] * 16)])
+def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengths):
+    shape = (6, 2, 64)
+    sequences, tokens = group_layout(prompt, lengths)
+    qkv, d_out = inputs(tokens, shape, dtype, dtype)
+    got = gradient(qkv, d_out, sequences, heads_of(shape))
+    # without sharing: the prompt's rows stand before every generation, with no gradient of their own but once
+    want = torch.zeros_like(got)
+    want[:prompt] += gradient(qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads_of(shape))
+    for start, length, _, _ in sequences[1:]:
+        rows = torch.cat([torch.arange(prompt), torch.arange(start, start + length)])
+        grad = d_out[rows]
+        grad[:prompt] = 0
+        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads_of(shape)))
+    assert relative_gap(got, want) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_do_not_change_bits(dtype):
+    """Batches that are split into several jobs: a long sequence, and a prompt with many generations."""
+    shape = (9, 3, 64)
+    long = [(0, 1500, 0, 0), (1500, 100, 0, 0)]
+    group, end = group_layout(150, [90] * 24)
+    for sequences, tokens in [(long, 1600), (group, end)]:
+        qkv, d_out = inputs(tokens, shape, dtype, torch.float32)
+        before = torch.get_num_threads()
+        try:
+            results = []
+            for count in (1, 2, 3, 2):
+                torch.set_num_threads(count)
+                results.append(gradient(qkv, d_out, sequences, heads_of(shape)))
+        finally:
+            torch.set_num_threads(before)
+        for other in results[1:]:
+            assert torch.equal(other.view(torch.int32), results[0].view(torch.int32))
+
+
+def test_rows_of_no_sequence_get_zeros():
+    shape = (2, 1, 16)
+    qkv, d_out = inputs(10, shape, torch.float32, torch.float32)
+    got = gradient(qkv, d_out, [(2, 3, 0, 0)], heads_of(shape))
+    keep = torch.zeros(10, dtype=torch.bool)
+    keep[2:5] = True
+    assert (got[~keep] == 0).all() and (got[keep] != 0).any()
+
+
+def test_gradient_by_finite_differences():
+    """One number a reader can check: (L(x+e) - L(x-e)) / 2e in float64."""
+    shape, sequences = (2, 1, 8), [(0, 4, 0, 0), (4, 3, 0, 3)]
+    qkv, d_out = inputs(7, shape, torch.float64, torch.float64)
+    got = gradient(qkv, d_out, sequences, heads_of(shape))
+
+    def loss(x):
+        return float((C.attention_forward(x, sequences, heads_of(shape))[0] * d_out).sum())
+
+    for row, column in [(0, 0), (1, 17), (2, 25), (4, 3), (5, 20), (6, 31)]:
+        step = torch.zeros_like(qkv)
+        step[row, column] = 1e-5
+        assert abs((loss(qkv + step) - loss(qkv - step)) / 2e-5 - float(got[row, column])) <= 1e-8
+
+
+def test_bad_arguments_are_value_errors():
+    shape, sequences = (2, 1, 16), [(0, 10, 0, 0)]
+    heads = heads_of(shape)
+    qkv, d_out = inputs(10, shape, torch.float32, torch.float32)
+    out, lse = C.attention_forward(qkv, sequences, heads)
+    with pytest.raises(ValueError, match="d_out is Double"):
+        C.attention_backward(qkv, out, d_out.double(), lse, sequences, heads)
+    with pytest.raises(ValueError, match="d_out must be"):
+        C.attention_backward(qkv, out, d_out[:9], lse, sequences, heads)
+    with pytest.raises(ValueError, match="lse must be"):
+        C.attention_backward(qkv, out, d_out, lse[:, :1].contiguous(), sequences, heads)

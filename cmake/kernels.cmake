@@ -7,7 +7,7 @@ function(nemo_kernel_capability name)
   target_include_directories(nemo_kernels_${name} PRIVATE csrc)
   target_compile_definitions(nemo_kernels_${name} PRIVATE NRL_CAPABILITY=${name})
   # -ffp-contract=off: multiply-adds are written out, so that the same bits come from every compiler and path
-  target_compile_options(nemo_kernels_${name} PRIVATE -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wno-psabi -Wall ${ARGN})
+  target_compile_options(nemo_kernels_${name} PRIVATE -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized ${ARGN})
   set(NEMO_KERNEL_OBJECTS ${NEMO_KERNEL_OBJECTS} $<TARGET_OBJECTS:nemo_kernels_${name}> PARENT_SCOPE)
 endfunction()
 nemo_kernel_capability(base)

@@ -17,21 +17,21 @@ const char* cpu_capability_name();
 // NRL_DECLARE_CPU_KERNEL(name, Signature): `Signature` is a function type. Every csrc/kernels/cpu/*.cpp defines
 // `name` in namespace nemo_rl::kernels::NRL_CAPABILITY. Callers call nemo_rl::kernels::name(...).
 #if defined(NRL_CAPABILITY)  // inside a kernel file: no static initialiser may be compiled with its instruction set
-#define NRL_DECLARE_CPU_KERNEL(name, Signature) \
-  namespace NRL_CAPABILITY { Signature name; }  \
+#define NRL_DECLARE_CPU_KERNEL(name, ...)         \
+  namespace NRL_CAPABILITY { __VA_ARGS__ name; }  \
   static_assert(true)
 #elif defined(__x86_64__)
-#define NRL_DECLARE_CPU_KERNEL(name, Signature)                                                        \
-  namespace base { Signature name; }                                                                   \
-  namespace avx2 { Signature name; }                                                                   \
-  namespace avx512 { Signature name; }                                                                 \
-  namespace avx512_bf16 { Signature name; }                                                            \
-  inline Signature* const name = ::nemo_rl::kernels::select_kernel<Signature>(                         \
+#define NRL_DECLARE_CPU_KERNEL(name, ...)                                                              \
+  namespace base { __VA_ARGS__ name; }                                                                 \
+  namespace avx2 { __VA_ARGS__ name; }                                                                 \
+  namespace avx512 { __VA_ARGS__ name; }                                                               \
+  namespace avx512_bf16 { __VA_ARGS__ name; }                                                          \
+  inline auto* const name = ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(                            \
       base::name, avx2::name, avx512::name, avx512_bf16::name)
 #else
-#define NRL_DECLARE_CPU_KERNEL(name, Signature) \
-  namespace base { Signature name; }            \
-  inline Signature* const name = base::name
+#define NRL_DECLARE_CPU_KERNEL(name, ...) \
+  namespace base { __VA_ARGS__ name; }    \
+  inline auto* const name = base::name
 #endif
 
 namespace nemo_rl::kernels {

@@ -1,0 +1,82 @@
+#include "ops/linear.h"
+
+#include <ATen/Parallel.h>
+
+#include "kernels/linear.h"
+#include "ops/kernel_types.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+void check_matrix(const at::Tensor& t, const char* name, const char* op) {
+  NRL_CHECK_ARG(t.dim() == 2 && t.stride(1) == 1 && t.device().is_cpu(), op, ": ", name,
+                " must be a CPU matrix with a contiguous last dimension, got shape ", t.sizes(), " on ", t.device().str());
+}
+
+template <class T, class O>
+void run(kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+         const at::Tensor& y, bool accumulate) {
+  const kernels::LinearForwardArgs<T, O> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
+                                              mutable_ptr<O>(y), y.stride(0), x.size(0), w.size(0), x.size(1), accumulate};
+  const auto tiles = kernels::num_linear_tiles(args.M, args.N);
+  // A few tiles at least: waking a thread costs some microseconds.
+  const std::int64_t work = args.K * kernels::kLinearTileN * std::min(args.M, kernels::kLinearBlockM);
+  at::parallel_for(0, tiles, std::max<std::int64_t>(1, 200'000 / work),
+                   [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+}
+
+template <class T, class O>
+void run_gemm(kernels::Gemm<T, O>* kernel, const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate) {
+  const std::int64_t M = transposed ? a.size(1) : a.size(0);
+  const kernels::GemmArgs<T, O> args{ptr<T>(a), transposed ? 1 : a.stride(0), transposed ? a.stride(0) : 1, ptr<T>(b), b.stride(0),
+                                     mutable_ptr<O>(c), c.stride(0), M, b.size(1), b.size(0), accumulate};
+  at::parallel_for(0, kernels::num_gemm_blocks(M), 1, [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+}
+
+void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate, const char* op) {
+  check_matrix(a, "the first operand", op);
+  check_matrix(b, "the second operand", op);
+  check_matrix(c, "the result", op);
+  const auto rows = transposed ? a.size(1) : a.size(0), terms = transposed ? a.size(0) : a.size(1);
+  NRL_CHECK_ARG(b.size(0) == terms && c.size(0) == rows && c.size(1) == b.size(1) && a.scalar_type() == b.scalar_type(), op,
+                ": shapes ", a.sizes(), ", ", b.sizes(), " -> ", c.sizes(), " or dtypes do not match");
+  if (rows == 0 || c.size(1) == 0) return;
+  if (terms == 0) {
+    if (!accumulate) c.zero_();
+    return;
+  }
+  const auto type = a.scalar_type(), out = c.scalar_type();
+  if (type == at::kFloat && out == at::kFloat) return run_gemm<float, float>(kernels::gemm_f32, a, transposed, b, c, accumulate);
+  if (type == at::kDouble && out == at::kDouble) return run_gemm<double, double>(kernels::gemm_f64, a, transposed, b, c, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16) return run_gemm<bfloat16, bfloat16>(kernels::gemm_bf16, a, transposed, b, c, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat) return run_gemm<bfloat16, float>(kernels::gemm_bf16_f32, a, transposed, b, c, accumulate);
+  throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
+}
+
+}  // namespace
+
+void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
+  check_matrix(x, "x", "linear_forward");
+  check_matrix(w, "w", "linear_forward");
+  check_matrix(y, "y", "linear_forward");
+  NRL_CHECK_ARG(x.size(1) == w.size(1) && y.size(0) == x.size(0) && y.size(1) == w.size(0) && x.scalar_type() == w.scalar_type() &&
+                    (!bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type())),
+                "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
+  if (y.numel() == 0) return;
+  const auto type = x.scalar_type(), out = y.scalar_type();
+  if (type == at::kFloat && out == at::kFloat) return run<float, float>(kernels::linear_forward_f32, x, w, bias, y, accumulate);
+  if (type == at::kDouble && out == at::kDouble) return run<double, double>(kernels::linear_forward_f64, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>(kernels::linear_forward_bf16, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>(kernels::linear_forward_bf16_f32, x, w, bias, y, accumulate);
+  throw ArgumentError(detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
+}
+
+void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate) {
+  gemm(dy, false, w, dx, accumulate, "linear_backward_input");
+}
+
+void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& dw) {
+  gemm(dy, true, x, dw, true, "linear_backward_weight");
+}
+
+}  // namespace nemo_rl::ops

@@ -1,0 +1,22 @@
+// The one seam of matrix products: forward, gradient of the input, gradient of the weight.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace nemo_rl::ops {
+
+/// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N].
+/// Each row of y depends on its row of x alone, bit for bit: not on M, not on the number of threads.
+/// x, w (and bias) share a dtype: float32, float64, or bfloat16 with y in bfloat16 or float32 (sums are always
+/// float32 at least). Rows may be strided; the last dimension is contiguous. `accumulate` adds to y.
+void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
+                    bool accumulate = false);
+
+/// dx[M, K] (+)= dy[M, N] · w[N, K].
+void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate = false);
+
+/// dw[N, K] += dy[M, N]^T · x[M, K]; dw is float32 (float64 for float64 operands).
+void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& dw);
+
+}  // namespace nemo_rl::ops

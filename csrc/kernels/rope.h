@@ -1,0 +1,28 @@
+// Rotary position embedding (Su et al., 2021), Hugging Face's pairing: dimension i with i + H/2.
+#pragma once
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/cpu_capability.h"
+
+namespace nemo_rl::kernels {
+
+/// Rotates `heads` heads of size H at the start of each row of x by the angle of the row's position, in place:
+/// (a, b) -> (a·cos - b·sin, b·cos + a·sin); `inverse` rotates back (the backward pass).
+template <class T>
+struct RopeArgs {
+  T* x;
+  std::int64_t stride_x;
+  const std::int64_t* positions;  ///< [T]
+  const float* cos;               ///< [positions, H/2]
+  const float* sin;
+  std::int64_t heads, H;
+  bool inverse;
+};
+template <class T>
+using Rope = void(const RopeArgs<T>&, std::int64_t begin, std::int64_t end);
+NRL_DECLARE_CPU_KERNEL(rope_f32, Rope<float>);
+NRL_DECLARE_CPU_KERNEL(rope_f64, Rope<double>);
+NRL_DECLARE_CPU_KERNEL(rope_bf16, Rope<bfloat16>);
+
+}  // namespace nemo_rl::kernels

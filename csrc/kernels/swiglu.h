@@ -1,0 +1,24 @@
+// Gated activation (Shazeer, 2020): act = silu(gate) · up, silu(x) = x / (1 + exp(-x)).
+#pragma once
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/cpu_capability.h"
+
+namespace nemo_rl::kernels {
+
+/// gate_up [T, 2I] (gate first) -> act [T, I], both contiguous.
+template <class T>
+using SwigluForward = void(const T* gate_up, T* act, std::int64_t I, std::int64_t begin, std::int64_t end);
+NRL_DECLARE_CPU_KERNEL(swiglu_forward_f32, SwigluForward<float>);
+NRL_DECLARE_CPU_KERNEL(swiglu_forward_f64, SwigluForward<double>);
+NRL_DECLARE_CPU_KERNEL(swiglu_forward_bf16, SwigluForward<bfloat16>);
+
+/// d_act [T, I], gate_up -> d_gate_up [T, 2I] (may be gate_up itself).
+template <class T>
+using SwigluBackward = void(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t begin, std::int64_t end);
+NRL_DECLARE_CPU_KERNEL(swiglu_backward_f32, SwigluBackward<float>);
+NRL_DECLARE_CPU_KERNEL(swiglu_backward_f64, SwigluBackward<double>);
+NRL_DECLARE_CPU_KERNEL(swiglu_backward_bf16, SwigluBackward<bfloat16>);
+
+}  // namespace nemo_rl::kernels

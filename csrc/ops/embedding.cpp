@@ -1,0 +1,67 @@
+#include "ops/embedding.h"
+
+#include <ATen/Parallel.h>
+
+#include "ops/kernel_types.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+void check_ids(const at::Tensor& token_ids, std::int64_t rows, const char* op) {
+  const auto* ids = ptr<std::int64_t>(token_ids);
+  for (std::int64_t t = 0; t < token_ids.numel(); ++t)
+    NRL_CHECK_ARG(ids[t] >= 0 && ids[t] < rows, op, ": token id ", ids[t], " at position ", t, " is outside the vocabulary of ", rows,
+                  " (tokenizer and model do not belong together?)");
+}
+
+}  // namespace
+
+void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
+  check_ids(token_ids, table.size(0), "embedding_forward");
+  const std::int64_t D = table.size(1);
+  const auto* ids = ptr<std::int64_t>(token_ids);
+  dispatch_floating(table.scalar_type(), "embedding_forward", [&](auto tag) {
+    using T = decltype(tag);
+    using A = accumulate_t<T>;
+    at::parallel_for(0, token_ids.numel(), 64, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t t = begin; t < end; ++t) {
+        const T* from = ptr<T>(table) + ids[t] * D;
+        A* to = mutable_ptr<A>(h) + t * D;
+        for (std::int64_t d = 0; d < D; ++d) to[d] = static_cast<A>(from[d]);
+      }
+    });
+  });
+}
+
+void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table) {
+  check_ids(token_ids, d_table.size(0), "embedding_backward");
+  const std::int64_t D = d_table.size(1);
+  const auto* ids = ptr<std::int64_t>(token_ids);
+  dispatch_floating(d_table.scalar_type(), "embedding_backward", [&](auto tag) {
+    using A = accumulate_t<decltype(tag)>;
+    at::parallel_for(0, D, 64, [&](std::int64_t begin, std::int64_t end) {  // columns: no two threads share a sum
+      for (std::int64_t t = 0; t < token_ids.numel(); ++t) {
+        const A* from = ptr<A>(dh) + t * D;
+        A* to = mutable_ptr<A>(d_table) + ids[t] * D;
+        for (std::int64_t d = begin; d < end; ++d) to[d] += from[d];
+      }
+    });
+  });
+}
+
+void add_column_sums(const at::Tensor& x, const at::Tensor& out) {
+  const std::int64_t T = x.size(0), C = x.size(1);
+  dispatch_floating(x.scalar_type(), "add_column_sums", [&](auto tag) {
+    using X = decltype(tag);
+    using A = accumulate_t<X>;
+    at::parallel_for(0, C, 256, [&](std::int64_t begin, std::int64_t end) {
+      A* sums = mutable_ptr<A>(out);
+      for (std::int64_t t = 0; t < T; ++t) {
+        const X* row = ptr<X>(x) + t * x.stride(0);
+        for (std::int64_t c = begin; c < end; ++c) sums[c] += static_cast<A>(row[c]);
+      }
+    });
+  });
+}
+
+}  // namespace nemo_rl::ops

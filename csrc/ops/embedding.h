@@ -1,0 +1,15 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+namespace nemo_rl::ops {
+
+/// h[t] = table[token_ids[t]], widened to h's dtype (float32 for a bfloat16 table).
+void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h);
+
+/// d_table[token_ids[t]] += dh[t], in the order of t for every row: the sum does not depend on threads.
+void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table);
+
+/// out[c] += sum over the rows of x [T, C] (the gradient of a bias), in blocks of fixed size.
+void add_column_sums(const at::Tensor& x, const at::Tensor& out);
+
+}  // namespace nemo_rl::ops

@@ -1,0 +1,55 @@
+#include "ops/swiglu.h"
+
+#include <ATen/Parallel.h>
+
+#include "kernels/swiglu.h"
+#include "ops/kernel_types.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+void check(const at::Tensor& gate_up, const at::Tensor& act) {
+  NRL_CHECK_ARG(gate_up.dim() == 2 && gate_up.is_contiguous() && act.is_contiguous() && act.size(0) == gate_up.size(0) &&
+                    2 * act.size(1) == gate_up.size(1),
+                "swiglu: gate_up ", gate_up.sizes(), " and act ", act.sizes(), " do not match");
+}
+
+template <class F>
+void over_rows(const at::Tensor& act, F&& f) {
+  at::parallel_for(0, act.size(0), std::max<std::int64_t>(1, 8192 / std::max<std::int64_t>(1, act.size(1))), f);
+}
+
+}  // namespace
+
+void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act) {
+  check(gate_up, act);
+  const std::int64_t I = act.size(1);
+  dispatch_floating(act.scalar_type(), "swiglu_forward", [&](auto tag) {
+    using T = decltype(tag);
+    over_rows(act, [&](std::int64_t begin, std::int64_t end) {
+      const T* in = ptr<T>(gate_up);
+      T* out = mutable_ptr<T>(act);
+      if constexpr (std::is_same_v<T, float>) kernels::swiglu_forward_f32(in, out, I, begin, end);
+      if constexpr (std::is_same_v<T, double>) kernels::swiglu_forward_f64(in, out, I, begin, end);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::swiglu_forward_bf16(in, out, I, begin, end);
+    });
+  });
+}
+
+void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up) {
+  check(gate_up, d_act);
+  check(d_gate_up, d_act);
+  const std::int64_t I = d_act.size(1);
+  dispatch_floating(d_act.scalar_type(), "swiglu_backward", [&](auto tag) {
+    using T = decltype(tag);
+    over_rows(d_act, [&](std::int64_t begin, std::int64_t end) {
+      const T *d = ptr<T>(d_act), *in = ptr<T>(gate_up);
+      T* out = mutable_ptr<T>(d_gate_up);
+      if constexpr (std::is_same_v<T, float>) kernels::swiglu_backward_f32(d, in, out, I, begin, end);
+      if constexpr (std::is_same_v<T, double>) kernels::swiglu_backward_f64(d, in, out, I, begin, end);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::swiglu_backward_bf16(d, in, out, I, begin, end);
+    });
+  });
+}
+
+}  // namespace nemo_rl::ops

@@ -1,0 +1,32 @@
+#include "kernels/logprob_backward.h"
+
+#include "kernels/cpu/vec_math.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+template <class O>
+void backward_row(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, O* out) {
+  const float inverse = 1.0f / temperature, shift = row.max + row.log_sum, scale = -g * inverse;
+  std::int64_t v = 0;
+  alignas(64) float lanes[kLanes];
+  for (; v + kLanes <= V; v += kLanes) {
+    store16(lanes, exp16(load16(logits + v) * inverse - shift) * scale);
+    for (int i = 0; i < kLanes; ++i) out[v + i] = static_cast<O>(lanes[i]);
+  }
+  if (v < V) {
+    store16(lanes, exp16(load16_partial(logits + v, V - v, 0.0f) * inverse - shift) * scale);
+    for (int i = 0; v + i < V; ++i) out[v + i] = static_cast<O>(lanes[i]);
+  }
+}
+
+}  // namespace
+
+void logprob_backward_row_f32(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, float* out) {
+  backward_row(logits, V, temperature, row, g, out);
+}
+void logprob_backward_row_bf16(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, bfloat16* out) {
+  backward_row(logits, V, temperature, row, g, out);
+}
+
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

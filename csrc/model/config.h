@@ -1,0 +1,34 @@
+// What a decoder is, as its Hugging Face config.json says. Reading and checking the file is Python's part
+// (nemo_rl_cpp/models/hf_config.py).
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace nemo_rl::model {
+
+struct ModelConfig {
+  std::int64_t vocab_size = 0;         ///< V
+  std::int64_t hidden_size = 0;        ///< D
+  std::int64_t intermediate_size = 0;  ///< I
+  std::int64_t num_layers = 0;
+  std::int64_t num_heads = 0;     ///< N
+  std::int64_t num_kv_heads = 0;  ///< K
+  std::int64_t head_dim = 0;      ///< H
+  double rms_norm_eps = 1e-6;
+  bool tie_word_embeddings = false;
+  bool qkv_bias = false;     ///< Qwen2; Llama with attention_bias
+  bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias
+  bool mlp_bias = false;
+  bool qk_norm = false;     ///< Qwen3: RMS norm of each query and key head
+  bool value_head = false;  ///< a critic: one scalar a token instead of a language-model head
+  std::vector<double> rope_inv_freq;   ///< [H/2], after rope scaling
+  double rope_attention_factor = 1.0;  ///< multiplies cos and sin (yarn)
+
+  std::int64_t query_size() const { return num_heads * head_dim; }
+  std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+};
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,197 @@
+#include "model/decoder.h"
+
+#include <cmath>
+
+#include "common/check.h"
+#include "ops/embedding.h"
+#include "ops/linear.h"
+#include "ops/rms_norm.h"
+#include "ops/rope.h"
+#include "ops/swiglu.h"
+
+namespace nemo_rl::model {
+namespace {
+
+std::optional<at::Tensor> optional(const at::Tensor& t) { return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt; }
+
+}  // namespace
+
+RopeTable::RopeTable(const ModelConfig& config)
+    : inv_freq_(config.rope_inv_freq), attention_factor_(config.rope_attention_factor) {
+  NRL_CHECK_ARG(static_cast<std::int64_t>(inv_freq_.size()) == config.head_dim / 2, "rope_inv_freq has ", inv_freq_.size(),
+                " entries, expected head_dim / 2 = ", config.head_dim / 2);
+}
+
+void RopeTable::reserve(std::int64_t positions) {
+  const std::int64_t have = cos_.defined() ? cos_.size(0) : 0, half = static_cast<std::int64_t>(inv_freq_.size());
+  if (positions <= have) return;
+  const std::int64_t size = std::max<std::int64_t>({positions, 2 * have, 256});
+  auto cos = at::empty({size, half}), sin = at::empty({size, half});
+  for (std::int64_t p = 0; p < size; ++p)
+    for (std::int64_t i = 0; i < half; ++i) {
+      // the angle is rounded to float32 first, as transformers does
+      const float angle = static_cast<float>(p) * static_cast<float>(inv_freq_[static_cast<std::size_t>(i)]);
+      cos.data_ptr<float>()[p * half + i] = static_cast<float>(std::cos(static_cast<double>(angle)) * attention_factor_);
+      sin.data_ptr<float>()[p * half + i] = static_cast<float>(std::sin(static_cast<double>(angle)) * attention_factor_);
+    }
+  cos_ = cos;
+  sin_ = sin;
+}
+
+Decoder::Decoder(ModelConfig config, DecoderParameters parameters)
+    : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_) {}
+
+LayerActivations Decoder::buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const {
+  const auto S = compute_dtype(), A = accumulate_dtype();
+  const std::string prefix = keep ? "layer" + std::to_string(layer) + "." : "layer.";
+  auto take = [&](const char* name, at::IntArrayRef shape, at::ScalarType type) { return workspace.take(prefix + name, shape, type); };
+  const std::int64_t D = config_.hidden_size, N = config_.num_heads, K = config_.num_kv_heads;
+  LayerActivations a;
+  a.qkv = take("qkv", {T, config_.qkv_size()}, S);
+  if (config_.qk_norm) {
+    a.qkv_raw = take("qkv_raw", {T, config_.qkv_size()}, S);
+    if (keep) a.q_rstd = take("q_rstd", {T, N}, A), a.k_rstd = take("k_rstd", {T, K}, A);
+  }
+  a.attn = take("attn", {T, config_.query_size()}, S);
+  a.gate_up = take("gate_up", {T, 2 * config_.intermediate_size}, S);
+  if (keep) {
+    a.rstd_in = take("rstd_in", {T, 1}, A);
+    a.lse = take("lse", {T, N}, A);
+    a.h_mid = take("h_mid", {T, D}, A);
+    a.rstd_mid = take("rstd_mid", {T, 1}, A);
+  }
+  return a;
+}
+
+void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+                        const at::Tensor& h_out, Workspace& workspace, bool keep) {
+  const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
+  const auto& c = config_;
+  const std::int64_t T = a.h_in.size(0), Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
+  const auto normed = workspace.take("normed", {T, c.hidden_size}, compute_dtype());
+
+  ops::rms_norm_forward(a.h_in, p.input_norm, c.rms_norm_eps, normed, optional(a.rstd_in));
+  ops::linear_forward(normed, p.qkv_weight, optional(p.qkv_bias), c.qk_norm ? a.qkv_raw : a.qkv);
+  if (c.qk_norm) {
+    ops::rms_norm_forward(a.qkv_raw.narrow(1, 0, Q), p.q_norm, c.rms_norm_eps, a.qkv.narrow(1, 0, Q), optional(a.q_rstd));
+    ops::rms_norm_forward(a.qkv_raw.narrow(1, Q, KV), p.k_norm, c.rms_norm_eps, a.qkv.narrow(1, Q, KV), optional(a.k_rstd));
+    a.qkv.narrow(1, Q + KV, KV).copy_(a.qkv_raw.narrow(1, Q + KV, KV));
+  }
+  ops::rope(a.qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions, rope_.cos(), rope_.sin());
+  attention(layer, a.qkv, a.attn, a.lse);
+
+  const at::Tensor& h_mid = keep ? a.h_mid : a.h_in;
+  if (keep) h_mid.copy_(a.h_in);
+  ops::linear_forward(a.attn, p.o_weight, optional(p.o_bias), h_mid, /*accumulate=*/true);
+  ops::rms_norm_forward(h_mid, p.post_norm, c.rms_norm_eps, normed, optional(a.rstd_mid));
+  ops::linear_forward(normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up);
+  const auto act = workspace.take("act", {T, c.intermediate_size}, compute_dtype());
+  ops::swiglu_forward(a.gate_up, act);
+  if (keep) h_out.copy_(h_mid);
+  ops::linear_forward(act, p.down_weight, optional(p.down_bias), h_out, /*accumulate=*/true);
+}
+
+at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, Workspace& workspace) {
+  const std::int64_t T = token_ids.numel();
+  rope_.reserve(T > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
+  const auto h = workspace.take("h", {T, config_.hidden_size}, accumulate_dtype());
+  ops::embedding_forward(parameters_.embedding, token_ids, h);
+  auto a = buffers(0, T, false, workspace);
+  a.h_in = h;
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, positions, attention, a, h, workspace, false);
+  return h;
+}
+
+at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,
+                                  Workspace& workspace) {
+  const std::int64_t T = token_ids.numel(), D = config_.hidden_size;
+  rope_.reserve(T > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
+  token_ids_ = token_ids;
+  positions_ = positions;
+  checkpoint_ = checkpoint;
+  saved_.clear();
+  auto h = workspace.take("h0", {T, D}, accumulate_dtype());
+  ops::embedding_forward(parameters_.embedding, token_ids, h);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    auto a = buffers(checkpoint ? 0 : l, T, true, workspace);
+    a.h_in = h;
+    h = workspace.take("h" + std::to_string(l + 1), {T, D}, accumulate_dtype());
+    run_layer(l, positions, attention, a, h, workspace, true);
+    saved_.push_back(std::move(a));
+  }
+  return h;
+}
+
+void Decoder::backward(const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
+                       const DecoderParameters& grads, Workspace& workspace) {
+  NRL_CHECK(static_cast<std::int64_t>(saved_.size()) == config_.num_layers, "backward without a forward_train before it");
+  for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
+    auto& a = saved_[static_cast<std::size_t>(l)];
+    const auto& g = grads.layers[static_cast<std::size_t>(l)];
+    if (checkpoint_ && l + 1 < config_.num_layers) {  // the last layer's buffers still hold its own
+      const auto scratch = workspace.take("recomputed", dh.sizes(), dh.scalar_type());
+      run_layer(l, positions_, attention, a, scratch, workspace, true);
+    }
+    backward_mlp(l, a, dh, g, workspace);
+    backward_attention(l, a, dh, attention_backward, g, workspace);
+  }
+  ops::embedding_backward(dh, token_ids_, grads.embedding);
+  saved_.clear();
+}
+
+void Decoder::backward_mlp(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& g, Workspace& workspace) {
+  const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
+  const std::int64_t T = dh.size(0), D = config_.hidden_size, I = config_.intermediate_size;
+  const auto S = compute_dtype();
+  const auto dy = workspace.take("dy", {T, D}, S);
+  dy.copy_(dh);
+  const auto act = workspace.take("act", {T, I}, S), d_act = workspace.take("d_act", {T, I}, S);
+  ops::swiglu_forward(a.gate_up, act);
+  ops::linear_backward_weight(dy, act, g.down_weight);
+  if (g.down_bias.defined()) ops::add_column_sums(dy, g.down_bias);
+  ops::linear_backward_input(dy, p.down_weight, d_act);
+  const auto d_gate_up = workspace.take("d_gate_up", {T, 2 * I}, S);
+  ops::swiglu_backward(d_act, a.gate_up, d_gate_up);
+  const auto normed = workspace.take("normed", {T, D}, S);
+  ops::rms_norm_forward(a.h_mid, p.post_norm, config_.rms_norm_eps, normed, std::nullopt);
+  ops::linear_backward_weight(d_gate_up, normed, g.gate_up_weight);
+  if (g.gate_up_bias.defined()) ops::add_column_sums(d_gate_up, g.gate_up_bias);
+  const auto d_normed = workspace.take("d_normed", {T, D}, accumulate_dtype());
+  ops::linear_backward_input(d_gate_up, p.gate_up_weight, d_normed);
+  ops::rms_norm_backward(d_normed, a.h_mid, p.post_norm, a.rstd_mid, dh, /*accumulate=*/true, g.post_norm);
+}
+
+void Decoder::backward_attention(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh,
+                                 const AttentionBackward& attention_backward, const LayerParameters& g, Workspace& workspace) {
+  const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
+  const auto& c = config_;
+  const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
+  const auto S = compute_dtype();
+  const auto dy = workspace.take("dy", {T, D}, S);
+  dy.copy_(dh);
+  ops::linear_backward_weight(dy, a.attn, g.o_weight);
+  if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
+  const auto d_attn = workspace.take("d_attn", {T, Q}, S);
+  ops::linear_backward_input(dy, p.o_weight, d_attn);
+  auto d_qkv = workspace.take("d_qkv", {T, c.qkv_size()}, S);
+  attention_backward(a.qkv, a.attn, d_attn, a.lse, d_qkv);
+  ops::rope(d_qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions_, rope_.cos(), rope_.sin(), /*inverse=*/true);
+  if (c.qk_norm) {
+    const auto d_q = d_qkv.narrow(1, 0, Q), d_k = d_qkv.narrow(1, Q, KV);
+    ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.q_rstd, d_q, false, g.q_norm);
+    ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.k_rstd, d_k, false, g.k_norm);
+  }
+  const auto normed = workspace.take("normed", {T, D}, S);
+  ops::rms_norm_forward(a.h_in, p.input_norm, c.rms_norm_eps, normed, std::nullopt);
+  ops::linear_backward_weight(d_qkv, normed, g.qkv_weight);
+  if (g.qkv_bias.defined()) ops::add_column_sums(d_qkv, g.qkv_bias);
+  const auto d_normed = workspace.take("d_normed", {T, D}, accumulate_dtype());
+  ops::linear_backward_input(d_qkv, p.qkv_weight, d_normed);
+  ops::rms_norm_backward(d_normed, a.h_in, p.input_norm, a.rstd_in, dh, /*accumulate=*/true, g.input_norm);
+}
+
+void Decoder::final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const {
+  ops::rms_norm_forward(h, parameters_.final_norm, config_.rms_norm_eps, y, optional(rstd));
+}
+
+}  // namespace nemo_rl::model

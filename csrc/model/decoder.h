@@ -1,0 +1,89 @@
+// The decoder of Llama, Qwen2 and Qwen3 on packed tokens: T tokens of many sequences, no padding. One forward serves
+// training, scoring and generation; only where keys and values come from differs (the Attention callback).
+//
+// Letters: T packed tokens, D hidden, I intermediate, N heads, K key/value heads, H head size. Types: S is the compute
+// type (float32, bfloat16, float64), A its accumulation type (float32, float32, float64). The residual stream is A.
+#pragma once
+#include <functional>
+
+#include "model/parameters.h"
+#include "model/workspace.h"
+
+namespace nemo_rl::model {
+
+/// What a layer keeps for its backward pass. Normalised inputs and the gated activation are recomputed: they are cheap.
+struct LayerActivations {
+  at::Tensor h_in;      ///< [T, D] A: the residual stream before the layer
+  at::Tensor rstd_in;   ///< [T, 1] A
+  at::Tensor qkv_raw;   ///< [T, (N+2K)H] S before qk-norm (only with qk-norm)
+  at::Tensor q_rstd, k_rstd;
+  at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE
+  at::Tensor attn;      ///< [T, N·H] S
+  at::Tensor lse;       ///< [T, N] A
+  at::Tensor h_mid;     ///< [T, D] A: after attention
+  at::Tensor rstd_mid;  ///< [T, 1] A
+  at::Tensor gate_up;   ///< [T, 2I] S
+};
+
+/// attention(layer, qkv, out, lse): out [T, N·H]; lse is undefined where nothing is kept.
+using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse)>;
+/// attention_backward(qkv, out, d_out, lse, d_qkv)
+using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                                             at::Tensor& d_qkv)>;
+
+/// cos and sin of every position [P, H/2] float32, grown as positions come.
+class RopeTable {
+ public:
+  explicit RopeTable(const ModelConfig& config);
+  void reserve(std::int64_t positions);
+  const at::Tensor& cos() const { return cos_; }
+  const at::Tensor& sin() const { return sin_; }
+
+ private:
+  std::vector<double> inv_freq_;
+  double attention_factor_;
+  at::Tensor cos_, sin_;
+};
+
+class Decoder {
+ public:
+  Decoder(ModelConfig config, DecoderParameters parameters);
+
+  const ModelConfig& config() const { return config_; }
+  const DecoderParameters& parameters() const { return parameters_; }
+  at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
+  at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
+
+  /// Residual stream [T, D] after the last layer, nothing kept. token_ids and positions are int64 [T].
+  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, Workspace& workspace);
+
+  /// The same, keeping what backward needs (only each layer's input when `checkpoint`: the rest is computed again).
+  at::Tensor forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,
+                           Workspace& workspace);
+
+  /// Adds the gradients of all parameters but the head's and the final norm's to `grads`; dh [T, D] is the gradient of
+  /// forward_train's result and is overwritten. Valid once after forward_train.
+  void backward(const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
+                const DecoderParameters& grads, Workspace& workspace);
+
+  /// y [R, D] S = final norm of h [R, D]; rstd [R, 1] may be undefined.
+  void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
+
+ private:
+  void run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out,
+                 Workspace& workspace, bool keep);
+  LayerActivations buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const;
+  void backward_mlp(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads, Workspace& workspace);
+  void backward_attention(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const AttentionBackward& attention_backward,
+                          const LayerParameters& grads, Workspace& workspace);
+
+  ModelConfig config_;
+  DecoderParameters parameters_;
+  RopeTable rope_;
+  // of the last forward_train
+  at::Tensor token_ids_, positions_;
+  std::vector<LayerActivations> saved_;
+  bool checkpoint_ = false;
+};
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,153 @@
+#include "model/lm_head.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "common/check.h"
+#include "kernels/logprob_backward.h"
+#include "ops/kernel_types.h"
+#include "ops/linear.h"
+#include "ops/rms_norm.h"
+
+namespace nemo_rl::model {
+namespace {
+
+/// Logits of `count` rows: float32 (float64 for the float64 build).
+at::Tensor chunk_logits(const Decoder& decoder, const at::Tensor& normed, std::int64_t begin, std::int64_t count, Workspace& workspace) {
+  auto logits = workspace.take("logits", {count, decoder.config().vocab_size}, decoder.accumulate_dtype());
+  ops::linear_forward(normed.narrow(0, begin, count), decoder.parameters().lm_head, std::nullopt, logits);
+  return logits;
+}
+
+/// d_logits of one row: -sum(g) · softmax / temperature, and g / temperature at every target.
+template <class O>
+void row_gradient(const float* logits, std::int64_t V, float temperature, const kernels::LogSumExp& lse, const std::int64_t* targets,
+                  const float* g, std::int64_t n, O* out) {
+  float total = 0;
+  for (std::int64_t i = 0; i < n; ++i) total += g[i];
+  if constexpr (std::is_same_v<O, float>) kernels::logprob_backward_row_f32(logits, V, temperature, lse, total, out);
+  if constexpr (std::is_same_v<O, bfloat16>) kernels::logprob_backward_row_bf16(logits, V, temperature, lse, total, out);
+  for (std::int64_t i = 0; i < n; ++i) {
+    float own = 0;  // all pairs with this target: the entry is rounded once
+    for (std::int64_t j = 0; j < n; ++j)
+      if (targets[j] == targets[i]) own += g[j];
+    const float p = std::exp((logits[targets[i]] / temperature - lse.max) - lse.log_sum);
+    out[targets[i]] = static_cast<O>((own - total * p) / temperature);
+  }
+}
+
+void row_gradient(const double* logits, std::int64_t V, double temperature, const kernels::LogSumExpF64& lse, const std::int64_t* targets,
+                  const double* g, std::int64_t n, double* out) {
+  double total = 0;
+  for (std::int64_t i = 0; i < n; ++i) total += g[i];
+  for (std::int64_t v = 0; v < V; ++v) out[v] = -total / temperature * std::exp((logits[v] / temperature - lse.max) - lse.log_sum);
+  for (std::int64_t i = 0; i < n; ++i) out[targets[i]] += g[i] / temperature;
+}
+
+struct PairRange { std::int64_t begin, end; };
+
+/// Pairs of each row: pair_row is non-decreasing.
+std::vector<PairRange> pairs_of_rows(const LogprobQuery& q) {
+  std::vector<PairRange> ranges(q.rows.size(), {0, 0});
+  for (std::size_t i = 0; i < q.pair_row.size(); ++i) {
+    auto& r = ranges[static_cast<std::size_t>(q.pair_row[i])];
+    if (r.end == 0) r.begin = static_cast<std::int64_t>(i);
+    r.end = static_cast<std::int64_t>(i) + 1;
+  }
+  return ranges;
+}
+
+}  // namespace
+
+std::int64_t LmHead::chunk_rows(std::int64_t vocab_size) { return std::clamp<std::int64_t>((std::int64_t{1} << 24) / vocab_size, 16, 1024); }
+
+void LmHead::gather(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, Workspace& workspace) {
+  const std::int64_t U = static_cast<std::int64_t>(query.rows.size()), D = h.size(1);
+  hidden_ = workspace.take("head.hidden", {U, D}, h.scalar_type());
+  normed_ = workspace.take("head.normed", {U, D}, decoder.compute_dtype());
+  rstd_ = workspace.take("head.rstd", {U, 1}, h.scalar_type());
+  const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
+  for (std::int64_t u = 0; u < U; ++u)
+    std::memcpy(static_cast<char*>(hidden_.data_ptr()) + static_cast<std::size_t>(u) * bytes,
+                static_cast<const char*>(h.const_data_ptr()) + static_cast<std::size_t>(query.rows[static_cast<std::size_t>(u)]) * bytes, bytes);
+  decoder.final_norm(hidden_, normed_, rstd_);
+}
+
+at::Tensor LmHead::forward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, double temperature, Workspace& workspace) {
+  gather(decoder, h, query, workspace);
+  const std::int64_t U = hidden_.size(0), V = decoder.config().vocab_size, C = chunk_rows(V);
+  auto logprobs = at::empty({static_cast<std::int64_t>(query.targets.size())}, h.options());
+  for (auto target : query.targets) NRL_CHECK_ARG(target >= 0 && target < V, "token id ", target, " is outside the vocabulary of ", V);
+  max_.resize(static_cast<std::size_t>(U));
+  log_sum_.resize(static_cast<std::size_t>(U));
+  const auto pairs = pairs_of_rows(query);
+  for (std::int64_t begin = 0; begin < U; begin += C) {
+    const std::int64_t count = std::min(C, U - begin);
+    const auto logits = chunk_logits(decoder, normed_, begin, count, workspace);
+    auto rows = [&](auto tag, auto lse_of, auto logprob_of) {
+      using A = decltype(tag);
+      at::parallel_for(0, count, 1, [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t r = first; r < last; ++r) {
+          const auto u = static_cast<std::size_t>(begin + r);
+          const A* row = ops::ptr<A>(logits) + r * V;
+          const auto lse = lse_of(row);
+          max_[u] = lse.max, log_sum_[u] = lse.log_sum;
+          for (std::int64_t i = pairs[u].begin; i < pairs[u].end; ++i)
+            ops::mutable_ptr<A>(logprobs)[i] = logprob_of(row[query.targets[static_cast<std::size_t>(i)]], lse);
+        }
+      });
+    };
+    if (h.scalar_type() == at::kDouble) {
+      rows(double{}, [&](const double* row) { return kernels::log_sum_exp_row_f64(row, V, temperature, false); },
+           [&](double logit, const kernels::LogSumExpF64& lse) { return kernels::token_logprob_f64(logit, temperature, lse); });
+    } else {
+      const float t = static_cast<float>(temperature);
+      rows(float{}, [&](const float* row) { return kernels::log_sum_exp_row(row, V, t, false); },
+           [&](float logit, const kernels::LogSumExp& lse) { return kernels::token_logprob(logit, t, lse); });
+    }
+  }
+  return logprobs;
+}
+
+at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, const at::Tensor& d_logprobs,
+                            double temperature, const DecoderParameters& grads, Workspace& workspace) {
+  const std::int64_t U = hidden_.size(0), D = h.size(1), V = decoder.config().vocab_size, C = chunk_rows(V);
+  NRL_CHECK(U == static_cast<std::int64_t>(query.rows.size()) && static_cast<std::int64_t>(max_.size()) == U, "LmHead::backward without its forward");
+  const auto pairs = pairs_of_rows(query);
+  const auto d_normed = workspace.take("head.d_normed", {U, D}, h.scalar_type());
+  for (std::int64_t begin = 0; begin < U; begin += C) {
+    const std::int64_t count = std::min(C, U - begin);
+    const auto logits = chunk_logits(decoder, normed_, begin, count, workspace);
+    const auto d_logits = workspace.take("d_logits", {count, V}, decoder.compute_dtype());
+    ops::dispatch_floating(decoder.compute_dtype(), "lm_head", [&](auto tag) {
+      using S = decltype(tag);
+      using A = accumulate_t<S>;
+      using Lse = std::conditional_t<std::is_same_v<A, double>, kernels::LogSumExpF64, kernels::LogSumExp>;
+      at::parallel_for(0, count, 1, [&](std::int64_t first, std::int64_t last) {
+        for (std::int64_t r = first; r < last; ++r) {
+          const auto u = static_cast<std::size_t>(begin + r);
+          Lse lse;
+          lse.max = static_cast<A>(max_[u]), lse.log_sum = static_cast<A>(log_sum_[u]);
+          row_gradient(ops::ptr<A>(logits) + r * V, V, static_cast<A>(temperature), lse, query.targets.data() + pairs[u].begin,
+                       ops::ptr<A>(d_logprobs) + pairs[u].begin, pairs[u].end - pairs[u].begin, ops::mutable_ptr<S>(d_logits) + r * V);
+        }
+      });
+    });
+    ops::linear_backward_weight(d_logits, normed_.narrow(0, begin, count), grads.lm_head);
+    ops::linear_backward_input(d_logits, decoder.parameters().lm_head, d_normed.narrow(0, begin, count));
+  }
+  const auto d_hidden = workspace.take("head.d_hidden", {U, D}, h.scalar_type());
+  ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);
+  const auto dh = workspace.take("dh", h.sizes(), h.scalar_type());
+  dh.zero_();
+  const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
+  for (std::int64_t u = 0; u < U; ++u)
+    std::memcpy(static_cast<char*>(dh.data_ptr()) + static_cast<std::size_t>(query.rows[static_cast<std::size_t>(u)]) * bytes,
+                static_cast<const char*>(d_hidden.const_data_ptr()) + static_cast<std::size_t>(u) * bytes, bytes);
+  return dh;
+}
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,56 @@
+// All parameters of a decoder in one flat buffer: optimizer, gradient norm and weight digest run over it at once, and
+// tensors that are multiplied together (q, k, v; gate, up) lie side by side. One name table serves the loader, the
+// checkpoint writer, refit and the tests.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "model/config.h"
+
+namespace nemo_rl::model {
+
+/// One tensor of the checkpoint, named as Hugging Face names it.
+struct ParameterSpec {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  std::int64_t offset = 0;  ///< in elements of the flat buffer
+  std::int64_t numel = 0;
+};
+
+/// Names, shapes and offsets; parameters that are not fused start at multiples of 64 elements.
+struct ParameterLayout {
+  explicit ParameterLayout(const ModelConfig& config);
+  std::vector<ParameterSpec> specs;
+  std::int64_t total = 0;  ///< length of the flat buffer, gaps included (they stay zero)
+  const ParameterSpec& find(const std::string& name) const;
+};
+
+/// The tensors of one layer as views of a flat buffer; undefined where the model has none.
+struct LayerParameters {
+  at::Tensor input_norm;      ///< [D]
+  at::Tensor qkv_weight;      ///< [(N+2K)·H, D]
+  at::Tensor qkv_bias;        ///< [(N+2K)·H]
+  at::Tensor q_norm, k_norm;  ///< [H]
+  at::Tensor o_weight;        ///< [D, N·H]
+  at::Tensor o_bias;          ///< [D]
+  at::Tensor post_norm;       ///< [D]
+  at::Tensor gate_up_weight;  ///< [2I, D]
+  at::Tensor gate_up_bias;    ///< [2I]
+  at::Tensor down_weight;     ///< [D, I]
+  at::Tensor down_bias;       ///< [D]
+};
+
+/// A flat buffer seen as a decoder's parameters (weights, a rounded copy of them, or their gradients).
+struct DecoderParameters {
+  DecoderParameters() = default;
+  DecoderParameters(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
+  at::Tensor flat;        ///< [layout.total]
+  at::Tensor embedding;   ///< [V, D]
+  std::vector<LayerParameters> layers;
+  at::Tensor final_norm;  ///< [D]
+  at::Tensor lm_head;     ///< [V, D] (the embedding when tied), or [1, D] of a value head
+};
+
+}  // namespace nemo_rl::model

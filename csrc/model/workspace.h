@@ -1,0 +1,33 @@
+// Buffers that are used again: glibc gives large blocks back to the system, so a fresh tensor a step would cost a page
+// fault for every 4 KiB of it.
+#pragma once
+#include <ATen/ATen.h>
+
+#include <map>
+#include <string>
+
+namespace nemo_rl::model {
+
+class Workspace {
+ public:
+  /// A tensor of this shape and dtype under `name`; contents are undefined. A second call with the same name may return
+  /// the same memory, whatever the shape.
+  at::Tensor take(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) {
+    std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
+    for (auto n : shape) bytes *= n;
+    auto& buffer = buffers_[name];
+    if (!buffer.defined() || buffer.numel() < bytes) buffer = at::empty({bytes + bytes / 8 + 64}, at::kByte);
+    return buffer.narrow(0, 0, bytes).view(dtype).view(shape);
+  }
+  void clear() { buffers_.clear(); }
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for (const auto& [name, buffer] : buffers_) sum += buffer.numel();
+    return sum;
+  }
+
+ private:
+  std::map<std::string, at::Tensor> buffers_;
+};
+
+}  // namespace nemo_rl::model

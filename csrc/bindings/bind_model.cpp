@@ -1,7 +1,82 @@
+// Decoder, trainer and the model runner: handles that Python orchestrates.
 #include "bindings/module.h"
+#include "generation/native_model_runner.h"
+#include "trainer/trainer.h"
 
 namespace nemo_rl::bindings {
+namespace {
 
-void bind_model(py::module_& m) { (void)m; }
+model::ModelConfig config_from(const py::dict& d) {
+  model::ModelConfig c;
+  auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
+  get("vocab_size", c.vocab_size), get("hidden_size", c.hidden_size), get("intermediate_size", c.intermediate_size);
+  get("num_layers", c.num_layers), get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads), get("head_dim", c.head_dim);
+  get("rms_norm_eps", c.rms_norm_eps), get("tie_word_embeddings", c.tie_word_embeddings);
+  get("qkv_bias", c.qkv_bias), get("output_bias", c.output_bias), get("mlp_bias", c.mlp_bias), get("qk_norm", c.qk_norm);
+  get("value_head", c.value_head), get("rope_inv_freq", c.rope_inv_freq), get("rope_attention_factor", c.rope_attention_factor);
+  return c;
+}
+
+void bind_decoder_model(py::module_& m) {
+  using model::DecoderModel;
+  py::class_<DecoderModel, std::shared_ptr<DecoderModel>>(m, "DecoderModel", "Weights of one model; see csrc/model/decoder_model.h")
+      .def(py::init([](const py::dict& config, at::ScalarType dtype, bool trainable) {
+             return std::make_shared<DecoderModel>(config_from(config), dtype, trainable);
+           }),
+           py::arg("config"), py::arg("dtype"), py::arg("trainable"))
+      .def_property_readonly("layout",
+                             [](const DecoderModel& self) {
+                               py::list specs;
+                               for (const auto& s : self.layout().specs) specs.append(py::make_tuple(s.name, s.shape, s.offset));
+                               return specs;
+                             })
+      .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
+      .def_property_readonly("compute", [](const DecoderModel& self) { return self.compute(); })
+      .def("masters_changed", &DecoderModel::masters_changed, release_gil())
+      .def("digest", &DecoderModel::digest, release_gil())
+      .def("workspace_bytes", [](DecoderModel& self) { return self.workspace().bytes(); })
+      .def("release_workspace", [](DecoderModel& self) { self.workspace().clear(); });
+}
+
+void bind_trainer(py::module_& m) {
+  using namespace trainer;
+  py::class_<PaddedBatch>(m, "PaddedBatch")
+      .def(py::init([](at::Tensor input_ids, at::Tensor input_lengths, at::Tensor token_mask, at::Tensor group_ids) {
+             return PaddedBatch{std::move(input_ids), std::move(input_lengths), std::move(token_mask), std::move(group_ids)};
+           }),
+           py::arg("input_ids"), py::arg("input_lengths"), py::arg("token_mask"), py::arg("group_ids"));
+  m.def("plan_micro_batches",
+        [](const PaddedBatch& batch, std::int64_t begin, std::int64_t end, std::int64_t max_samples, std::int64_t max_tokens, bool share_prefix) {
+          return plan_micro_batches(batch, begin, end, {max_samples, max_tokens, share_prefix});
+        },
+        py::arg("batch"), py::arg("begin"), py::arg("end"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
+  m.def("packed_tokens", [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
+    return pack_batch(batch, samples, share_prefix).token_ids.numel();
+  });
+  py::class_<OptimizerStep>(m, "OptimizerStep").def_readonly("grad_norm", &OptimizerStep::grad_norm).def_readonly("finite", &OptimizerStep::finite);
+  py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
+      .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
+      .def("forward", &Trainer::forward, py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"),
+           py::arg("checkpoint"), py::arg("out"), release_gil())
+      .def("backward", &Trainer::backward, py::arg("d_logprobs"), release_gil())
+      .def("zero_grad", &Trainer::zero_grad, release_gil())
+      .def("step",
+           [](Trainer& self, double lr, double beta1, double beta2, double eps, double weight_decay, double max_grad_norm) {
+             return self.step({lr, beta1, beta2, eps, weight_decay}, max_grad_norm);
+           },
+           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_grad_norm"), release_gil())
+      .def("grad_norm", &Trainer::grad_norm, release_gil())
+      .def_property_readonly("grads", [](Trainer& self) { return self.grads(); })
+      .def_property_readonly("exp_avg", [](Trainer& self) { return self.exp_avg(); })
+      .def_property_readonly("exp_avg_sq", [](Trainer& self) { return self.exp_avg_sq(); })
+      .def_property("optimizer_steps", &Trainer::optimizer_steps, &Trainer::set_optimizer_steps);
+}
+
+}  // namespace
+
+void bind_model(py::module_& m) {
+  bind_decoder_model(m);
+  bind_trainer(m);
+}
 
 }  // namespace nemo_rl::bindings

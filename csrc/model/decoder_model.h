@@ -1,0 +1,41 @@
+// The weights of one model and what reads them. Trainer and engine hold the same DecoderModel, so that a weight is
+// stored once and an update is seen by both at once.
+#pragma once
+#include <memory>
+
+#include "model/decoder.h"
+#include "model/lm_head.h"
+
+namespace nemo_rl::model {
+
+class DecoderModel {
+ public:
+  /// `dtype`: float32, bfloat16 or float64. A bfloat16 model that is trained keeps float32 master weights beside the
+  /// rounded copy it computes with; a frozen one only the copy.
+  DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable);
+
+  const ModelConfig& config() const { return decoder_.config(); }
+  const ParameterLayout& layout() const { return layout_; }
+  Decoder& decoder() { return decoder_; }
+  Workspace& workspace() { return workspace_; }
+  bool trainable() const { return trainable_; }
+  /// What the optimizer updates: float32 (float64) masters; the compute weights themselves unless dtype is bfloat16.
+  const at::Tensor& masters() const { return masters_; }
+  /// What products read.
+  const at::Tensor& compute() const { return decoder_.parameters().flat; }
+  bool has_separate_masters() const { return masters_.defined() && !masters_.is_same(compute()); }
+  /// After masters were written: rounds them into the compute copy (nothing to do when they are one).
+  void masters_changed();
+
+  /// FNV-1a over the bytes of the compute weights, in blocks that are combined in order: equal digests, equal weights.
+  std::uint64_t digest() const;
+
+ private:
+  ParameterLayout layout_;
+  bool trainable_;
+  at::Tensor masters_;
+  Decoder decoder_;
+  Workspace workspace_;
+};
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,190 @@
+#include "trainer/packed_batch.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "batching/packing.h"
+#include "common/check.h"
+
+namespace nemo_rl::trainer {
+namespace {
+
+struct Rows {
+  explicit Rows(const PaddedBatch& batch)
+      : ids(batch.input_ids.const_data_ptr<std::int64_t>()),
+        lengths(batch.input_lengths.const_data_ptr<std::int64_t>()),
+        groups(batch.group_ids.const_data_ptr<std::int64_t>()),
+        S(batch.input_ids.size(1)) {}
+  const std::int64_t* row(std::int64_t b) const { return ids + b * S; }
+  const std::int64_t *ids, *lengths, *groups;
+  std::int64_t S;
+};
+
+void check(const PaddedBatch& b) {
+  NRL_CHECK_ARG(b.input_ids.dim() == 2 && b.input_ids.is_contiguous() && b.input_ids.scalar_type() == at::kLong && b.input_ids.device().is_cpu(),
+                "input_ids must be a contiguous int64 CPU tensor [B, S], got ", b.input_ids.sizes());
+  const std::int64_t B = b.input_ids.size(0), S = b.input_ids.size(1);
+  NRL_CHECK_ARG(b.input_lengths.numel() == B && b.group_ids.numel() == B && b.input_lengths.scalar_type() == at::kLong &&
+                    b.group_ids.scalar_type() == at::kLong && b.token_mask.scalar_type() == at::kBool && b.token_mask.sizes() == b.input_ids.sizes() &&
+                    b.token_mask.is_contiguous(),
+                "input_lengths and group_ids must be int64 [B], token_mask bool [B, S] beside input_ids ", b.input_ids.sizes());
+  for (std::int64_t i = 0; i < B; ++i) {
+    const auto length = b.input_lengths.const_data_ptr<std::int64_t>()[i];
+    NRL_CHECK_ARG(length >= 1 && length <= S, "input_lengths[", i, "] = ", length, " is not in 1..", S);
+  }
+}
+
+bool same_prompt(const Rows& rows, const std::vector<std::int64_t>& prompts, std::int64_t a, std::int64_t b) {
+  const std::int64_t P = prompts[static_cast<std::size_t>(a)];
+  return rows.groups[a] >= 0 && rows.groups[a] == rows.groups[b] && P > 0 && P == prompts[static_cast<std::size_t>(b)] &&
+         std::memcmp(rows.row(a), rows.row(b), static_cast<std::size_t>(P) * sizeof(std::int64_t)) == 0;
+}
+
+/// Runs of consecutive rows that share a prompt.
+std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::vector<std::int64_t>& prompts,
+                                                   const std::vector<std::int64_t>& samples, bool share_prefix) {
+  std::vector<std::vector<std::int64_t>> runs;
+  for (auto b : samples) {
+    if (share_prefix && !runs.empty() && same_prompt(rows, prompts, runs.back().front(), b)) {
+      runs.back().push_back(b);
+    } else {
+      runs.push_back({b});
+    }
+  }
+  return runs;
+}
+
+struct Pair { std::int64_t row, place, target; };
+
+class Packer {
+ public:
+  Packer(const PaddedBatch& batch, PackedBatch& out) : rows_(batch), mask_(batch.token_mask.const_data_ptr<bool>()), out_(out) {}
+
+  /// Row b's tokens [from, length) as a sequence behind a prefix of `from` tokens at prefix_start.
+  void add(std::int64_t b, std::int64_t from, std::int64_t to, std::int64_t prefix_start) {
+    const std::int64_t start = static_cast<std::int64_t>(tokens_.size());
+    out_.sequences.push_back({start, to - from, prefix_start, from});
+    for (std::int64_t t = from; t < to; ++t) {
+      tokens_.push_back(rows_.row(b)[t]);
+      positions_.push_back(t);
+    }
+  }
+  /// Wanted log-probabilities of row b, whose token t < split lies at prefix_start + t, others at start + t - split.
+  void want(std::int64_t b, std::int64_t split, std::int64_t prefix_start, std::int64_t start) {
+    for (std::int64_t t = 1; t < rows_.lengths[b]; ++t)
+      if (mask_[b * rows_.S + t]) {
+        const std::int64_t before = t - 1;
+        pairs_.push_back({before < split ? prefix_start + before : start + before - split, b * rows_.S + t, rows_.row(b)[t]});
+      }
+  }
+  std::int64_t size() const { return static_cast<std::int64_t>(tokens_.size()); }
+
+  void finish() {
+    std::stable_sort(pairs_.begin(), pairs_.end(), [](const Pair& x, const Pair& y) { return x.row < y.row; });
+    for (const auto& p : pairs_) {
+      if (out_.query.rows.empty() || out_.query.rows.back() != p.row) out_.query.rows.push_back(p.row);
+      out_.query.pair_row.push_back(static_cast<std::int64_t>(out_.query.rows.size()) - 1);
+      out_.query.targets.push_back(p.target);
+      out_.places.push_back(p.place);
+    }
+    out_.token_ids = at::tensor(tokens_, at::kLong);
+    out_.positions = at::tensor(positions_, at::kLong);
+  }
+
+ private:
+  Rows rows_;
+  const bool* mask_;
+  PackedBatch& out_;
+  std::vector<std::int64_t> tokens_, positions_;
+  std::vector<Pair> pairs_;
+};
+
+}  // namespace
+
+std::vector<std::int64_t> prompt_lengths(const PaddedBatch& batch) {
+  check(batch);
+  const std::int64_t B = batch.input_ids.size(0), S = batch.input_ids.size(1);
+  const bool* mask = batch.token_mask.const_data_ptr<bool>();
+  std::vector<std::int64_t> prompts(static_cast<std::size_t>(B));
+  for (std::int64_t b = 0; b < B; ++b) {
+    const std::int64_t length = batch.input_lengths.const_data_ptr<std::int64_t>()[b];
+    std::int64_t t = 1;
+    while (t < length && !mask[b * S + t]) ++t;
+    prompts[static_cast<std::size_t>(b)] = t < length ? t : 0;  // a row without wanted tokens shares nothing
+  }
+  return prompts;
+}
+
+PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
+  const auto prompts = prompt_lengths(batch);
+  const Rows rows(batch);
+  PackedBatch out;
+  Packer packer(batch, out);
+  for (const auto& run : prompt_runs(rows, prompts, samples, share_prefix)) {
+    const std::int64_t P = run.size() > 1 ? prompts[static_cast<std::size_t>(run.front())] : 0;
+    const std::int64_t prefix_start = packer.size();
+    if (P > 0) packer.add(run.front(), 0, P, 0);
+    for (auto b : run) {
+      const std::int64_t start = packer.size();
+      packer.add(b, P, rows.lengths[b], P > 0 ? prefix_start : 0);
+      packer.want(b, P, prefix_start, start);
+    }
+  }
+  packer.finish();
+  return out;
+}
+
+std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, std::int64_t begin, std::int64_t end,
+                                                          const MicroBatchOptions& options) {
+  const auto prompts = prompt_lengths(batch);
+  const Rows rows(batch);
+  NRL_CHECK_ARG(begin >= 0 && begin <= end && end <= batch.input_ids.size(0), "rows ", begin, "..", end, " are outside the batch");
+  std::vector<std::int64_t> samples(static_cast<std::size_t>(end - begin));
+  std::iota(samples.begin(), samples.end(), begin);
+  const std::int64_t max_samples = options.max_samples > 0 ? options.max_samples : end - begin;
+  const std::int64_t max_tokens = options.max_tokens > 0 ? options.max_tokens : std::int64_t{1} << 40;
+
+  // Units: runs of a shared prompt, cut where a limit is reached.
+  std::vector<std::vector<std::int64_t>> units;
+  std::vector<std::int64_t> costs;
+  for (const auto& run : prompt_runs(rows, prompts, samples, options.share_prefix)) {
+    std::int64_t P = run.size() > 1 ? prompts[static_cast<std::size_t>(run.front())] : 0;
+    units.emplace_back();
+    costs.push_back(P);
+    for (auto b : run) {
+      const std::int64_t own = rows.lengths[b] - P;
+      if (!units.back().empty() && (costs.back() + own > max_tokens || static_cast<std::int64_t>(units.back().size()) >= max_samples)) {
+        units.emplace_back();
+        costs.push_back(P);
+      }
+      units.back().push_back(b);
+      costs.back() += own;
+    }
+  }
+
+  std::vector<std::vector<std::int64_t>> plan;
+  if (options.max_tokens > 0) {
+    for (auto& cost : costs) cost = std::min(cost, max_tokens);  // a longer sample stands alone
+    for (const auto& bin : batching::pack_first_fit_decreasing(costs, max_tokens)) {
+      plan.emplace_back();
+      for (auto unit : bin)
+        for (auto b : units[static_cast<std::size_t>(unit)]) {
+          if (static_cast<std::int64_t>(plan.back().size()) >= max_samples) plan.emplace_back();
+          plan.back().push_back(b);
+        }
+      std::sort(plan.back().begin(), plan.back().end());
+    }
+  } else {
+    for (auto b : samples) {
+      if (plan.empty() || static_cast<std::int64_t>(plan.back().size()) >= max_samples) plan.emplace_back();
+      plan.back().push_back(b);
+    }
+  }
+  std::sort(plan.begin(), plan.end());
+  return plan;
+}
+
+}  // namespace nemo_rl::trainer

@@ -1,0 +1,106 @@
+#include "trainer/trainer.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+#include "common/check.h"
+
+namespace nemo_rl::trainer {
+namespace {
+
+ops::AttentionHeads heads_of(const model::ModelConfig& c) {
+  return {c.num_heads, c.num_kv_heads, c.head_dim, 1.0 / std::sqrt(static_cast<double>(c.head_dim))};
+}
+
+template <class F>
+void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at::Tensor& pairs, F&& f) {
+  AT_DISPATCH_FLOATING_TYPES(pairs.scalar_type(), "for_each_pair", [&] {
+    auto* full = padded.data_ptr<scalar_t>();
+    auto* flat = pairs.data_ptr<scalar_t>();
+    for (std::size_t i = 0; i < packed.places.size(); ++i) f(full[packed.places[i]], flat[i]);
+  });
+}
+
+}  // namespace
+
+Trainer::Trainer(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {}
+
+void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
+                      bool checkpoint, const at::Tensor& out) {
+  auto& decoder = model_->decoder();
+  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == decoder.accumulate_dtype(),
+                "the log-probabilities need a contiguous ", c10::toString(decoder.accumulate_dtype()), " tensor of shape ", batch.input_ids.sizes());
+  NRL_CHECK_ARG(temperature > 0, "temperature ", temperature, ": training log-probabilities need a temperature above 0");
+  packed_ = pack_batch(batch, samples, share_prefix);
+  temperature_ = temperature;
+  pending_ = keep;
+  const auto heads = heads_of(decoder.config());
+  const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
+    ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
+  };
+  auto& workspace = model_->workspace();
+  h_ = keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, checkpoint, workspace)
+            : decoder.forward(packed_.token_ids, packed_.positions, attention, workspace);
+  const auto logprobs = head_.forward(decoder, h_, packed_.query, temperature, workspace);
+  for_each_pair(packed_, out, logprobs, [](auto& full, auto& pair) { full = pair; });
+}
+
+void Trainer::backward(const at::Tensor& d_logprobs) {
+  NRL_CHECK(pending_, "backward without a forward that keeps its activations");
+  NRL_CHECK_ARG(model_->trainable(), "this model is frozen: it was built without gradients");
+  pending_ = false;
+  grads();
+  auto& decoder = model_->decoder();
+  auto& workspace = model_->workspace();
+  const auto d_pairs = at::empty({static_cast<std::int64_t>(packed_.places.size())}, h_.options());
+  for_each_pair(packed_, d_logprobs, d_pairs, [](auto& full, auto& pair) { pair = full; });
+  const auto dh = head_.backward(decoder, h_, packed_.query, d_pairs, temperature_, *grad_views_, workspace);
+  const auto heads = heads_of(decoder.config());
+  const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
+    ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
+  };
+  const model::AttentionBackward attention_backward = [&](const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse,
+                                                          at::Tensor& d_qkv) {
+    ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
+  };
+  decoder.backward(dh, attention, attention_backward, *grad_views_, workspace);
+}
+
+const at::Tensor& Trainer::grads() {
+  if (!grads_.defined()) {
+    grads_ = at::zeros_like(model_->masters());
+    grad_views_.emplace(model_->config(), model_->layout(), grads_);
+  }
+  return grads_;
+}
+
+const at::Tensor& Trainer::exp_avg() {
+  if (!exp_avg_.defined()) exp_avg_ = at::zeros_like(model_->masters());
+  return exp_avg_;
+}
+
+const at::Tensor& Trainer::exp_avg_sq() {
+  if (!exp_avg_sq_.defined()) exp_avg_sq_ = at::zeros_like(model_->masters());
+  return exp_avg_sq_;
+}
+
+void Trainer::zero_grad() { const_cast<at::Tensor&>(grads()).zero_(); }
+
+double Trainer::grad_norm() const { return grads_.defined() ? ops::l2_norm(grads_) : 0.0; }
+
+OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_norm) {
+  OptimizerStep result;
+  grads();
+  result.grad_norm = grad_norm();
+  result.finite = std::isfinite(result.grad_norm);
+  if (!result.finite) return result;
+  // torch.nn.utils.clip_grad_norm_'s rule
+  const double scale = max_grad_norm > 0 ? std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6)) : 1.0;
+  ++optimizer_steps_;
+  const auto compute = model_->has_separate_masters() ? std::optional<at::Tensor>(model_->compute()) : std::nullopt;
+  ops::adamw_step(model_->masters(), grads_, exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
+  return result;
+}
+
+}  // namespace nemo_rl::trainer

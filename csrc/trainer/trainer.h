@@ -1,0 +1,57 @@
+// One model being trained (or only scored): packed forward to log-probabilities, backward from their gradient, clipping
+// and AdamW. The loss stands outside: it sees log-probabilities and returns their gradient.
+#pragma once
+#include <memory>
+#include <optional>
+
+#include "model/decoder_model.h"
+#include "ops/adamw.h"
+#include "trainer/packed_batch.h"
+
+namespace nemo_rl::trainer {
+
+struct OptimizerStep {
+  double grad_norm = 0;  ///< before clipping
+  bool finite = true;    ///< false: nothing was changed
+};
+
+class Trainer {
+ public:
+  explicit Trainer(std::shared_ptr<model::DecoderModel> model);
+
+  model::DecoderModel& model() { return *model_; }
+
+  /// Log-probabilities of the wanted tokens scattered into `out` [B, S] (other entries untouched). `keep`: a backward
+  /// follows; `checkpoint`: keep only layer inputs and compute the rest again.
+  void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
+               bool checkpoint, const at::Tensor& out);
+
+  /// Adds to the gradients from d_logprobs [B, S], read at the wanted tokens of the last forward with keep.
+  void backward(const at::Tensor& d_logprobs);
+
+  void zero_grad();
+  /// Clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm changes nothing.
+  OptimizerStep step(const ops::AdamWSettings& settings, double max_grad_norm);
+  double grad_norm() const;
+
+  /// Optimizer state as flat buffers; created at the first use.
+  const at::Tensor& grads();
+  const at::Tensor& exp_avg();
+  const at::Tensor& exp_avg_sq();
+  std::int64_t optimizer_steps() const { return optimizer_steps_; }
+  void set_optimizer_steps(std::int64_t steps) { optimizer_steps_ = steps; }
+
+ private:
+  std::shared_ptr<model::DecoderModel> model_;
+  at::Tensor grads_, exp_avg_, exp_avg_sq_;
+  std::optional<model::DecoderParameters> grad_views_;
+  std::int64_t optimizer_steps_ = 0;
+  model::LmHead head_;
+  // of the last forward with keep
+  PackedBatch packed_;
+  at::Tensor h_;
+  double temperature_ = 1;
+  bool pending_ = false;
+};
+
+}  // namespace nemo_rl::trainer

@@ -58,6 +58,7 @@ void bind_trainer(py::module_& m) {
       .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
       .def("forward", &Trainer::forward, py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"),
            py::arg("checkpoint"), py::arg("out"), release_gil())
+      .def("logits", &Trainer::logits, py::arg("token_ids"), release_gil())
       .def("backward", &Trainer::backward, py::arg("d_logprobs"), release_gil())
       .def("zero_grad", &Trainer::zero_grad, release_gil())
       .def("step",

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "common/check.h"
+#include "ops/linear.h"
 
 namespace nemo_rl::trainer {
 namespace {
@@ -44,6 +45,23 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
             : decoder.forward(packed_.token_ids, packed_.positions, attention, workspace);
   const auto logprobs = head_.forward(decoder, h_, packed_.query, temperature, workspace);
   for_each_pair(packed_, out, logprobs, [](auto& full, auto& pair) { full = pair; });
+}
+
+at::Tensor Trainer::logits(const at::Tensor& token_ids) {
+  NRL_CHECK_ARG(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong && token_ids.numel() > 0, "token_ids must be int64 [T], T >= 1, got ",
+                token_ids.sizes());
+  auto& decoder = model_->decoder();
+  const std::int64_t T = token_ids.numel();
+  const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
+  const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
+    ops::attention_forward(qkv, whole, heads_of(decoder.config()), o, lse);
+  };
+  const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, model_->workspace());
+  const auto normed = at::empty(h.sizes(), h.options().dtype(decoder.compute_dtype()));
+  decoder.final_norm(h, normed, at::Tensor());
+  auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());
+  ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits);
+  return logits;
 }
 
 void Trainer::backward(const at::Tensor& d_logprobs) {

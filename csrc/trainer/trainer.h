@@ -26,6 +26,9 @@ class Trainer {
   void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
                bool checkpoint, const at::Tensor& out);
 
+  /// Next-token logits [T, V] of one sequence, in the accumulation dtype: for inspection and tests, not for training.
+  at::Tensor logits(const at::Tensor& token_ids);
+
   /// Adds to the gradients from d_logprobs [B, S], read at the wanted tokens of the last forward with keep.
   void backward(const at::Tensor& d_logprobs);
 

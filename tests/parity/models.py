@@ -1,0 +1,43 @@
+"""Tiny random models of transformers, one a supported option, for parity tests."""
+
+import torch
+
+BASE = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=512, rms_norm_eps=1e-5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def configurations() -> dict:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    llama3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=10000.0)
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
+    linear = dict(rope_type="linear", factor=2.0, rope_theta=5000.0)
+    return {
+        "llama": LlamaConfig(**BASE, head_dim=16),
+        "llama_tied": LlamaConfig(**BASE, head_dim=16, tie_word_embeddings=True),
+        "llama_biases": LlamaConfig(**BASE, head_dim=16, attention_bias=True, mlp_bias=True),
+        "llama_mha_wide_heads": LlamaConfig(**{**BASE, "num_key_value_heads": 4}, head_dim=24),
+        "llama_rope_llama3": LlamaConfig(**BASE, head_dim=16, rope_parameters=llama3),
+        "llama_rope_yarn": LlamaConfig(**BASE, head_dim=16, rope_parameters=yarn),
+        "llama_rope_linear": LlamaConfig(**BASE, head_dim=16, rope_parameters=linear),
+        "qwen2": Qwen2Config(**{**BASE, "hidden_size": 64}),
+        "qwen2_tied": Qwen2Config(**{**BASE, "hidden_size": 64}, tie_word_embeddings=True),
+        "qwen3": Qwen3Config(**BASE, head_dim=16),
+        "qwen3_tied": Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),
+    }
+
+
+def build(name: str, folder, dtype=torch.float32, seed: int = 0):
+    """The transformers model (weights spread so that every option matters), saved in `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(configurations()[name], dtype=dtype, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
+    model.save_pretrained(folder)
+    return model.eval()

@@ -1,0 +1,118 @@
+"""Our decoder against transformers: logits, gradients, AdamW steps, saved checkpoints."""
+
+import pytest
+import torch
+from models import build, configurations
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+
+NAMES = sorted(configurations())
+
+
+def load(folder, dtype=torch.float32, trainable=True):
+    model = C.DecoderModel(native_config(read_config(folder)), dtype, trainable)
+    load_weights(model, folder)
+    return model
+
+
+def ragged_batch(vocab=97, lengths=(37, 5, 21, 1), seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    S = max(lengths)
+    ids = torch.randint(3, vocab, (len(lengths), S), generator=generator)
+    mask = torch.zeros(len(lengths), S, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        ids[row, n:] = 0
+        mask[row, n // 3 : n] = True
+    mask[:, 0] = False
+    return C.PaddedBatch(ids, torch.tensor(lengths), mask, torch.full((len(lengths),), -1)), ids, torch.tensor(lengths), mask
+
+
+def hf_logprobs(hf, ids, lengths, mask):
+    attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
+    logits = hf(input_ids=ids, attention_mask=attention).logits
+    logprobs = torch.log_softmax(logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    picked = logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.where(mask[:, 1:], picked, torch.zeros_like(picked))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(name, tmp_path):
+    hf = build(name, tmp_path)
+    trainer = C.Trainer(load(tmp_path))
+    ids = torch.randint(3, 97, (80,), generator=torch.Generator().manual_seed(3))
+    expected = hf(input_ids=ids[None]).logits[0].detach()
+    torch.testing.assert_close(trainer.logits(ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_transformers(name, tmp_path):
+    hf = build(name, tmp_path, torch.float64)
+    model = load(tmp_path, torch.float64)
+    trainer = C.Trainer(model)
+    batch, ids, lengths, mask = ragged_batch()
+    weight = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    (hf_logprobs(hf, ids, lengths, mask) * weight[:, 1:]).sum().backward()
+
+    out = torch.zeros(ids.shape, dtype=torch.float64)
+    trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
+    trainer.backward(weight * mask)
+    grads = named_views(model.layout, trainer.grads)
+    for parameter_name, parameter in hf.named_parameters():
+        expected, ours = parameter.grad, grads[parameter_name]
+        assert (ours - expected).norm() <= 1e-6 * expected.norm() + 1e-12, parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
+def test_ten_adamw_steps_equal_torch(name, tmp_path):
+    hf = build(name, tmp_path)
+    model = load(tmp_path)
+    trainer = C.Trainer(model)
+    optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-3, weight_decay=0.1)
+    for step in range(10):
+        batch, ids, lengths, mask = ragged_batch(seed=step)
+        optimizer.zero_grad()
+        expected = -hf_logprobs(hf, ids, lengths, mask).sum() / mask.sum()
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
+        optimizer.step()
+
+        out = torch.zeros(ids.shape)
+        trainer.zero_grad()
+        trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
+        ours = -(out * mask).sum() / mask.sum()
+        trainer.backward(-mask.float() / mask.sum())
+        result = trainer.step(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-5)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
+    weights = named_views(model.layout, model.masters)
+    for parameter_name, parameter in hf.named_parameters():
+        assert (weights[parameter_name] - parameter).norm() <= 1e-3 * parameter.norm(), parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_saved_checkpoint_gives_transformers_the_same_logits(name, shard_bytes, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hf = build(name, tmp_path / "in")
+    model = load(tmp_path / "in")
+    save_weights(model, tmp_path / "out", read_config(tmp_path / "in"), max_shard_bytes=shard_bytes)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(hf(input_ids=ids).logits, again(input_ids=ids).logits)
+    assert load(tmp_path / "out").digest() == model.digest()
+
+
+def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(tmp_path):
+    build("qwen3", tmp_path)
+    gradients = []
+    for checkpoint in (False, True):
+        trainer = C.Trainer(load(tmp_path))
+        batch, ids, lengths, mask = ragged_batch()
+        out = torch.zeros(ids.shape)
+        trainer.forward(batch, list(range(len(lengths))), 0.7, False, True, checkpoint, out)
+        trainer.backward(mask.float())
+        gradients.append(trainer.grads.clone())
+    assert torch.equal(*gradients)

@@ -1,7 +1,92 @@
 #include "bindings/module.h"
 
+#include "ops/clipped_pg_loss.h"
+
 namespace nemo_rl::bindings {
 
-void bind_losses(py::module_& m) { (void)m; }
+namespace {
+
+using OptTensor = std::optional<at::Tensor>;
+
+at::Tensor or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
+
+void bind_clipped_pg_loss(py::module_& m) {
+  using C = ops::ClippedPGConfig;
+  py::class_<C>(m, "ClippedPGConfig", "Settings of clipped_pg_loss; see nemo_rl_cpp.ops.ClippedPGConfig")
+      .def(py::init<>())
+      .def_property("ratio_mode", [](const C& c) { return static_cast<int>(c.ratio_mode); },
+                    [](C& c, const std::string& v) { c.ratio_mode = ops::parse_ratio_mode(v); })
+      .def_property("importance_sampling", [](const C& c) { return static_cast<int>(c.importance_sampling); },
+                    [](C& c, const std::string& v) { c.importance_sampling = ops::parse_importance_sampling(v); })
+      .def_property("kl_type", [](const C& c) { return static_cast<int>(c.kl_type); },
+                    [](C& c, const std::string& v) { c.kl_type = ops::parse_kl_estimator(v); })
+      .def_readwrite("token_level_loss", &C::token_level_loss)
+      .def_readwrite("sequence_level_ratios", &C::sequence_level_ratios)
+      .def_readwrite("ratio_clip_min", &C::ratio_clip_min)
+      .def_readwrite("ratio_clip_max", &C::ratio_clip_max)
+      .def_readwrite("dual_clip", &C::dual_clip)
+      .def_readwrite("ratio_clip_c", &C::ratio_clip_c)
+      .def_readwrite("kl_penalty", &C::kl_penalty)
+      .def_readwrite("kl_input_clamp", &C::kl_input_clamp)
+      .def_readwrite("kl_output_clamp", &C::kl_output_clamp)
+      .def_readwrite("use_on_policy_kl_approximation", &C::use_on_policy_kl_approximation)
+      .def_readwrite("importance_min", &C::importance_min)
+      .def_readwrite("importance_max", &C::importance_max)
+      .def_readwrite("positive_nll_weight", &C::positive_nll_weight);
+
+  m.def(
+      "clipped_pg_loss",
+      [](const at::Tensor& curr, const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation,
+         const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask, const OptTensor& unfiltered,
+         const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs, const OptTensor& positive_toks, const C& config) {
+        ops::ClippedPGInputs in;
+        in.curr_logprobs = curr;
+        in.advantages = advantages;
+        in.prev_logprobs = or_undefined(prev);
+        in.generation_logprobs = generation;
+        in.reference_policy_logprobs = or_undefined(reference);
+        in.token_mask = token_mask;
+        in.sample_mask = sample_mask;
+        in.curr_logprobs_unfiltered = or_undefined(unfiltered);
+        in.rewards = or_undefined(rewards);
+        in.global_valid_toks = or_undefined(toks);
+        in.global_valid_seqs = or_undefined(seqs);
+        in.global_valid_positive_toks = or_undefined(positive_toks);
+        ops::ClippedPGResult r;
+        {
+          py::gil_scoped_release release;
+          r = ops::clipped_pg_loss(in, config);
+        }
+        OptTensor grad_unfiltered;
+        if (r.grad_unfiltered.defined()) grad_unfiltered = r.grad_unfiltered;
+        return std::make_tuple(r.loss, r.grad_logprobs, grad_unfiltered, r.metrics);
+      },
+      py::arg("curr_logprobs"), py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"),
+      py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"), py::arg("curr_logprobs_unfiltered"),
+      py::arg("rewards"), py::arg("global_valid_toks"), py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"),
+      py::arg("config"));
+  m.def("clipped_pg_metric_names", &ops::clipped_pg_metric_names);
+}
+
+void bind_kl(py::module_& m) {
+  m.def(
+      "calculate_kl",
+      [](const at::Tensor& logprobs, const at::Tensor& reference, const std::string& type, double input_clamp,
+         double output_clamp, const OptTensor& weights, bool with_gradient) {
+        const auto estimator = ops::parse_kl_estimator(type);
+        py::gil_scoped_release release;
+        auto r = ops::calculate_kl(logprobs, reference, estimator, input_clamp, output_clamp, or_undefined(weights), with_gradient);
+        return std::make_tuple(r.kl, with_gradient ? OptTensor(r.d_r) : OptTensor(), with_gradient ? OptTensor(r.d_weight) : OptTensor());
+      },
+      py::arg("logprobs"), py::arg("reference"), py::arg("kl_type"), py::arg("input_clamp"), py::arg("output_clamp"),
+      py::arg("weights"), py::arg("with_gradient"));
+}
+
+}  // namespace
+
+void bind_losses(py::module_& m) {
+  bind_clipped_pg_loss(m);
+  bind_kl(m);
+}
 
 }  // namespace nemo_rl::bindings

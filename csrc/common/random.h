@@ -4,11 +4,7 @@
 #include <array>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define NRL_HOST_DEVICE __host__ __device__
-#else
-#define NRL_HOST_DEVICE
-#endif
+#include "common/host_device.h"
 
 namespace nemo_rl {
 

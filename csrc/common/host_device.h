@@ -1,0 +1,13 @@
+// Marks functions that both the CPU and the CUDA kernels compile, so that the CPU tests run the arithmetic of CUDA.
+#pragma once
+
+#if defined(__CUDACC__)
+#define NRL_HOST_DEVICE __host__ __device__
+#define NRL_INLINE __host__ __device__ static __forceinline__
+#define NRL_INLINE_MEMBER __host__ __device__ __forceinline__
+#else
+#define NRL_HOST_DEVICE
+// Never an external symbol: each CPU capability compiles its own copy, and the linker must not merge them.
+#define NRL_INLINE static inline __attribute__((always_inline))
+#define NRL_INLINE_MEMBER inline __attribute__((always_inline))
+#endif

@@ -1,0 +1,235 @@
+// Clipped policy-gradient loss: value, gradient and every metric in one pass over the tokens.
+//
+//   loss = reduce(W_t * C_t) + beta * reduce(K_t) + mu * NLL      C_t = max(-A_t R_t, -A_t clamp(R_t))
+//
+// B sequences, N = S - 1 predicted tokens. All per-token arrays are [B, N] (already shifted); M_t = token_mask_t *
+// sample_mask. reduce is sum(v M) / (global tokens) for a token-level loss, and for a sequence-level one the mean over
+// a row's token mask, then sum over sample_mask / (global sequences). Positions with mask 0 are never read into a sum.
+#pragma once
+#include <cstdint>
+
+#include "common/cpu_capability.h"
+#include "kernels/kl.h"
+
+namespace nemo_rl::kernels {
+
+enum class RatioMode {
+  ppo = 0,        ///< R = e^(x - prev), clipped
+  reinforce = 1,  ///< R = x, no ratio
+  cispo = 2,      ///< C = -A sg(clamp(R)) x
+  on_policy = 3,  ///< R = e^(x - sg(x)) = 1; prev is x itself
+};
+
+enum class ImportanceSampling {
+  none = 0,          ///< W = 1
+  full = 1,          ///< W = e^(prev - generation)
+  tis = 2,           ///< W clamped to [min, max]
+  icepop = 3,        ///< W zeroed outside [min, max]
+  seq_mask_tis = 4,  ///< whole rows zeroed whose geometric mean of W is outside [min, max]
+};
+
+struct ClippedPGConfig {
+  RatioMode ratio_mode = RatioMode::ppo;
+  bool token_level_loss = true;
+  bool sequence_level_ratios = false;  ///< GSPO: one ratio, and one W, a row
+  double ratio_clip_min = 0.2;
+  double ratio_clip_max = 0.2;
+  bool dual_clip = false;
+  double ratio_clip_c = 0.0;
+  double kl_penalty = 0.0;  ///< beta; 0 reads no reference log-probs
+  KlEstimator kl_type = KlEstimator::k3;
+  double kl_input_clamp = 20.0;   ///< infinite: none
+  double kl_output_clamp = 10.0;  ///< infinite: none
+  bool use_on_policy_kl_approximation = false;
+  ImportanceSampling importance_sampling = ImportanceSampling::none;
+  double importance_min = 0.0;
+  double importance_max = 0.0;
+  double positive_nll_weight = 0.0;  ///< mu; acts when rewards are given
+};
+
+template <class T>
+struct MatrixView {
+  const T* data = nullptr;
+  std::int64_t row_stride = 0;
+  NRL_INLINE_MEMBER const T* row(std::int64_t b) const { return data + b * row_stride; }
+};
+
+/// The global counts a sum is divided by: valid tokens, valid sequences, valid tokens of samples with a positive reward.
+enum LossCount : int { kTokens, kSequences, kPositiveTokens, kNumLossCounts };
+
+/// The reciprocals of the three counts.
+struct LossWeights {
+  double token = 0.0;
+  double sequence = 0.0;
+  double positive_token = 0.0;
+};
+
+/// 1 / (count + 1e-8), the sum rounded as the tensors' type rounds it.
+template <class T>
+NRL_INLINE double reciprocal_count(double count) {
+  return 1.0 / static_cast<double>(static_cast<T>(count) + static_cast<T>(1e-8));
+}
+
+template <class T>
+NRL_INLINE LossWeights loss_weights(const double* counts) {
+  return {reciprocal_count<T>(counts[kTokens]), reciprocal_count<T>(counts[kSequences]), reciprocal_count<T>(counts[kPositiveTokens])};
+}
+
+template <class T>
+struct ClippedPGArgs {
+  std::int64_t num_rows = 0;    ///< B
+  std::int64_t num_tokens = 0;  ///< N
+  MatrixView<T> curr, advantages, prev, generation, reference, unfiltered, token_mask;  ///< prev, reference, unfiltered may be null
+  const T* sample_mask = nullptr;
+  const T* rewards = nullptr;     ///< [B] or null
+  T* grad = nullptr;              ///< [B, N] contiguous, written everywhere
+  T* grad_unfiltered = nullptr;   ///< the same, when `unfiltered` is given
+  const double* counts = nullptr; ///< [kNumLossCounts]
+};
+
+/// What one row leaves behind: sums over its valid tokens, in double.
+enum PGRow : int {
+  kActor, kKl, kNll, kRatio, kRatioClamped, kMultProbError, kGenKl, kPolicyKl, kJs, kImportance, kEntropy, kOutOfBounds,
+  kValidSamples, kRatioMin, kRatioMax, kClampedMin, kClampedMax, kFirstBad, kPGRowSize
+};
+
+/// The loss's result vector; names in clipped_pg_metric_name.
+enum PGMetric : int {
+  kLoss, kProbsRatio, kProbsRatioClamped, kProbsRatioMin, kProbsRatioMax, kProbsRatioClampedMin, kProbsRatioClampedMax,
+  kKlPenalty, kTokenMultProbError, kGenKlError, kPolicyKlError, kJsDivergenceError, kSamplingImportanceRatio,
+  kNumValidSamples, kApproxEntropy, kIsOobRatio, kPositiveNllLoss, kNonfiniteSample, kNonfiniteToken, kNumPGMetrics
+};
+
+template <class T>
+struct PolicyTerm {
+  T ratio, clamped;
+  T loss;  ///< C
+  T grad;  ///< dC / d(x), or d(log R) where R belongs to the row
+};
+
+/// C and its slope for one ratio; ties of max and min share the gradient half and half, as torch does. `dlog` is
+/// dR/dx: R itself for an exponential ratio, 1 for REINFORCE.
+template <class T>
+NRL_INLINE PolicyTerm<T> clipped_term(T advantage, T ratio, T clamped, bool in_range, T dlog, bool dual, T c) {
+  const T plain = -advantage * ratio, clipped = -advantage * clamped;
+  T loss = !(plain <= clipped) ? plain : clipped;
+  const T share = plain > clipped ? T(1) : (plain == clipped ? T(0.5) : T(0));
+  T slope = share + (in_range ? T(1) - share : T(0));
+  if (dual) {
+    const T floor = -advantage * c;
+    const bool negative = advantage < T(0);
+    const T kept = loss < floor ? T(1) : (loss == floor ? T(0.5) : T(0));
+    slope = negative ? slope * kept : slope;
+    loss = negative && loss >= floor ? floor : loss;
+  }
+  // a ratio that overflowed but is clipped away has slope 0, not 0 * inf
+  const T grad = slope == T(0) ? T(0) : -advantage * slope * dlog;
+  return {ratio, clamped, loss, grad};
+}
+
+/// The term of one token from its own log-probs (everything but GSPO's ratio of a whole row).
+template <class T>
+NRL_INLINE PolicyTerm<T> policy_term(RatioMode mode, T x, T prev, T advantage, T lo, T hi, bool dual, T c) {
+  if (mode == RatioMode::reinforce) return clipped_term(advantage, x, x, true, T(1), dual, c);
+  if (mode == RatioMode::on_policy) {
+    const T one = T(1) + (x - x);
+    return clipped_term(advantage, one, one, true, one, dual, c);
+  }
+  const T ratio = exp_of(x - prev);
+  const T clamped = clamp_to(ratio, lo, hi);
+  if (mode == RatioMode::cispo) {
+    const T weight = -advantage * clamped;
+    return {ratio, clamped, weight * x, weight};
+  }
+  return clipped_term(advantage, ratio, clamped, ratio >= lo && ratio <= hi, ratio, dual, c);
+}
+
+/// How far the trainer's log-prob p of a token is from the generator's g.
+template <class T>
+struct MismatchTerm {
+  T importance;       ///< e^(p - g), 0 where not finite
+  T mult_prob_error;  ///< e^|p - g|
+  T gen_kl, policy_kl;
+  T js;  ///< log cosh((p - g) / 2), which is what the Jensen-Shannon estimate comes to
+};
+
+template <class T>
+NRL_INLINE MismatchTerm<T> mismatch_term(KlEstimator type, T prev, T generation) {
+  const T d = prev - generation;
+  const T a = abs_of(d);
+  const T e = exp_of(a), w = T(1) / e;
+  const T up = d > T(0) ? e : w, down = d > T(0) ? w : e;  // e^d, e^-d
+  MismatchTerm<T> out;
+  out.importance = finite_or_zero(up);
+  out.mult_prob_error = e;
+  out.gen_kl = kl_estimate(type, d, up).value;
+  out.policy_kl = kl_estimate(type, -d, down).value;
+  out.js = log_cosh_half(a, e, w);
+  return out;
+}
+
+template <class T>
+struct TruncatedWeight {
+  T weight;
+  T out_of_bounds;  ///< 1 where the bound acted
+};
+
+/// tis clamps, icepop zeroes; the others leave the weight alone.
+template <class T>
+NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T weight, T lo, T hi) {
+  if (mode != ImportanceSampling::tis && mode != ImportanceSampling::icepop) return {weight, T(0)};
+  const bool inside = weight >= lo && weight <= hi;
+  const T replaced = mode == ImportanceSampling::tis ? clamp_to(weight, lo, hi) : T(0);
+  return {inside ? weight : replaced, inside ? T(0) : T(1)};
+}
+
+/// The loss and its metrics from the rows' sums, added in row order.
+NRL_INLINE void clipped_pg_finalize(const double* rows, std::int64_t num_rows, const ClippedPGConfig& config,
+                                    const LossWeights& weights, double* metrics) {
+  double sum[kRatioMin] = {};
+  double lo = HUGE_VAL, hi = -HUGE_VAL, clamped_lo = HUGE_VAL, clamped_hi = -HUGE_VAL, bad_row = -1, bad_token = -1;
+  for (std::int64_t b = 0; b < num_rows; ++b) {
+    const double* row = rows + b * kPGRowSize;
+    for (int i = 0; i < kRatioMin; ++i) sum[i] += row[i];
+    lo = row[kRatioMin] < lo ? row[kRatioMin] : lo;
+    hi = row[kRatioMax] > hi ? row[kRatioMax] : hi;
+    clamped_lo = row[kClampedMin] < clamped_lo ? row[kClampedMin] : clamped_lo;
+    clamped_hi = row[kClampedMax] > clamped_hi ? row[kClampedMax] : clamped_hi;
+    if (bad_row < 0 && row[kFirstBad] >= 0) {
+      bad_row = static_cast<double>(b);
+      bad_token = row[kFirstBad];
+    }
+  }
+  const double outer = config.token_level_loss ? weights.token : weights.sequence;
+  const double kl = sum[kKl] * outer;
+  const double nll = sum[kNll] * weights.positive_token;
+  const bool seq_mask = config.importance_sampling == ImportanceSampling::seq_mask_tis;
+  metrics[kLoss] = sum[kActor] * outer + (config.kl_penalty != 0 ? config.kl_penalty * kl : 0) +
+                   (config.positive_nll_weight > 0 ? config.positive_nll_weight * nll : 0);
+  metrics[kProbsRatio] = sum[kRatio] * weights.token;
+  metrics[kProbsRatioClamped] = sum[kRatioClamped] * weights.token;
+  metrics[kProbsRatioMin] = lo;
+  metrics[kProbsRatioMax] = hi;
+  metrics[kProbsRatioClampedMin] = clamped_lo;
+  metrics[kProbsRatioClampedMax] = clamped_hi;
+  metrics[kKlPenalty] = kl;
+  metrics[kTokenMultProbError] = sum[kMultProbError] * weights.token;
+  metrics[kGenKlError] = sum[kGenKl] * weights.token;
+  metrics[kPolicyKlError] = sum[kPolicyKl] * weights.token;
+  metrics[kJsDivergenceError] = sum[kJs] * weights.token;
+  metrics[kSamplingImportanceRatio] = sum[kImportance] * (config.sequence_level_ratios ? weights.sequence : weights.token);
+  metrics[kNumValidSamples] = sum[kValidSamples];
+  metrics[kApproxEntropy] = -sum[kEntropy] * weights.token;
+  metrics[kIsOobRatio] = sum[kOutOfBounds] * (seq_mask ? weights.sequence : weights.token);
+  metrics[kPositiveNllLoss] = nll;
+  metrics[kNonfiniteSample] = bad_row;
+  metrics[kNonfiniteToken] = bad_token;
+}
+
+/// Rows [begin, end): writes their gradient and `rows[b * kPGRowSize ...]`.
+template <class T>
+using ClippedPGKernel = void(const ClippedPGArgs<T>&, const ClippedPGConfig&, std::int64_t begin, std::int64_t end, double* rows);
+NRL_DECLARE_CPU_KERNEL(clipped_pg_loss_f32, ClippedPGKernel<float>);
+NRL_DECLARE_CPU_KERNEL(clipped_pg_loss_f64, ClippedPGKernel<double>);
+
+}  // namespace nemo_rl::kernels

@@ -1,0 +1,213 @@
+#include "ops/clipped_pg_loss.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <cmath>
+
+#include "ops/checks.h"
+
+namespace nemo_rl::ops {
+
+using kernels::ClippedPGArgs;
+using kernels::kNumPGMetrics;
+using kernels::kPGRowSize;
+
+CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32("clipped_pg_loss");
+CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64("clipped_pg_loss");
+
+const std::vector<std::string>& clipped_pg_metric_names() {
+  static const std::vector<std::string> names = {
+      "loss", "probs_ratio", "probs_ratio_clamped", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+      "probs_ratio_clamped_max", "kl_penalty", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
+      "js_divergence_error", "sampling_importance_ratio", "num_valid_samples", "approx_entropy", "is_oob_ratio",
+      "positive_nll_loss", "nonfinite_sample", "nonfinite_token"};
+  NRL_CHECK(names.size() == kNumPGMetrics, "one name a metric");
+  return names;
+}
+
+RatioMode parse_ratio_mode(const std::string& name) {
+  if (name == "ppo") return RatioMode::ppo;
+  if (name == "reinforce") return RatioMode::reinforce;
+  if (name == "cispo") return RatioMode::cispo;
+  if (name == "on_policy") return RatioMode::on_policy;
+  NRL_CHECK_ARG(false, "ratio mode '", name, "' is unknown; expected ppo, reinforce, cispo or on_policy");
+}
+
+ImportanceSampling parse_importance_sampling(const std::string& name) {
+  if (name == "none") return ImportanceSampling::none;
+  if (name == "full") return ImportanceSampling::full;
+  if (name == "tis") return ImportanceSampling::tis;
+  if (name == "icepop") return ImportanceSampling::icepop;
+  if (name == "seq-mask-tis") return ImportanceSampling::seq_mask_tis;
+  NRL_CHECK_ARG(false, "loss_fn.truncated_importance_sampling_type '", name,
+                "' is unknown; expected tis, icepop or seq-mask-tis");
+}
+
+KlEstimator parse_kl_estimator(const std::string& name) {
+  if (name == "k1") return KlEstimator::k1;
+  if (name == "k2") return KlEstimator::k2;
+  if (name == "k3") return KlEstimator::k3;
+  NRL_CHECK_ARG(false, "loss_fn.reference_policy_kl_type is '", name, "'; expected k1, k2 or k3");
+}
+
+void check_config(const ClippedPGConfig& c) {
+  NRL_CHECK_ARG(!c.dual_clip || c.ratio_clip_c > 1, "loss_fn.ratio_clip_c is ", c.ratio_clip_c, "; expected more than 1, or null");
+  NRL_CHECK_ARG(!(c.sequence_level_ratios && c.token_level_loss),
+                "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false");
+  NRL_CHECK_ARG(c.ratio_mode != RatioMode::cispo || (c.token_level_loss && !c.dual_clip && !c.sequence_level_ratios),
+                "loss_fn.use_cispo needs token_level_loss: true, ratio_clip_c: null and no sequence-level ratios");
+  const bool bounded = c.importance_sampling == ImportanceSampling::tis || c.importance_sampling == ImportanceSampling::icepop ||
+                       c.importance_sampling == ImportanceSampling::seq_mask_tis;
+  NRL_CHECK_ARG(!bounded || (c.importance_max > 0 && c.importance_min <= c.importance_max),
+                "loss_fn.truncated_importance_sampling_ratio is ", c.importance_max, " with ..._ratio_min ", c.importance_min,
+                "; expected a positive upper bound not below the lower one");
+  NRL_CHECK_ARG(!(c.importance_sampling == ImportanceSampling::seq_mask_tis && c.sequence_level_ratios),
+                "loss_fn.truncated_importance_sampling_type seq-mask-tis does not go with sequence_level_importance_ratios");
+}
+
+namespace {
+
+/// The converted tensors, kept alive while the kernel reads them.
+struct Prepared {
+  at::Tensor curr, advantages, prev, generation, reference, unfiltered, token_mask, sample_mask, rewards, counts;
+};
+
+at::Tensor count_or(const at::Tensor& given, const at::Tensor& own, const at::Tensor& like, const char* name) {
+  if (!given.defined()) return own.to(at::kDouble);
+  NRL_CHECK_ARG(given.numel() == 1, name, " has shape ", given.sizes(), "; expected one number");
+  return given.detach().reshape({}).to(like.device(), at::kDouble);
+}
+
+at::Tensor loss_counts(const ClippedPGInputs& in, const Prepared& p, const ClippedPGConfig& c) {
+  at::Tensor row_tokens, own_tokens, own_positive = at::zeros({}, p.curr.options().dtype(at::kDouble));
+  const bool needs_positive = c.positive_nll_weight > 0 && in.rewards.defined() && !in.global_valid_positive_toks.defined();
+  if (!in.global_valid_toks.defined() || needs_positive) {
+    const auto columns = p.token_mask.slice(1, 1);
+    row_tokens = columns.sum(1, false, at::kDouble) * p.sample_mask.to(at::kDouble);
+    own_tokens = row_tokens.sum();
+    if (needs_positive) own_positive = (row_tokens * (p.rewards > 0).to(at::kDouble)).sum();
+  }
+  return at::stack({count_or(in.global_valid_toks, own_tokens, p.curr, "global_valid_toks"),
+                    count_or(in.global_valid_seqs, p.sample_mask.sum(), p.curr, "global_valid_seqs"),
+                    count_or(in.global_valid_positive_toks, own_positive, p.curr, "global_valid_positive_toks")})
+      .contiguous();
+}
+
+Prepared prepare(const ClippedPGInputs& in, const ClippedPGConfig& config) {
+  check_real(in.curr_logprobs, "curr_logprobs");
+  NRL_CHECK_ARG(in.curr_logprobs.dim() == 2, "curr_logprobs has shape ", in.curr_logprobs.sizes(), "; expected [B, S-1]");
+  const std::int64_t B = in.curr_logprobs.size(0), S = in.curr_logprobs.size(1) + 1;
+  Prepared p;
+  p.curr = as_matrix(in.curr_logprobs, in.curr_logprobs, B, S - 1, "curr_logprobs");
+  p.advantages = as_matrix(in.advantages, p.curr, B, S, "advantages");
+  p.generation = as_matrix(in.generation_logprobs, p.curr, B, S, "generation_logprobs");
+  p.token_mask = as_matrix(in.token_mask, p.curr, B, S, "token_mask");
+  p.sample_mask = as_vector(in.sample_mask, p.curr, B, "sample_mask");
+  if (config.ratio_mode != RatioMode::on_policy) p.prev = as_matrix(in.prev_logprobs, p.curr, B, S, "prev_logprobs");
+  if (config.kl_penalty != 0) {
+    p.reference = as_matrix(in.reference_policy_logprobs, p.curr, B, S, "reference_policy_logprobs");
+    if (in.curr_logprobs_unfiltered.defined())
+      p.unfiltered = as_matrix(in.curr_logprobs_unfiltered, p.curr, B, S - 1, "curr_logprobs_unfiltered");
+  }
+  if (in.rewards.defined() && config.positive_nll_weight > 0) p.rewards = as_vector(in.rewards, p.curr, B, "rewards");
+  p.counts = loss_counts(in, p, config);
+  return p;
+}
+
+template <class T>
+kernels::MatrixView<T> view(const at::Tensor& t, std::int64_t skip) {
+  if (!t.defined()) return {};
+  return {t.const_data_ptr<T>() + skip, t.stride(0)};
+}
+
+template <class T>
+ClippedPGArgs<T> kernel_args(const Prepared& p, ClippedPGResult& out) {
+  ClippedPGArgs<T> a;
+  a.num_rows = p.curr.size(0);
+  a.num_tokens = p.curr.size(1);
+  a.curr = view<T>(p.curr, 0);
+  a.unfiltered = view<T>(p.unfiltered, 0);
+  a.advantages = view<T>(p.advantages, 1);
+  a.prev = view<T>(p.prev, 1);
+  a.generation = view<T>(p.generation, 1);
+  a.reference = view<T>(p.reference, 1);
+  a.token_mask = view<T>(p.token_mask, 1);
+  a.sample_mask = p.sample_mask.const_data_ptr<T>();
+  a.rewards = p.rewards.defined() ? p.rewards.const_data_ptr<T>() : nullptr;
+  a.grad = out.grad_logprobs.mutable_data_ptr<T>();
+  a.grad_unfiltered = out.grad_unfiltered.defined() ? out.grad_unfiltered.mutable_data_ptr<T>() : nullptr;
+  a.counts = p.counts.const_data_ptr<double>();
+  return a;
+}
+
+template <class T, class Kernel>
+void run_cpu(const Prepared& p, const ClippedPGConfig& config, Kernel* kernel, double* rows, ClippedPGResult& out) {
+  const ClippedPGArgs<T> args = kernel_args<T>(p, out);
+  at::parallel_for(0, args.num_rows, row_grain(args.num_tokens),
+                   [&](std::int64_t begin, std::int64_t end) { kernel(args, config, begin, end, rows); });
+  kernels::clipped_pg_finalize(rows, args.num_rows, config, kernels::loss_weights<T>(args.counts),
+                               out.metrics.mutable_data_ptr<double>());
+}
+
+}  // namespace
+
+ClippedPGResult clipped_pg_loss(const ClippedPGInputs& inputs, const ClippedPGConfig& config) {
+  check_config(config);
+  const Prepared p = prepare(inputs, config);
+  const auto doubles = p.curr.options().dtype(at::kDouble);
+  ClippedPGResult out;
+  out.grad_logprobs = at::empty(p.curr.sizes(), p.curr.options());
+  if (p.unfiltered.defined()) out.grad_unfiltered = at::empty(p.curr.sizes(), p.curr.options());
+  out.metrics = at::empty({kNumPGMetrics}, doubles);
+  const at::Tensor rows = at::empty({p.curr.size(0), kPGRowSize}, doubles);
+  double* row_data = rows.mutable_data_ptr<double>();
+  const bool f32 = p.curr.scalar_type() == at::kFloat;
+  if (p.curr.is_cuda()) {
+    double* metrics = out.metrics.mutable_data_ptr<double>();
+    if (f32) clipped_pg_loss_cuda_f32.get(p.curr)(kernel_args<float>(p, out), config, row_data, metrics);
+    else clipped_pg_loss_cuda_f64.get(p.curr)(kernel_args<double>(p, out), config, row_data, metrics);
+  } else if (f32) {
+    run_cpu<float>(p, config, kernels::clipped_pg_loss_f32, row_data, out);
+  } else {
+    run_cpu<double>(p, config, kernels::clipped_pg_loss_f64, row_data, out);
+  }
+  out.loss = out.metrics.select(0, kernels::kLoss).to(p.curr.scalar_type());
+  return out;
+}
+
+KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, KlEstimator type, double input_clamp,
+                      double output_clamp, const at::Tensor& weights, bool with_gradient) {
+  check_real(logprobs, "logprobs");
+  NRL_CHECK_ARG(logprobs.sizes() == reference.sizes(), "logprobs has shape ", logprobs.sizes(),
+                " and logprobs_reference ", reference.sizes(), "; expected one shape");
+  NRL_CHECK_ARG(!logprobs.is_cuda(), "calculate_kl runs on the CPU; got logprobs on ", logprobs.device());
+  const at::Tensor x = logprobs.detach().contiguous();
+  const at::Tensor ref = reference.detach().to(x.scalar_type()).contiguous();
+  const at::Tensor w = weights.defined() ? weights.detach().to(x.scalar_type()).expand_as(x).contiguous() : at::Tensor();
+  KlResult out;
+  out.kl = at::empty(x.sizes(), x.options());
+  if (with_gradient) {
+    out.d_r = at::empty(x.sizes(), x.options());
+    out.d_weight = at::empty(x.sizes(), x.options());
+  }
+  const auto run = [&]<class T>(T, auto* kernel) {
+    kernels::KlArgs<T> a;
+    a.size = x.numel();
+    a.logprobs = x.const_data_ptr<T>();
+    a.reference = ref.const_data_ptr<T>();
+    a.weights = w.defined() ? w.const_data_ptr<T>() : nullptr;
+    a.out = out.kl.mutable_data_ptr<T>();
+    a.d_r = with_gradient ? out.d_r.mutable_data_ptr<T>() : nullptr;
+    a.d_weight = with_gradient ? out.d_weight.mutable_data_ptr<T>() : nullptr;
+    a.type = type;
+    a.input_clamp = input_clamp;
+    a.output_clamp = output_clamp;
+    at::parallel_for(0, a.size, 16384, [&](std::int64_t begin, std::int64_t end) { kernel(a, begin, end); });
+  };
+  if (x.scalar_type() == at::kFloat) run(float{}, kernels::calculate_kl_f32);
+  else run(double{}, kernels::calculate_kl_f64);
+  return out;
+}
+
+}  // namespace nemo_rl::ops

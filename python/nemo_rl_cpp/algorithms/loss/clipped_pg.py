@@ -1,0 +1,257 @@
+"""ClippedPGLossFn: PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy losses with KL, over the native op."""
+
+from collections.abc import Mapping
+from typing import Any, Optional, TypedDict
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from nemo_rl_cpp import ops
+from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
+
+
+class ClippedPGLossConfig(BaseModel):
+    """The `loss_fn` section of a configuration."""
+
+    model_config = ConfigDict(extra="allow")
+
+    disable_ppo_ratio: bool = False
+    token_level_loss: bool = True
+    sequence_level_importance_ratios: bool = False
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: Optional[float] = None
+    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_type: str = "k3"
+    kl_input_clamp_value: Optional[float] = 20.0
+    kl_output_clamp_value: Optional[float] = 10.0
+    use_kl_in_reward: bool = False
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_type: Optional[str] = None
+    truncated_importance_sampling_ratio: Optional[float] = None
+    truncated_importance_sampling_ratio_min: Optional[float] = None
+    use_on_policy_kl_approximation: bool = False
+    force_on_policy_ratio: bool = False
+    use_cispo: bool = False
+    positive_example_nll_weight: float = 0.0
+
+
+class ClippedPGLossDataDict(TypedDict):
+    """The keys the loss reads, [B, S] but for sample_mask [B]; prev_ and reference_policy_logprobs only if needed.
+
+    Optional: rewards [B], curr_logprobs_unfiltered [B, S-1], global_valid_positive_toks (scalar).
+    """
+
+    input_ids: torch.Tensor
+    advantages: torch.Tensor
+    prev_logprobs: torch.Tensor
+    generation_logprobs: torch.Tensor
+    reference_policy_logprobs: torch.Tensor
+    token_mask: torch.Tensor
+    sample_mask: torch.Tensor
+    __extra__: Any
+
+
+class NativeGradient(torch.autograd.Function):
+    """Gives a loss whose gradients are already known its place in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, loss, *inputs_and_grads):
+        half = len(inputs_and_grads) // 2
+        ctx.grads = inputs_and_grads[half:]
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.grads]
+        return (None, *scaled, *(None for _ in ctx.grads))
+
+
+class ClippedPGLossFn:
+    """Clipped policy-gradient loss with KL regularisation (NeMo RL's class of this name).
+
+        L = reduce(max(-A R, -A clip(R))) + beta reduce(KL) + mu NLL(correct samples)
+
+    Calling it gives (loss, metrics); the loss carries a gradient to `next_token_logprobs` when that requires one.
+    `native` gives loss, gradient and metrics without autograd. Settings that contradict each other raise
+    AssertionError in the constructor; ratio_clip_c <= 1 (AssertionError), an unknown KL type or a truncation ratio
+    without a known type (ValueError) at the first call.
+    """
+
+    input_type = LossInputType.LOGPROB
+
+    def __init__(self, cfg: ClippedPGLossConfig, use_fused_linear_logprobs: bool = False):
+        cfg = as_model(cfg, ClippedPGLossConfig)
+        self.cfg = cfg
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.disable_ppo_ratio = cfg.disable_ppo_ratio
+        self.ratio_clip_min = cfg.ratio_clip_min
+        self.ratio_clip_max = cfg.ratio_clip_max
+        self.ratio_clip_c = cfg.ratio_clip_c
+        self.reference_policy_kl_penalty = 0 if cfg.use_kl_in_reward else cfg.reference_policy_kl_penalty
+        self.reference_policy_kl_type = cfg.reference_policy_kl_type
+        self.kl_input_clamp_value = cfg.kl_input_clamp_value
+        self.kl_output_clamp_value = cfg.kl_output_clamp_value
+        self.use_importance_sampling_correction = cfg.use_importance_sampling_correction
+        self.truncated_importance_sampling_type = cfg.truncated_importance_sampling_type
+        self.truncated_importance_sampling_ratio = cfg.truncated_importance_sampling_ratio
+        self.truncated_importance_sampling_ratio_min = cfg.truncated_importance_sampling_ratio_min
+        self.use_on_policy_kl_approximation = cfg.use_on_policy_kl_approximation
+        self.force_on_policy_ratio = cfg.force_on_policy_ratio
+        self.sequence_level_importance_ratios = cfg.sequence_level_importance_ratios
+        self.use_cispo = cfg.use_cispo
+        self.positive_example_nll_weight = cfg.positive_example_nll_weight
+        self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
+        self._check()
+        self.metric_normalizations = self._metric_normalizations()
+        self._op_config: ops.ClippedPGConfig | None = None
+
+    def _check(self) -> None:
+        token_level = self.loss_type is LossType.TOKEN_LEVEL
+        assert not (self.sequence_level_importance_ratios and token_level), (
+            "sequence_level_importance_ratios (GSPO) needs token_level_loss: false"
+        )
+        if self.use_cispo:
+            assert not self.disable_ppo_ratio, "use_cispo needs the ratio that disable_ppo_ratio removes"
+            assert not self.force_on_policy_ratio, "use_cispo needs the ratio that force_on_policy_ratio sets to 1"
+            assert not self.sequence_level_importance_ratios, "use_cispo takes token-level ratios only"
+            assert self.ratio_clip_c is None, "use_cispo excludes dual clipping: set ratio_clip_c to null"
+            assert token_level, "use_cispo needs token_level_loss: true"
+        kind, high, low = self._truncation()
+        if kind is None:
+            return
+        assert self.use_importance_sampling_correction, (
+            "truncated_importance_sampling_type needs use_importance_sampling_correction: true"
+        )
+        assert kind in ("tis", "icepop", "seq-mask-tis"), (
+            f"truncated_importance_sampling_type is {kind!r}; expected tis, icepop or seq-mask-tis"
+        )
+        assert high is not None and high > 0, f"truncated_importance_sampling_ratio is {high}; expected a positive number"
+        assert low is None or low <= high, f"truncated_importance_sampling_ratio_min {low} exceeds the ratio {high}"
+        assert low is not None or kind == "tis", f"truncated_importance_sampling_ratio_min is needed by {kind}"
+        assert kind != "seq-mask-tis" or not self.sequence_level_importance_ratios, (
+            "seq-mask-tis does not go with sequence_level_importance_ratios"
+        )
+
+    def _truncation(self) -> tuple[str | None, float | None, float | None]:
+        return (
+            self.truncated_importance_sampling_type,
+            self.truncated_importance_sampling_ratio,
+            self.truncated_importance_sampling_ratio_min,
+        )
+
+    def _metric_normalizations(self) -> dict[str, MetricNormalizer]:
+        tokens, sequences, none = MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES, MetricNormalizer.NONE
+        by_loss = tokens if self.loss_type is LossType.TOKEN_LEVEL else sequences
+        table = {"loss": by_loss, "kl_penalty": by_loss}
+        table |= dict.fromkeys(
+            ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
+             "js_divergence_error", "approx_entropy"), tokens,
+        )  # fmt: skip
+        table["sampling_importance_ratio"] = sequences if self.sequence_level_importance_ratios else tokens
+        table |= dict.fromkeys(
+            ("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+             "probs_ratio_clamped_max"), none,
+        )  # fmt: skip
+        if self.truncated_importance_sampling_type is not None:
+            by_row = self.truncated_importance_sampling_type == "seq-mask-tis"
+            table["is_oob_ratio"] = sequences if by_row else tokens
+        return table
+
+    def op_config(self) -> ops.ClippedPGConfig:
+        """The settings as the native op takes them."""
+        if self._op_config is None:
+            self._op_config = self._make_op_config()
+        return self._op_config
+
+    def _make_op_config(self) -> ops.ClippedPGConfig:
+        assert self.ratio_clip_c is None or self.ratio_clip_c > 1, (
+            f"ratio_clip_c is {self.ratio_clip_c}; dual clipping needs more than 1 (null switches it off)"
+        )
+        kind, high, low = self._truncation()
+        if high is not None and kind is None:
+            raise ValueError(
+                "truncated_importance_sampling_ratio is set but truncated_importance_sampling_type is None; "
+                "expected tis, icepop or seq-mask-tis"
+            )
+        if kind is None:
+            kind = "full" if self.use_importance_sampling_correction else "none"
+        if self.force_on_policy_ratio:
+            mode = "on_policy"
+        elif self.disable_ppo_ratio:
+            mode = "reinforce"
+        else:
+            mode = "cispo" if self.use_cispo else "ppo"
+        return ops.ClippedPGConfig(
+            ratio_mode=mode,
+            token_level_loss=self.loss_type is LossType.TOKEN_LEVEL,
+            sequence_level_ratios=self.sequence_level_importance_ratios,
+            ratio_clip_min=self.ratio_clip_min,
+            ratio_clip_max=self.ratio_clip_max,
+            ratio_clip_c=self.ratio_clip_c,
+            kl_penalty=float(self.reference_policy_kl_penalty),
+            kl_type=self.reference_policy_kl_type,
+            kl_input_clamp=self.kl_input_clamp_value,
+            kl_output_clamp=self.kl_output_clamp_value,
+            use_on_policy_kl_approximation=self.use_on_policy_kl_approximation,
+            importance_sampling=kind,
+            importance_min=low if low is not None else 0.0,
+            importance_max=high if high is not None else 0.0,
+            positive_nll_weight=self.positive_example_nll_weight,
+        )
+
+    def native(
+        self,
+        curr_logprobs: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | float | None,
+        global_valid_toks: Tensor | float | None,
+        global_valid_positive_toks: Tensor | float | None = None,
+    ) -> ops.ClippedPGResult:
+        """Loss, gradient with respect to `curr_logprobs` [B, S-1], metrics and the first non-finite (sample, token).
+
+        `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch;
+        without it (and without that key in the data) the NLL term divides by this batch's own count.
+        """
+        config = self.op_config()
+        return ops.clipped_pg_loss(
+            curr_logprobs.detach(),
+            advantages=data["advantages"],
+            prev_logprobs=None if config.ratio_mode == "on_policy" else data["prev_logprobs"],
+            generation_logprobs=data["generation_logprobs"],
+            reference_policy_logprobs=data["reference_policy_logprobs"] if config.kl_penalty != 0 else None,
+            token_mask=data["token_mask"],
+            sample_mask=data["sample_mask"],
+            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if config.kl_penalty != 0 else None,
+            rewards=data.get("rewards"),
+            global_valid_toks=global_valid_toks,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_positive_toks=(
+                data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
+            ),
+            config=config,
+        )
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        global_valid_positive_toks: Tensor | float | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """(loss, metrics) for log-probs [B, S-1]; differentiable in them and in data["curr_logprobs_unfiltered"]."""
+        x = next_token_logprobs
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.float()
+        result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
+        unfiltered = data.get("curr_logprobs_unfiltered") if result.grad_unfiltered is not None else None
+        if not torch.is_grad_enabled():
+            return result.loss, result.metrics
+        if unfiltered is not None:
+            grads = (result.grad_logprobs, result.grad_unfiltered)
+            return NativeGradient.apply(result.loss, x, unfiltered, *grads), result.metrics
+        return NativeGradient.apply(result.loss, x, result.grad_logprobs), result.metrics

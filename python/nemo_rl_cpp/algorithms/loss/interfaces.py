@@ -1,0 +1,50 @@
+"""What a loss function is to a trainer."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class LossType(enum.Enum):
+    """Which global count a loss divides by."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class MetricNormalizer(enum.Enum):
+    """Which global count a metric was divided by."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+class LossInputType(enum.Enum):
+    """What the loss wants from the model: `logits`, or `next_token_logprobs` [B, S-1]."""
+
+    LOGIT = "logit"
+    LOGPROB = "logprob"
+    DISTILLATION = "distillation"
+    DISTILLATION_CROSS_TOKENIZER = "distillation_cross_tokenizer"
+    DRAFT = "draft"
+
+
+class LossFunction(Protocol):
+    """A loss: called with its model output by keyword, the data and the global counts; returns (scalar, metrics).
+
+    Values of micro-batches and ranks are added, never averaged: a loss divides by the global counts itself.
+    """
+
+    loss_type: LossType
+    input_type: LossInputType
+
+    def __call__(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]: ...

@@ -1,0 +1,164 @@
+"""Native losses: value, gradient and metrics in one pass. Formulas: csrc/kernels/clipped_pg_loss.h."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+
+RatioMode = Literal["ppo", "reinforce", "cispo", "on_policy"]
+ImportanceSampling = Literal["none", "full", "tis", "icepop", "seq-mask-tis"]
+KlEstimator = Literal["k1", "k2", "k3"]
+_TRUNCATED = ("tis", "icepop", "seq-mask-tis")
+_METRIC_NAMES: list[str] = C.clipped_pg_metric_names()
+
+
+@dataclass(frozen=True)
+class ClippedPGConfig:
+    """What clipped_pg_loss computes; the flags of NeMo RL's `loss_fn` folded into one choice a question.
+
+    ratio_mode: ppo (clipped ratio), reinforce (no ratio), cispo, on_policy (the ratio is 1 and prev is curr).
+    importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (whole rows).
+    ratio_clip_c None, and a clamp value None, switch that part off. kl_penalty 0 reads no reference log-probs.
+    A contradiction raises ValueError at the first call of clipped_pg_loss.
+    """
+
+    ratio_mode: RatioMode = "ppo"
+    token_level_loss: bool = True
+    sequence_level_ratios: bool = False
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    kl_penalty: float = 0.0
+    kl_type: KlEstimator = "k3"
+    kl_input_clamp: float | None = 20.0
+    kl_output_clamp: float | None = 10.0
+    use_on_policy_kl_approximation: bool = False
+    importance_sampling: ImportanceSampling = "none"
+    importance_min: float = 0.0
+    importance_max: float = 0.0
+    positive_nll_weight: float = 0.0
+
+    @cached_property
+    def native(self) -> Any:
+        """The C++ struct."""
+        out = C.ClippedPGConfig()
+        for name in (
+            "ratio_mode", "token_level_loss", "sequence_level_ratios", "ratio_clip_min", "ratio_clip_max", "kl_penalty",
+            "kl_type", "use_on_policy_kl_approximation", "importance_sampling", "importance_min", "importance_max",
+            "positive_nll_weight",
+        ):  # fmt: skip
+            setattr(out, name, getattr(self, name))
+        out.dual_clip = self.ratio_clip_c is not None
+        out.ratio_clip_c = self.ratio_clip_c if self.ratio_clip_c is not None else 0.0
+        out.kl_input_clamp = _clamp(self.kl_input_clamp)
+        out.kl_output_clamp = _clamp(self.kl_output_clamp)
+        return out
+
+    @property
+    def truncates(self) -> bool:
+        return self.importance_sampling in _TRUNCATED
+
+
+def _clamp(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+class ClippedPGResult(NamedTuple):
+    """Loss (scalar tensor), its gradients, metrics as floats, and the first non-finite (sample, token) or None."""
+
+    loss: Tensor
+    grad_logprobs: Tensor
+    grad_unfiltered: Tensor | None
+    metrics: dict[str, float]
+    nonfinite: tuple[int, int] | None
+
+
+def clipped_pg_loss(
+    curr_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    generation_logprobs: Tensor,
+    token_mask: Tensor,
+    sample_mask: Tensor,
+    prev_logprobs: Tensor | None = None,
+    reference_policy_logprobs: Tensor | None = None,
+    curr_logprobs_unfiltered: Tensor | None = None,
+    rewards: Tensor | None = None,
+    global_valid_toks: Tensor | float | None = None,
+    global_valid_seqs: Tensor | float | None = None,
+    global_valid_positive_toks: Tensor | float | None = None,
+    config: ClippedPGConfig = ClippedPGConfig(),
+) -> ClippedPGResult:
+    """The clipped policy-gradient loss with its gradient and all metrics.
+
+        loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
+
+    Shapes: curr_logprobs and curr_logprobs_unfiltered [B, S-1] (column t is the log-prob of token t+1), float32 or
+    float64; advantages, prev_, generation_, reference_policy_logprobs and token_mask [B, S], unshifted; sample_mask and
+    rewards [B]. The global counts make the values of micro-batches add up; where None, the batch's own count is used.
+
+    Positions with token_mask or sample_mask 0 change nothing and get gradient 0. Raises ValueError for a missing input,
+    a wrong shape or a contradictory config. A non-finite term raises nothing here: `nonfinite` names it.
+    """
+    loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
+        curr_logprobs, advantages, prev_logprobs, generation_logprobs, reference_policy_logprobs, token_mask, sample_mask,
+        curr_logprobs_unfiltered, rewards, _scalar(global_valid_toks), _scalar(global_valid_seqs),
+        _scalar(global_valid_positive_toks), config.native,
+    )  # fmt: skip
+    metrics = dict(zip(_METRIC_NAMES, values.tolist(), strict=True))
+    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    if not config.truncates:
+        del metrics["is_oob_ratio"]
+    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token))
+
+
+def _scalar(value: Tensor | float | None) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+class _CalculateKl(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprobs, reference, weights, kl_type, input_clamp, output_clamp):
+        kl, d_r, d_weight = C.calculate_kl(logprobs, reference, kl_type, input_clamp, output_clamp, weights, True)
+        ctx.save_for_backward(d_r, d_weight)
+        return kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        d_r, d_weight = ctx.saved_tensors
+        wants_weight = ctx.needs_input_grad[2]
+        return -grad * d_r, grad * d_r, (grad * d_weight if wants_weight else None), None, None, None
+
+
+def calculate_kl(
+    logprobs: Tensor,
+    logprobs_reference: Tensor,
+    kl_type: str = "k3",
+    input_clamp_value: float | None = 20.0,
+    output_clamp_value: float | None = 10.0,
+    importance_sampling_weights: Tensor | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(pi || reference): with r = clamp(reference - logprobs), k1 = -r, k2 = r^2/2,
+    k3 = e^r - 1 - r, times the weights, clamped. Same shape and dtype as `logprobs`; differentiable in all three.
+
+    Raises ValueError for an unknown kl_type.
+    """
+    input_clamp, output_clamp = _clamp(input_clamp_value), _clamp(output_clamp_value)
+    if logprobs.dtype not in (torch.float32, torch.float64):
+        logprobs = logprobs.float()
+    logprobs, logprobs_reference = torch.broadcast_tensors(logprobs, logprobs_reference)
+    weights = importance_sampling_weights
+    inputs = [t for t in (logprobs, logprobs_reference, weights) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        return _CalculateKl.apply(
+            logprobs, logprobs_reference, weights if weights is None else weights.expand_as(logprobs), kl_type, input_clamp, output_clamp
+        )
+    return C.calculate_kl(logprobs, logprobs_reference, kl_type, input_clamp, output_clamp, weights, False)[0]

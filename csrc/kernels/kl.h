@@ -8,20 +8,22 @@ namespace nemo_rl::kernels {
 
 enum class KlEstimator { k1 = 0, k2 = 1, k3 = 2 };
 
-/// One estimate and its slope in r.
+/// One estimate k(r), its slope k'(r), and k - k', which for k3 is -r: taken as a difference it would lose every digit
+/// of a large gap.
 template <class T>
 struct KlEstimate {
   T value;
   T slope;
+  T value_minus_slope;
 };
 
 /// `er` = e^r; read by k3 alone.
 template <class T>
 NRL_INLINE KlEstimate<T> kl_estimate(KlEstimator type, T r, T er) {
-  if (type == KlEstimator::k1) return {-r, T(-1)};
-  if (type == KlEstimator::k2) return {r * r * T(0.5), r};
+  if (type == KlEstimator::k1) return {-r, T(-1), T(1) - r};
+  if (type == KlEstimator::k2) return {r * r * T(0.5), r, r * (r * T(0.5) - T(1))};
   const T value = exp_minus_linear(r, er);
-  return {value, value + r};
+  return {value, value + r, -r};
 }
 
 template <class T>
@@ -45,7 +47,7 @@ NRL_INLINE KlTerm<T> kl_term(KlEstimator type, T logprob, T ref, T weight, T inp
   out.value = clamp_to(product, -output_clamp, output_clamp);
   out.d_r = inside ? weight * k.slope : T(0);
   out.d_weight = inside ? k.value : T(0);
-  out.d_logprob = inside ? product - weight * k.slope : T(0);
+  out.d_logprob = inside ? weight * k.value_minus_slope : T(0);
   return out;
 }
 

@@ -1,0 +1,107 @@
+"""Random and hostile inputs for the loss tests. Log-probs are multiples of 1/1024, so that float32 holds them and
+their differences exactly and the comparison measures the loss, not the inputs' rounding."""
+
+import numpy as np
+
+DEFAULTS = {
+    "disable_ppo_ratio": False,
+    "token_level_loss": True,
+    "sequence_level_importance_ratios": False,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "reference_policy_kl_penalty": 0.01,
+    "reference_policy_kl_type": "k3",
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
+    "use_kl_in_reward": False,
+    "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_type": None,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
+    "use_on_policy_kl_approximation": False,
+    "force_on_policy_ratio": False,
+    "use_cispo": False,
+    "positive_example_nll_weight": 0.0,
+}
+
+
+def config(rng):
+    """A complete, consistent configuration with every switch in play."""
+    c = dict(DEFAULTS)
+    mode = rng.choice(["ppo", "ppo", "gspo", "cispo", "reinforce", "on_policy"])
+    c["token_level_loss"] = mode == "cispo" or (mode != "gspo" and bool(rng.random() < 0.5))
+    c["sequence_level_importance_ratios"] = mode == "gspo" or (mode == "on_policy" and not c["token_level_loss"] and bool(rng.random() < 0.3))
+    c["use_cispo"] = mode == "cispo"
+    c["disable_ppo_ratio"] = mode == "reinforce"
+    c["force_on_policy_ratio"] = mode == "on_policy"
+    c["ratio_clip_min"], c["ratio_clip_max"] = float(rng.choice([0.1, 0.2, 0.27])), float(rng.choice([0.2, 0.28, 0.5]))
+    if mode != "cispo" and rng.random() < 0.4:
+        c["ratio_clip_c"] = float(rng.choice([1.5, 3.0, 10.0]))
+    c["reference_policy_kl_penalty"] = float(rng.choice([0.0, 0.01, 0.3]))
+    c["reference_policy_kl_type"] = str(rng.choice(["k1", "k2", "k3"]))
+    # between the multiples of 1/1024: at the bound itself torch versions differ about the gradient of clamp
+    c["kl_input_clamp_value"] = (None, 0.5 + 2**-13, 20.0 + 2**-13)[rng.integers(3)]
+    c["kl_output_clamp_value"] = (None, 0.3, 10.0 + 2**-13)[rng.integers(3)]
+    c["use_kl_in_reward"] = bool(rng.random() < 0.1)
+    c["use_on_policy_kl_approximation"] = bool(rng.random() < 0.4)
+    c["positive_example_nll_weight"] = float(rng.choice([0.0, 0.1]))
+    if rng.random() < 0.6:
+        c["use_importance_sampling_correction"] = True
+        kinds = [None, "tis", "icepop"] + ([] if c["sequence_level_importance_ratios"] else ["seq-mask-tis"])
+        kind = kinds[rng.integers(len(kinds))]
+        c["truncated_importance_sampling_type"] = kind
+        if kind is not None:
+            c["truncated_importance_sampling_ratio"] = float(rng.choice([1.05, 2.0, 5.0]))
+            low = float(rng.choice([0.5, 0.97]))
+            c["truncated_importance_sampling_ratio_min"] = None if kind == "tis" and rng.random() < 0.5 else low
+    return c
+
+
+def logprobs(rng, shape, spread):
+    return np.round(-np.abs(rng.normal(1.0, spread, shape)) * 1024) / 1024
+
+
+def batch(rng, max_rows=5, max_len=40):
+    """(x [B, S-1], data): ragged lengths, masked rows, sometimes everything masked, huge gaps, equal log-probs."""
+    B, S = int(rng.integers(1, max_rows + 1)), int(rng.integers(1, max_len))
+    gap = float(rng.choice([0.0, 0.05, 0.3, 3.0, 12.0]))
+    near = lambda v, scale: v + np.round(rng.normal(0, scale, v.shape) * 1024) / 1024  # noqa: E731
+    gen = logprobs(rng, (B, S), float(rng.choice([0.3, 2.0])))
+    prev = near(gen, min(gap, 1.0))
+    curr = near(prev, gap)
+    ref = near(curr, min(gap * 3, 12.0))
+    lengths = rng.integers(0, S + 1, B)
+    mask = (np.arange(S)[None, :] < lengths[:, None]) & (rng.random((B, S)) < 0.9)
+    sample = (rng.random(B) < 0.8).astype(np.float64)
+    kind = rng.random()
+    if kind < 0.05:
+        mask[:] = False
+    elif kind < 0.1:
+        sample[:] = 0
+    advantages = np.repeat(rng.normal(0, 1, (B, 1)), S, 1) if rng.random() < 0.5 else rng.normal(0, 1, (B, S))
+    if rng.random() < 0.1:
+        advantages[:] = 0.0
+    data = {
+        "advantages": np.float32(advantages).astype(np.float64),
+        "prev_logprobs": prev,
+        "generation_logprobs": gen,
+        "reference_policy_logprobs": ref,
+        "token_mask": mask.astype(np.float64),
+        "sample_mask": sample,
+        "rewards": rng.choice([-1.0, 0.0, 1.0], B),
+    }
+    x = curr[:, 1:].copy()
+    if rng.random() < 0.3:
+        data["curr_logprobs_unfiltered"] = near(x, 0.2)
+    if rng.random() < 0.3:  # whatever lies at masked positions must not matter
+        hide = ~(mask * (sample[:, None] != 0)).astype(bool)
+        for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+            data[key][hide] = rng.choice([1e6, -1e6, np.nan, -np.inf])
+        x[hide[:, 1:]] = rng.choice([1e6, np.nan, -np.inf])
+    return x, data
+
+
+def counts(data):
+    toks = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
+    return toks, float(data["sample_mask"].sum())

@@ -1,0 +1,205 @@
+"""Slow float64 references of the losses, token by token in plain Python; they import nothing of the package.
+
+Positions whose mask is 0 are skipped, never multiplied by 0. Gradients are in losses_torch.py.
+"""
+
+import math
+
+import numpy as np
+
+EPS = 1e-8
+
+
+def kl_value(kind, r):
+    if kind == "k1":
+        return -r
+    if kind == "k2":
+        return r * r / 2
+    if abs(r) < 1e-3:  # the direct form loses its digits here
+        return r * r / 2 + r**3 / 6 + r**4 / 24 + r**5 / 120
+    return math.exp(r) - 1 - r
+
+
+def clamp(v, lo, hi):
+    return min(max(v, lo), hi)
+
+
+def kl(kind, logprob, ref, in_clamp, out_clamp, weight=1.0):
+    r = ref - logprob
+    if in_clamp is not None:
+        r = clamp(r, -in_clamp, in_clamp)
+    v = weight * kl_value(kind, r)
+    return v if out_clamp is None else clamp(v, -out_clamp, out_clamp)
+
+
+def safe_exp(v):
+    try:
+        return math.exp(v)
+    except OverflowError:
+        return math.inf
+
+
+def finite_exp(v, largest=math.inf):
+    """e^v, 0 where the type that holds it (largest number `largest`) overflows."""
+    e = safe_exp(v)
+    return e if math.isfinite(e) and e < largest else 0.0
+
+
+def js(p, g):
+    top = max(p, g)
+    m = top + math.log(0.5 * math.exp(p - top) + 0.5 * math.exp(g - top))
+    return 0.5 * (kl_value("k3", p - m) + kl_value("k3", g - m))
+
+
+class Sums(dict):
+    def add(self, name, value):
+        self[name] = self.get(name, 0.0) + value
+
+
+def row_ratio(c, x, p, tm):
+    """GSPO's exp(mean log ratio) of a row."""
+    total = sum((x[t] - p[t]) * tm[t] for t in range(len(x)) if tm[t])
+    return math.exp(total / (tm.sum() + EPS))
+
+
+def policy_term(c, x, p, a, seq_ratio):
+    """(R, clamped R, C) of one token."""
+    lo, hi = 1 - c["ratio_clip_min"], 1 + c["ratio_clip_max"]
+    if c["force_on_policy_ratio"]:
+        r = rc = 1.0
+    elif c["disable_ppo_ratio"]:
+        r = rc = x
+    else:
+        r = seq_ratio if c["sequence_level_importance_ratios"] else safe_exp(x - p)
+        rc = clamp(r, lo, hi)
+    if c["use_cispo"]:
+        return r, rc, -a * rc * x
+    loss = max(-a * r, -a * rc)
+    if c["ratio_clip_c"] is not None and a < 0:
+        loss = min(loss, -a * c["ratio_clip_c"])
+    return r, rc, loss
+
+
+def truncate(c, w):
+    """(weight, out of bounds) under tis and icepop."""
+    hi, lo, kind = (c["truncated_importance_sampling_ratio"], c["truncated_importance_sampling_ratio_min"],
+                    c["truncated_importance_sampling_type"])  # fmt: skip
+    if kind == "tis":
+        lo = 0.0 if lo is None else lo
+        return clamp(w, lo, hi), float(w > hi or w < lo)
+    if kind == "icepop":
+        kept = lo <= w <= hi
+        return (w if kept else 0.0), float(not kept)
+    return w, 0.0
+
+
+def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, largest=math.inf):
+    """(loss, metrics). x [B, N]; data arrays [B, N + 1] as the real loss takes them; c: the complete configuration.
+    `largest`: an importance weight beyond it counts as overflowed, that is 0.
+    """
+    x = np.asarray(x, np.float64)
+    B, N = x.shape
+    shift = {k: np.asarray(v, np.float64)[:, 1:] for k, v in data.items() if np.ndim(v) == 2 and np.shape(v)[1] == N + 1}
+    A, g, T = shift["advantages"], shift["generation_logprobs"], shift["token_mask"]
+    p = x if c["force_on_policy_ratio"] else shift["prev_logprobs"]
+    s = np.asarray(data["sample_mask"], np.float64)
+    u = np.asarray(data.get("curr_logprobs_unfiltered", x), np.float64)
+    beta = 0.0 if c["use_kl_in_reward"] else c["reference_policy_kl_penalty"]
+    kind, gspo, seq_mask = c["reference_policy_kl_type"], c["sequence_level_importance_ratios"], False
+    seq_mask = c["truncated_importance_sampling_type"] == "seq-mask-tis"
+    S = Sums()
+    ratios, clamped = [], []
+    positive = 0.0
+    for b in range(B):
+        length = T[b].sum() + EPS
+        seq_ratio = row_ratio(c, x[b], p[b], T[b]) if gspo and s[b] else 1.0
+        row_w = finite_exp(sum((p[b, t] - g[b, t]) * T[b, t] * s[b] for t in range(N) if T[b, t] * s[b]), largest) if gspo else 1.0
+        kept = 1.0
+        if seq_mask and s[b]:
+            mean = math.exp(sum((p[b, t] - g[b, t]) * T[b, t] for t in range(N) if T[b, t]) / length)
+            kept = float(c["truncated_importance_sampling_ratio_min"] <= mean <= c["truncated_importance_sampling_ratio"])
+            S.add("oob", (1 - kept) * s[b])
+        actor = k_sum = 0.0
+        for t in range(N):
+            m = T[b, t] * s[b]
+            if m == 0:
+                continue
+            r, rc, loss = policy_term(c, x[b, t], p[b, t], A[b, t], seq_ratio)
+            w, oob = truncate(c, row_w if gspo else finite_exp(p[b, t] - g[b, t], largest))
+            w *= kept
+            actor += T[b, t] * loss * (w if c["use_importance_sampling_correction"] else 1.0)
+            if beta:
+                ref = shift["reference_policy_logprobs"][b, t]
+                iw = finite_exp(u[b, t] - g[b, t], largest) if c["use_on_policy_kl_approximation"] else 1.0
+                k_sum += T[b, t] * kl(kind, u[b, t], ref, c["kl_input_clamp_value"], c["kl_output_clamp_value"], iw)
+            ratios.append(r)
+            clamped.append(rc)
+            S.add("probs_ratio", r * m)
+            S.add("probs_ratio_clamped", rc * m)
+            S.add("token_mult_prob_error", safe_exp(abs(g[b, t] - p[b, t]) * m) * m)
+            S.add("gen_kl_error", kl(kind, g[b, t], p[b, t], None, None) * m)
+            S.add("policy_kl_error", kl(kind, p[b, t], g[b, t], None, None) * m)
+            S.add("js_divergence_error", js(p[b, t], g[b, t]) * m)
+            S.add("approx_entropy", -safe_exp(x[b, t] - g[b, t]) * x[b, t] * m)
+            S.add("weights", w * m)
+            if not seq_mask:
+                S.add("oob", oob * m)
+            if c["positive_example_nll_weight"] > 0 and data.get("rewards") is not None and data["rewards"][b] > 0:
+                S.add("nll", -x[b, t] * m)
+                positive += m
+        if gspo:
+            S.add("row_weights", truncate(c, row_w)[0] * s[b])
+        outer = 1.0 if c["token_level_loss"] else 1.0 / length
+        S.add("actor", actor * s[b] * outer)
+        S.add("kl", k_sum * s[b] * outer)
+    return finish(c, S, beta, ratios, clamped, s, num_toks, num_seqs, positive if num_positive_toks is None else num_positive_toks)
+
+
+def finish(c, S, beta, ratios, clamped, s, num_toks, num_seqs, num_positive):
+    toks, seqs = num_toks + EPS, num_seqs + EPS
+    outer = toks if c["token_level_loss"] else seqs
+    nll = S.get("nll", 0.0) / (num_positive + EPS)
+    loss = S.get("actor", 0.0) / outer + beta * S.get("kl", 0.0) / outer + c["positive_example_nll_weight"] * nll
+    gspo = c["sequence_level_importance_ratios"]
+    metrics = {
+        "loss": loss,
+        "probs_ratio_min": min(ratios, default=math.inf),
+        "probs_ratio_max": max(ratios, default=-math.inf),
+        "probs_ratio_clamped_min": min(clamped, default=math.inf),
+        "probs_ratio_clamped_max": max(clamped, default=-math.inf),
+        "kl_penalty": S.get("kl", 0.0) / outer if beta else 0.0,
+        "sampling_importance_ratio": S.get("row_weights", 0.0) / seqs if gspo else S.get("weights", 0.0) / toks,
+        "num_valid_samples": float(s.sum()),
+        "positive_nll_loss": nll,
+    }
+    for name in ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
+                 "js_divergence_error", "approx_entropy"):  # fmt: skip
+        metrics[name] = S.get(name, 0.0) / toks
+    if c["truncated_importance_sampling_type"] is not None:
+        by_row = c["truncated_importance_sampling_type"] == "seq-mask-tis"
+        metrics["is_oob_ratio"] = S.get("oob", 0.0) / (seqs if by_row else toks)
+    return loss, metrics
+
+
+def mse_value_loss(v, data, scale, cliprange, num_toks):
+    """(loss, metrics). v, returns and values [B, S], the mask unshifted."""
+    v, ret, old = (np.asarray(a, np.float64) for a in (v, data["returns"], data["values"]))
+    mask = np.asarray(data["token_mask"], np.float64) * np.asarray(data["sample_mask"], np.float64)[:, None]
+    S = Sums()
+    seen = []
+    for m, y, r, o in zip(mask.ravel(), v.ravel(), ret.ravel(), old.ravel(), strict=True):
+        if m == 0:
+            continue
+        error = (y - r) ** 2
+        if cliprange:
+            clipped = (clamp(y, o - cliprange, o + cliprange) - r) ** 2
+            S.add("vf_clipfrac", m * (clipped > error))
+            error = max(error, clipped)
+        S.add("loss", 0.5 * scale * error * m)
+        for name, value in (("returns_mean", r), ("values_mean", y), ("returns_sq_mean", r * r), ("residual_sq_mean", (r - y) ** 2)):
+            S.add(name, value * m)
+        seen.append(y)
+    names = ("loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean")
+    metrics = {name: S.get(name, 0.0) / (num_toks + EPS) for name in names}
+    metrics |= {"values_min": min(seen, default=0.0), "values_max": max(seen, default=0.0), "num_valid_samples": v.shape[0]}
+    return metrics["loss"], metrics

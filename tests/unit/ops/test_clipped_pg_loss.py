@@ -1,0 +1,269 @@
+"""The native clipped policy-gradient loss against slow references, by hand, and against its own splits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_cpp import ops
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
+from reference import loss_cases as cases
+from reference import losses as reference
+from reference import losses_torch as torch_reference
+
+
+def tensors(data, dtype):
+    return {k: torch.as_tensor(v, dtype=dtype) for k, v in data.items()}
+
+
+def close(ours, expected, rtol, scale=1.0):
+    return math.isclose(ours, expected, rel_tol=rtol, abs_tol=rtol * scale)
+
+
+def run_case(seed, dtype, rtol):
+    rng = np.random.default_rng(seed)
+    c = cases.config(rng)
+    x, data = cases.batch(rng)
+    toks, seqs = cases.counts(data)
+    extra = float(rng.integers(0, 50))  # the micro-batch is a part of a larger batch
+    toks, seqs = toks + extra, seqs + extra
+    positive = float(rng.integers(1, 40)) if rng.random() < 0.5 else None
+    fn = ClippedPGLossFn(ClippedPGLossConfig(**c))
+    result = fn.native(torch.as_tensor(x, dtype=dtype), tensors(data, dtype), seqs, toks, positive)
+
+    largest = float(torch.finfo(dtype).max)
+    expected, metrics = reference.clipped_pg_loss(x, data, c, toks, seqs, positive, largest)
+    sizes = [abs(v) for v in metrics.values() if math.isfinite(v)]
+    for name, value in metrics.items():
+        terms = max(1.0, *sizes) if name in ("loss", "kl_penalty", "approx_entropy") else max(1e-3, abs(value))
+        assert close(result.metrics[name], value, rtol, terms), (seed, name, result.metrics[name], value, c)
+    assert set(result.metrics) == set(metrics)
+    assert result.nonfinite is None
+
+    xt = torch.as_tensor(x, dtype=torch.float64).requires_grad_()
+    dt = tensors(data, torch.float64)
+    if "curr_logprobs_unfiltered" in dt:
+        dt["curr_logprobs_unfiltered"].requires_grad_()
+    loss = torch_reference.clipped_pg_loss(xt, dt, c, toks, seqs, positive, largest)
+    assert close(float(loss.detach()), expected, 1e-9, max(1.0, abs(expected))), "the two references disagree"
+    wanted = torch.autograd.grad(loss, [xt, dt.get("curr_logprobs_unfiltered", xt)], allow_unused=True)
+    check_gradient(result.grad_logprobs, wanted[0], rtol, (seed, c))
+    if result.grad_unfiltered is not None:
+        check_gradient(result.grad_unfiltered, wanted[1], rtol, (seed, c))
+
+
+def check_gradient(ours, wanted, rtol, note):
+    wanted = torch.zeros_like(ours, dtype=torch.float64) if wanted is None else wanted
+    scale = max(1e-12, float(wanted.abs().max())) if wanted.numel() else 1.0
+    assert torch.allclose(ours.double(), wanted, rtol=rtol, atol=rtol * scale), note
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_clipped_pg_loss_matches_reference_in_float64(block):
+    for seed in range(block * 160, (block + 1) * 160):
+        run_case(seed, torch.float64, 1e-6)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_clipped_pg_loss_matches_reference_in_float32(block):
+    for seed in range(10_000 + block * 160, 10_000 + (block + 1) * 160):
+        run_case(seed, torch.float32, 1e-5)
+
+
+def one_row(ratios, advantage, **config):
+    """The native result for one sequence with the given token ratios and prev log-prob -1."""
+    prev = torch.full((1, len(ratios) + 1), -1.0, dtype=torch.float64)
+    x = prev[:, 1:] + torch.tensor([ratios], dtype=torch.float64).log()
+    data = {
+        "advantages": torch.full_like(prev, advantage),
+        "prev_logprobs": prev,
+        "generation_logprobs": prev,
+        "token_mask": torch.ones_like(prev),
+        "sample_mask": torch.ones(1),
+    }
+    fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **config))
+    return fn.native(x, data, torch.tensor(1.0), torch.tensor(float(len(ratios))))
+
+
+def test_clipped_pg_loss_by_hand():
+    """Ratios 0.5, 1.0, 1.5, clip 0.2. A=1: C = -min(R, clip R) = -0.5, -1, -1.2; A=-1: C = 0.8, 1, 1.5."""
+    up = one_row([0.5, 1.0, 1.5], 1.0)
+    assert float(up.loss) == pytest.approx(-(0.5 + 1.0 + 1.2) / 3, rel=1e-7)
+    assert up.grad_logprobs[0].tolist() == pytest.approx([-0.5 / 3, -1 / 3, 0.0], rel=1e-7)
+    down = one_row([0.5, 1.0, 1.5], -1.0)
+    assert float(down.loss) == pytest.approx((0.8 + 1.0 + 1.5) / 3, rel=1e-7)
+    assert down.grad_logprobs[0].tolist() == pytest.approx([0.0, 1 / 3, 1.5 / 3], rel=1e-7)
+    assert up.metrics["probs_ratio"] == pytest.approx(1.0, rel=1e-7)
+    assert up.metrics["probs_ratio_clamped"] == pytest.approx((0.8 + 1 + 1.2) / 3, rel=1e-7)
+    assert (up.metrics["probs_ratio_min"], up.metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
+
+
+def test_dual_clip_by_hand():
+    """c=3, A=-2: C = min(2 R, 6): ratio 4 costs 6 and has no slope."""
+    r = one_row([4.0, 2.0], -2.0, ratio_clip_c=3.0)
+    assert float(r.loss) == pytest.approx((6.0 + 4.0) / 2, rel=1e-7)
+    assert r.grad_logprobs[0].tolist() == pytest.approx([0.0, 2.0], rel=1e-7)
+
+
+def test_gspo_ratio_by_hand():
+    """Ratios 0.5 and 2 have geometric mean 1: the row's ratio is 1, and each token's slope is half of A R."""
+    r = one_row([0.5, 2.0], 1.0, sequence_level_importance_ratios=True, token_level_loss=False)
+    assert float(r.loss) == pytest.approx(-1.0, rel=1e-6)
+    assert r.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
+
+
+def test_kl_by_hand():
+    """r = log 2 everywhere: k3 = 2 - 1 - log 2; its slope in log pi is k - (e^r - 1), the score-function term included."""
+    x = torch.zeros(1, 2, dtype=torch.float64)
+    data = {k: torch.zeros(1, 3, dtype=torch.float64) for k in ("advantages", "prev_logprobs", "generation_logprobs")}
+    data |= {"reference_policy_logprobs": torch.full((1, 3), math.log(2.0), dtype=torch.float64)}
+    data |= {"token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.5))
+    r = fn.native(x, data, torch.tensor(1.0), torch.tensor(2.0))
+    k3 = 1 - math.log(2.0)
+    assert float(r.loss) == pytest.approx(0.5 * k3, rel=1e-7)
+    assert r.metrics["kl_penalty"] == pytest.approx(k3, rel=1e-7)
+    assert r.grad_logprobs[0].tolist() == pytest.approx([0.25 * (k3 - 1)] * 2, rel=1e-7)
+
+
+def test_ties_share_the_gradient_as_torch_does():
+    """At the clip boundary itself the ratio is still in range: the slope is the full one."""
+    x = torch.tensor([[math.log(1.5)]], dtype=torch.float64)
+    data = {k: torch.zeros(1, 2, dtype=torch.float64) for k in ("prev_logprobs", "generation_logprobs")}
+    data |= {"advantages": torch.ones(1, 2), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
+    bound = float(torch.exp(x)[0, 0]) - 1.0
+    for clip, slope in ((bound, -1.5), (bound - 1e-9, 0.0)):
+        fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, ratio_clip_max=clip))
+        assert float(fn.native(x, data, 1.0, 1.0).grad_logprobs) == pytest.approx(slope, abs=1e-6)
+
+
+def random_batch(seed, rows, length, dtype=torch.float64):
+    rng = np.random.default_rng(seed)
+    gen = cases.logprobs(rng, (rows, length), 1.0)
+    data = {
+        "generation_logprobs": gen,
+        "prev_logprobs": gen + rng.normal(0, 0.1, gen.shape),
+        "reference_policy_logprobs": gen + rng.normal(0, 0.3, gen.shape),
+        "advantages": rng.normal(0, 1, gen.shape),
+        "token_mask": (rng.random(gen.shape) < 0.7).astype(float),
+        "sample_mask": np.ones(rows),
+        "rewards": rng.choice([-1.0, 1.0], rows),
+    }
+    return torch.as_tensor(gen[:, 1:] + rng.normal(0, 0.1, (rows, length - 1)), dtype=dtype), tensors(data, dtype)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "gspo", "seq-mask"])
+def test_micro_batches_add_up(mode):
+    """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
+    config = {"positive_example_nll_weight": 0.1}
+    config["token_level_loss"] = mode not in ("sequence", "gspo")
+    config["sequence_level_importance_ratios"] = mode == "gspo"
+    if mode == "seq-mask":
+        config |= dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
+                       truncated_importance_sampling_ratio=1.02, truncated_importance_sampling_ratio_min=0.98)  # fmt: skip
+    x, data = random_batch(3, 8, 50)
+    fn = ClippedPGLossFn(ClippedPGLossConfig(**config))
+    toks, seqs = cases.counts({k: v.numpy() for k, v in data.items()})
+    positive = float((data["token_mask"][:, 1:].sum(1) * (data["rewards"] > 0)).sum())
+    whole = fn.native(x, data, seqs, toks, positive)
+    for size in (1, 2, 4):
+        parts = [
+            fn.native(x[i : i + size], {k: v[i : i + size] for k, v in data.items()}, seqs, toks, positive)
+            for i in range(0, 8, size)
+        ]
+        assert torch.equal(torch.cat([p.grad_logprobs for p in parts]), whole.grad_logprobs)
+        for name, value in whole.metrics.items():
+            if not name.endswith(("_min", "_max")):
+                assert sum(p.metrics[name] for p in parts) == pytest.approx(value, rel=1e-12, abs=1e-15), name
+
+
+def test_threads_change_no_bit():
+    x, data = random_batch(5, 64, 700, torch.float32)
+    fn = ClippedPGLossFn(ClippedPGLossConfig())
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(fn.native(x, data, 64.0, 30000.0))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert torch.equal(other.grad_logprobs, results[0].grad_logprobs)
+        assert other.metrics == results[0].metrics
+
+
+def test_padding_and_row_strides_change_no_bit():
+    x, data = random_batch(6, 4, 40, torch.float32)
+    fn = ClippedPGLossFn(ClippedPGLossConfig())
+    plain = fn.native(x, data, 4.0, 100.0)
+    wide = {k: (torch.nn.functional.pad(v, (0, 300), value=0.0) if v.ndim == 2 else v) for k, v in data.items()}
+    padded = fn.native(torch.nn.functional.pad(x, (0, 300)), wide, 4.0, 100.0)
+    assert torch.equal(padded.grad_logprobs[:, :39], plain.grad_logprobs) and padded.metrics == plain.metrics
+    strided = {k: (torch.nn.functional.pad(v, (0, 7))[:, :40] if v.ndim == 2 else v) for k, v in data.items()}
+    again = fn.native(torch.nn.functional.pad(x, (3, 2))[:, 3:42], strided, 4.0, 100.0)
+    assert torch.equal(again.grad_logprobs, plain.grad_logprobs) and again.metrics == plain.metrics
+
+
+def test_expanded_advantages_and_integer_masks_are_accepted():
+    x, data = random_batch(7, 3, 20)
+    fn = ClippedPGLossFn(ClippedPGLossConfig())
+    data["advantages"] = torch.tensor([[1.0], [-1.0], [0.5]], dtype=torch.float64).expand(3, 20)
+    plain = fn.native(x, data, 3.0, 30.0)
+    data["token_mask"], data["sample_mask"] = data["token_mask"].bool(), data["sample_mask"].int()
+    data["advantages"] = data["advantages"].contiguous()
+    assert torch.equal(fn.native(x, data, 3.0, 30.0).grad_logprobs, plain.grad_logprobs)
+
+
+def test_nothing_valid_gives_zero():
+    x, data = random_batch(8, 3, 20)
+    data["sample_mask"] = torch.zeros(3)
+    r = ClippedPGLossFn(ClippedPGLossConfig()).native(x, data, 0.0, 0.0)
+    assert float(r.loss) == 0.0 and not r.grad_logprobs.any()
+    assert r.metrics["probs_ratio_min"] == math.inf and r.metrics["probs_ratio_max"] == -math.inf
+
+
+def test_overflow_is_named():
+    """A ratio that overflows with a negative advantage is infinite here as in NeMo RL; the result says where."""
+    x, data = random_batch(9, 3, 20)
+    data["token_mask"][:] = 1
+    x[1, 7] += 1e4
+    data["advantages"][1, 8] = -1.0
+    fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+    r = fn.native(x, data, 3.0, 57.0)
+    assert math.isinf(r.metrics["loss"]) and r.nonfinite == (1, 7)
+    data["advantages"][1, 8] = 1.0  # clipped away: finite, and no slope
+    r = fn.native(x, data, 3.0, 57.0)
+    assert math.isfinite(float(r.loss)) and r.grad_logprobs[1, 7] == 0 and torch.isfinite(r.grad_logprobs).all()
+
+
+def test_bad_shapes_are_named():
+    x, data = random_batch(10, 3, 20)
+    with pytest.raises(ValueError, match=r"advantages has shape \[3, 19\]; expected \[3, 20\]"):
+        ops.clipped_pg_loss(x, **{k: v for k, v in data.items() if k != "advantages"}, advantages=data["advantages"][:, 1:])
+    with pytest.raises(ValueError, match="prev_logprobs is missing"):
+        ops.clipped_pg_loss(x, **{k: v for k, v in data.items() if k != "prev_logprobs"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_calculate_kl_matches_reference(dtype):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        c = cases.config(rng)
+        lp, ref, w = (torch.as_tensor(cases.logprobs(rng, (3, 7), 4.0), dtype=dtype) for _ in range(3))
+        args = (c["reference_policy_kl_type"], c["kl_input_clamp_value"], c["kl_output_clamp_value"])
+        ours_in = [lp.clone().requires_grad_(), ref.clone().requires_grad_(), w.exp().requires_grad_()]
+        want_in = [t.detach().double().requires_grad_() for t in ours_in]
+        ours = ops.calculate_kl(ours_in[0], ours_in[1], *args, ours_in[2])
+        want = torch_reference.calculate_kl(want_in[0], want_in[1], *args, want_in[2])
+        rtol = 1e-6 if dtype == torch.float64 else 1e-5
+        assert torch.allclose(ours.double(), want, rtol=rtol, atol=rtol * 1e-2)
+        for a, b in zip(torch.autograd.grad(ours.sum(), ours_in), torch.autograd.grad(want.sum(), want_in), strict=True):
+            assert torch.allclose(a.double(), b, rtol=rtol, atol=rtol)
+        assert torch.equal(ops.calculate_kl(lp, ref, *args), ops.calculate_kl(lp, ref, *args, torch.ones_like(lp)))
+
+
+def test_unknown_kl_type_is_named():
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        ops.calculate_kl(torch.zeros(2), torch.zeros(2), "k4")

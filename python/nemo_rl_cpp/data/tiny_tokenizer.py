@@ -1,0 +1,32 @@
+"""A character tokenizer of 16 tokens, for models that are trained from nothing in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_rl_cpp.data.chat_template import PASSTHROUGH
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+
+TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
+"""Index is token id. Every other character becomes <unk>."""
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Digits, `+`, `=` and four special tokens; a chat is its contents one after another."""
+    from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers
+
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS[:4]])
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), TOKENS))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+              "model_max_length": 1024, "chat_template": PASSTHROUGH, **names}
+    return Tokenizer(backend, config, name_or_path="tiny-random")
+
+
+def write_tiny_tokenizer(folder: str | Path) -> Tokenizer:
+    """Writes it as an ordinary tokenizer folder and returns it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    return tokenizer

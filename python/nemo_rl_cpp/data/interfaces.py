@@ -1,0 +1,111 @@
+"""The types that data sets, processors, environments and the training loop hand one another."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+
+from nemo_rl_cpp.data.prompt_files import find_file
+
+if TYPE_CHECKING:
+    import torch
+
+LLMMessageLogType = list[dict[str, "str | torch.Tensor"]]
+"""A conversation: messages with "role" and "content", and once tokenised "token_ids" (int64 [S]) and more."""
+
+VLMMessageLogType = LLMMessageLogType
+
+FlatMessagesType = dict[str, "list[str] | torch.Tensor"]
+"""A conversation by key instead of by message: tensors joined, everything else as a list over messages."""
+
+PathLike = str | os.PathLike[Any]
+
+TokenizerType = Any
+"""`nemo_rl_cpp.data.tokenizer.Tokenizer` or a transformers tokenizer."""
+
+
+class DatumSpec(TypedDict):
+    """One prompt, ready to be rolled out.
+
+    message_log: the messages of the prompt, tokenised.
+    length: tokens of all messages together, before any cut.
+    extra_env_info: whatever the environment needs, the right answer for instance.
+    loss_multiplier: weight of the sample in the loss; 0 masks it out.
+    idx: row in the data set.
+    task_name: which processor and environment the row belongs to.
+    stop_strings: texts at which generation ends for this sample.
+    """
+
+    message_log: LLMMessageLogType
+    length: int
+    extra_env_info: dict[str, Any] | None
+    loss_multiplier: float
+    idx: int
+    task_name: NotRequired[str]
+    stop_strings: NotRequired[list[str]]
+    __extra__: NotRequired[Any]
+
+
+class PreferenceDatumSpec(TypedDict):
+    """A preferred and a rejected conversation on one prompt."""
+
+    message_log_chosen: LLMMessageLogType
+    message_log_rejected: LLMMessageLogType
+    length_chosen: int
+    length_rejected: int
+    loss_multiplier: float
+    idx: int
+
+
+@dataclass
+class TaskDataSpec:
+    """How the rows of a task become prompts.
+
+    `prompt_file` holds a text with `{}` where the question goes, `system_prompt_file` the system message; both are read
+    at once into `prompt` and `system_prompt` (None without a file). A file is looked for as given, in the source tree
+    and in the package; FileNotFoundError if it is nowhere. The fields about video are for other programs' specifications:
+    anything but None is a ValueError here.
+    """
+
+    task_name: str | None = None
+    prompt_file: PathLike | None = None
+    system_prompt_file: PathLike | None = None
+    num_frames: int | None = None
+    video_sampling_style: str | None = None
+    video_target_num_patches: int | None = None
+    video_temporal_patch_size: int | None = None
+    video_maintain_aspect_ratio: bool | None = None
+    min_generation_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        supported = {"task_name", "prompt_file", "system_prompt_file"}
+        for field in fields(self):
+            if field.name not in supported and getattr(self, field.name) is not None:
+                raise ValueError(f"TaskDataSpec.{field.name} is not supported: leave it None")
+        self.prompt: str | None = self._read(self.prompt_file, "prompt_file")
+        self.system_prompt: str | None = self._read(self.system_prompt_file, "system_prompt_file")
+
+    @staticmethod
+    def _read(path: PathLike | None, key: str) -> str | None:
+        return None if path is None else find_file(os.fspath(path), key).read_text(encoding="utf-8")
+
+    def copy_defaults(self, from_spec: TaskDataSpec) -> None:
+        """Takes prompt and system prompt from another specification where this one has none."""
+        if self.prompt is None:
+            self.prompt = from_spec.prompt
+        if self.system_prompt is None:
+            self.system_prompt = from_spec.system_prompt
+
+
+class TaskDataProcessFnCallable(Protocol):
+    """Turns a row of a data set into a DatumSpec."""
+
+    def __call__(self, datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: TokenizerType,
+                 max_seq_length: int | None, idx: int) -> DatumSpec: ...
+
+
+class TaskDataPreProcessFnCallable(Protocol):
+    """Changes a row before the processor sees it."""
+
+    def __call__(self, datum_dict: dict[str, Any]) -> dict[str, Any]: ...

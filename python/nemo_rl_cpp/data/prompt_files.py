@@ -19,7 +19,10 @@ def find_file(path: str | Path, key: str) -> Path:
         source_tree = _PACKAGE.parents[1]
         if (source_tree / "pyproject.toml").is_file():
             candidates.append(source_tree / given)
-        candidates += [_PACKAGE / given, _PACKAGE / "prompts" / given.name]
+        candidates.append(_PACKAGE / given)
+        # Another folder's missing file must not turn into a prompt that happens to have its name.
+        if str(given.parent) in (".", "prompts", "examples/prompts"):
+            candidates.append(_PACKAGE / "prompts" / given.name)
     for candidate in candidates:
         if candidate.is_file():
             return candidate

@@ -164,6 +164,9 @@ def hub_folder(repo: str, files: list[str]) -> Path:
             return Path(snapshot_download(repo, allow_patterns=files))
         except GatedRepoError as error:
             raise _gated(repo, "model") from error
+        except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
+            raise SourceError(f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
+                              "kept, so start the run again to go on") from error
     try:
         folder = Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
     except Exception as error:  # noqa: BLE001 - nothing cached

@@ -1,0 +1,186 @@
+"""The loader that feeds prompts to the training loop, in an order that is known from a seed and a position alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from nemo_rl_cpp.data.collate_fn import rl_collate_fn
+from nemo_rl_cpp.data.config_access import get_field
+from nemo_rl_cpp.data.random_order import permutation
+
+
+class StatefulDataLoader:
+    """Batches of `batch_size` rows; the order of an epoch is a function of (seed, epoch).
+
+    The state is two numbers, so it costs nothing to save after every step, and a resumed loader goes on with exactly
+    the rows that would have come next, whatever the batch size. `iter()` begins an epoch: the one that a loaded state
+    is in the middle of, otherwise the next one. `drop_last` leaves out a last batch that is not full.
+    With `num_workers` > 0 that many threads tokenise the next batch while the current one is in use; with more than
+    one, processors must not depend on one another's calls.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, shuffle: bool = False, collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
+                 drop_last: bool = False, seed: int = 42, num_workers: int = 0):
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if len(dataset) == 0:
+            raise ValueError("the data set is empty")
+        if drop_last and len(dataset) < batch_size:
+            raise ValueError(f"the data set has {len(dataset)} rows, fewer than one batch of {batch_size}: lower "
+                             "grpo.num_prompts_per_step (or grpo.batch_multiplier), or take more data")
+        self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
+        self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
+        self._epoch = 0
+        self._cursor = 0        # rows of this epoch that were handed out
+        self._resume = True     # the next iter() goes on at the cursor
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        full, rest = divmod(len(self.dataset), self.batch_size)
+        return full if self.drop_last or not rest else full + 1
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that were finished or left before the current one."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self.seed, "shuffle": self.shuffle,
+                "num_rows": len(self.dataset)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved position. ValueError when data set, seed or shuffling are others: the position would mean
+        other rows."""
+        own = self.state_dict()
+        for key in ("seed", "shuffle", "num_rows"):
+            if state[key] != own[key]:
+                raise ValueError(f"the saved data position is for {key}={state[key]}, this run has {key}={own[key]}: resume "
+                                 "with the same data section and seed, or start a new run in another checkpoint_dir")
+        self._epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True
+
+    def _order(self) -> list[int]:
+        return permutation(len(self.dataset), self.seed, self._epoch) if self.shuffle else list(range(len(self.dataset)))
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resume:
+            self._epoch, self._cursor = self._epoch + 1, 0
+        self._resume = False
+        return self._batches(self._order())
+
+    def _batches(self, order: list[int]) -> Iterator[Any]:
+        epoch, start = self._epoch, self._cursor
+        cuts = range(start, len(order), self.batch_size)
+        chunks = [order[at : at + self.batch_size] for at in cuts]
+        if self.drop_last:
+            chunks = [chunk for chunk in chunks if len(chunk) == self.batch_size]
+        ahead = self._submit(chunks[0]) if chunks else None
+        for i, chunk in enumerate(chunks):
+            rows = ahead()
+            ahead = self._submit(chunks[i + 1]) if i + 1 < len(chunks) else None
+            if epoch != self._epoch:
+                raise RuntimeError("this iterator of the data loader was left behind by a newer one")
+            self._cursor += len(chunk)
+            if i + 1 == len(chunks):
+                # The epoch is over: what is saved from here on begins the next one.
+                self._epoch, self._cursor, self._resume = self._epoch + 1, 0, True
+            yield self.collate_fn(rows)
+
+    def _submit(self, chunk: list[int]) -> Callable[[], list[Any]]:
+        """Starts to fetch rows; calling the result waits for them (and raises what a processor raised)."""
+        if self.num_workers < 1:
+            return lambda: [self.dataset[i] for i in chunk]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="data")
+        futures: list[Future[Any]] = [self._pool.submit(self.dataset.__getitem__, i) for i in chunk]
+        return lambda: [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+
+class MultipleDataloaderWrapper:
+    """Batches from several loaders, one a task: each step takes `data.num_prompts_per_dataloader` prompts of one loader
+    after another, in turn, until `expected_num_prompts` are there. It never ends; a loader that does begins again.
+
+    `data.custom_dataloader` names a function (dotted path) that chooses instead: it gets (data_iterators, dataloaders,
+    **records) and returns (batch, data_iterators); `set_records` gives it what it decides by.
+    """
+
+    def __init__(self, expected_num_prompts: int, data_config: Any, dataloaders: Mapping[str, Any]):
+        self.expected_num_prompts = expected_num_prompts
+        self.data_config = data_config
+        self.dataloaders = dict(dataloaders)
+        self.data_iterators: dict[str, Iterator[Any]] = {name: iter(loader) for name, loader in dataloaders.items()}
+        self.records: dict[str, Any] = {}
+        self._turn = 0
+        path = get_field(data_config, "custom_dataloader", None)
+        self._custom = _import(path) if path else None
+        if self._custom is None:
+            each = {loader.batch_size for loader in self.dataloaders.values()}
+            if len(each) != 1 or expected_num_prompts % next(iter(each)):
+                raise ValueError(f"grpo.num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
+                                 f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})")
+
+    def set_records(self, records: Mapping[str, Any]) -> None:
+        self.records = {**self.records, **records}
+
+    def __iter__(self) -> MultipleDataloaderWrapper:
+        return self
+
+    def __next__(self) -> Any:
+        if self._custom is not None:
+            batch, self.data_iterators = self._custom(self.data_iterators, self.dataloaders, **self.records)
+        else:
+            batch = self._in_turn()
+        if batch.size != self.expected_num_prompts:
+            raise ValueError(f"data.custom_dataloader returned {batch.size} prompts, expected {self.expected_num_prompts} "
+                             "(num_prompts_per_step)")
+        return batch
+
+    def _in_turn(self) -> Any:
+        from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+        names, parts, count = list(self.dataloaders), [], 0
+        while count < self.expected_num_prompts:
+            part = self._next_of(names[self._turn % len(names)])
+            self._turn += 1
+            count += part.size
+            parts.append(part)
+        batch = BatchedDataDict.from_batches(parts)
+        # Parts carry their own maximum; the batch has one.
+        batch["batch_max_length"] = batch["length"].new_full((batch.size,), int(batch["length"].max()))
+        return batch
+
+    def _next_of(self, name: str) -> Any:
+        try:
+            return next(self.data_iterators[name])
+        except StopIteration:
+            self.data_iterators[name] = iter(self.dataloaders[name])
+            return next(self.data_iterators[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turn": self._turn, "dataloaders": {name: loader.state_dict() for name, loader in self.dataloaders.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state["dataloaders"]
+        if set(saved) != set(self.dataloaders):
+            raise ValueError(f"the saved data position is for the tasks {sorted(saved)}, this run has {sorted(self.dataloaders)}")
+        for name, loader in self.dataloaders.items():
+            loader.load_state_dict(saved[name])
+            self.data_iterators[name] = iter(loader)
+        self._turn = int(state["turn"])
+
+
+def _import(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"data.custom_dataloader is {path!r}, but that function cannot be imported: {error}") from error

@@ -1,0 +1,80 @@
+"""A data set whose rows come out tokenised, each by the processor of its task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
+from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
+
+
+
+class AllTaskProcessedDataset:
+    """`dataset[i]` is the DatumSpec of row i.
+
+    `task_data_processors` is one processor for all rows (with `default_task_data_spec`), or a mapping from the row's
+    "task_name" to (specification, processor); a defaultdict serves the tasks it does not list. Specifications take
+    their missing prompts from `default_task_data_spec`. `task_data_preprocessors` (one, or by task) change the row
+    first. The first row is checked for a double BOS token.
+    """
+
+    def __init__(self, dataset: Any, tokenizer: Any, default_task_data_spec: TaskDataSpec | None,
+                 task_data_processors: Any, task_data_preprocessors: Any = None, max_seq_length: int | None = None):
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.default_task_data_spec = default_task_data_spec
+        self.task_data_processors = task_data_processors
+        self.task_data_preprocessors = task_data_preprocessors
+        self.max_seq_length = max_seq_length
+        self._bos_checked = False
+        if isinstance(task_data_processors, Mapping):
+            for task_data_spec, _ in task_data_processors.values():
+                self._take_defaults(task_data_spec)
+        elif default_task_data_spec is None:
+            raise ValueError("one processor for all rows needs a default_task_data_spec")
+
+    def _take_defaults(self, spec: TaskDataSpec | None) -> None:
+        if spec is not None and self.default_task_data_spec is not None and spec is not self.default_task_data_spec:
+            spec.copy_defaults(self.default_task_data_spec)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def encode_single(self, text: str | list[str]) -> tuple[list[int], int]:
+        """Token ids of a text, or of several turns joined, without special tokens, and how many they are."""
+        turns = [text] if isinstance(text, str) else text
+        ids = [i for turn in turns for i in self.tokenizer.encode(turn, add_special_tokens=False)]
+        return ids, len(ids)
+
+    def _processor(self, entry: Mapping[str, Any]) -> tuple[TaskDataSpec, Callable[..., DatumSpec]]:
+        table = self.task_data_processors
+        if not isinstance(table, Mapping):
+            return self.default_task_data_spec, table
+        task_name = entry["task_name"]
+        if task_name not in table:
+            assert getattr(table, "default_factory", None) is not None, (
+                f"task processor not provided for {task_name}. Provided processors: {list(table)}"
+            )
+            self._take_defaults(table[task_name][0])
+        return table[task_name]
+
+    def _preprocessor(self, entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+        table = self.task_data_preprocessors
+        if isinstance(table, Mapping):
+            return table.get(entry.get("task_name"))
+        return table
+
+    def __getitem__(self, idx: int) -> DatumSpec:
+        entry = self.dataset[idx]
+        spec, process = self._processor(entry)
+        preprocess = self._preprocessor(entry)
+        if preprocess is not None:
+            entry = preprocess(entry)
+        datum = process(entry, spec, self.tokenizer, self.max_seq_length, idx)
+        if not self._bos_checked:
+            log = datum.get("message_log")
+            if log and "token_ids" in log[0]:
+                assert_no_double_bos(log[0]["token_ids"], self.tokenizer)
+            self._bos_checked = True
+        return datum

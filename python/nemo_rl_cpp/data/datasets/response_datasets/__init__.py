@@ -1,0 +1,114 @@
+"""Data sets by the names that configurations use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import Any
+
+from nemo_rl_cpp.data.config_access import to_plain
+from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.response_datasets.generated import (
+    ArithmeticDataset,
+    ReasoningGymDataset,
+    ReverseDigitsDataset,
+)
+from nemo_rl_cpp.data.datasets.response_datasets.hub_math import (
+    AIME2024Dataset,
+    AIME2025Dataset,
+    DAPOMath17KDataset,
+    DAPOMathAIME2024Dataset,
+    DeepScalerDataset,
+    GSM8KDataset,
+    Math500Dataset,
+    OpenMathInstruct2Dataset,
+)
+from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
+
+DATASET_REGISTRY: dict[str, type[RawDataset]] = {
+    "AIME2024": AIME2024Dataset,
+    "AIME2025": AIME2025Dataset,
+    "DAPOMath17K": DAPOMath17KDataset,
+    "DAPOMathAIME2024": DAPOMathAIME2024Dataset,
+    "DeepScaler": DeepScalerDataset,
+    "GSM8K": GSM8KDataset,
+    "OpenMathInstruct-2": OpenMathInstruct2Dataset,
+    "ResponseDataset": ResponseDataset,
+    "arithmetic": ArithmeticDataset,
+    "math500": Math500Dataset,
+    "reasoning_gym": ReasoningGymDataset,
+    "reverse_digits": ReverseDigitsDataset,
+}
+
+_FOR_EVERY_DATASET = {"dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed",
+                      "split_validation_size"}
+_OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers"}
+
+
+def dataset_class(dataset_name: str) -> type[RawDataset]:
+    """The class of a name, or of a dotted path (`my_package.my_module.MyDataset`). ValueError when there is none."""
+    if dataset_name in DATASET_REGISTRY:
+        return DATASET_REGISTRY[dataset_name]
+    if "." in dataset_name:
+        module, _, name = dataset_name.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"data: dataset_name is {dataset_name!r}, but that class cannot be imported: {error}") from error
+    near = difflib.get_close_matches(dataset_name, DATASET_REGISTRY, n=1)
+    raise ValueError(
+        f"data: Unsupported dataset_name={dataset_name!r}{f'; did you mean {near[0]}?' if near else ''} Known are "
+        f"{', '.join(DATASET_REGISTRY)}; set dataset_name to ResponseDataset to load a local file or a data set of the hub"
+    )
+
+
+def _accepted(cls: type) -> set[str] | None:
+    """Names of the constructor's parameters up the class tree; None when a class of the user takes anything."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = inspect.signature(base.__init__).parameters.values()
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return names - {"self"}
+
+
+def check_dataset_config(data_config: dict[str, Any], further: set[str] = frozenset()) -> type[RawDataset]:
+    """The class that a section names; ValueError for a key that neither it nor every data set knows, so that a
+    misspelt option is not ignored."""
+    if "dataset_name" not in data_config:
+        raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
+    cls = dataset_class(data_config["dataset_name"])
+    if cls not in DATASET_REGISTRY.values():
+        return cls
+    known = _accepted(cls) | _FOR_EVERY_DATASET | further
+    for key in data_config:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise ValueError(f"data: {key} is unknown for dataset_name {data_config['dataset_name']}"
+                             f"{f'; did you mean {near[0]}?' if near else ''} Known are {', '.join(sorted(known))}")
+    return cls
+
+
+def load_response_dataset(data_config: Any) -> RawDataset:
+    """The data set of one section of `data.train` or `data.validation`, with its processor and prompts bound."""
+    config = to_plain(data_config)
+    dataset = check_dataset_config(config)(**config)
+    dataset.set_task_spec(config)
+    dataset.set_processor()
+    return dataset
+
+
+def load_eval_dataset(data_config: Any) -> RawDataset:
+    """The data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
+    config = to_plain(data_config)
+    cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
+    if getattr(cls, "eval_split", None) is not None and config.get("split") is None:
+        config["split"] = cls.eval_split
+    dataset = cls(**config)
+    dataset.set_task_spec(config)
+    dataset.set_processor()
+    return dataset

@@ -1,0 +1,187 @@
+"""Tasks that are made up on the spot, so that they need no network: sums, reversed digits, reasoning_gym's tasks.
+
+Which side of the split a question is on depends on the question alone (`is_held_out`), so training and validation are
+disjoint whatever seeds, sizes and sections a configuration uses. `seed` decides the order and the examples shown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
+from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
+
+HELD_OUT = 0.15
+"""Share of all questions that belong to validation."""
+
+
+class GeneratedDataset(RawDataset):
+    """Base: builds the rows of `split` ("train" or "validation") and, if `split_validation_size` asks for them, held-out
+    rows as `val_dataset`: a count, or a share of the number of training rows."""
+
+    default_processor = "raw_completion_data_processor"
+    eval_split = "validation"
+
+    def build(self, split: str, num_samples: int | None, split_validation_size: float, seed: int) -> None:
+        if split not in ("train", "validation"):
+            raise ValueError(f"data: split must be 'train' or 'validation' for {self.task_name}, got {split!r}")
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"data: num_samples must be at least 1, got {num_samples}")
+        self.dataset = ListDataset(self.rows(split == "validation", num_samples, seed))
+        self.val_dataset = None
+        if split_validation_size:
+            if split == "validation":
+                raise ValueError("data: split_validation_size makes no sense with split: validation")
+            count = (split_validation_size if isinstance(split_validation_size, int)
+                     else max(1, round(split_validation_size * len(self.dataset))))
+            self.val_dataset = ListDataset(self.rows(True, count, seed))
+
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def row(self, prompt: str, answer: str, stop: str | None, **extra: Any) -> dict[str, Any]:
+        row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
+                               "task_name": self.task_name}
+        if stop is not None:
+            row["stop_strings"] = [stop]
+        if extra:
+            row["extra_env_info"] = extra
+        return row
+
+    @staticmethod
+    def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
+        """Numbers of the questions to use, each once before any comes twice."""
+        if available == 0:
+            raise ValueError(f"data: there are no {what}: allow more different questions")
+        count = available if num_samples is None else num_samples
+        picked: list[int] = []
+        while len(picked) < count:
+            picked += permutation(available, seed, len(picked) // available)
+        return picked[:count]
+
+
+class ArithmeticDataset(GeneratedDataset):
+    """Sums as raw text: `num_shots` worked lines `a + b = c`, then `a + b = `, to be continued to the end of the line.
+
+    Numbers go from 1 to `max_number`. a + b and b + a are on the same side of the split. Without `num_samples` every
+    pair of the side comes once. The prompt ends in the space after "=": tokenizers that split numbers into digits keep
+    that space a token of its own, so the text is cut where its tokens are, and the first sampled token is a digit.
+    """
+
+    task_name = "arithmetic"
+
+    def __init__(self, max_number: int = 50, num_shots: int = 3, num_samples: int | None = None, split: str = "train",
+                 split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+        if max_number < 4 or num_shots < 0:
+            raise ValueError(f"data: arithmetic needs max_number >= 4 and num_shots >= 0, got {max_number} and {num_shots}")
+        self.num_shots = num_shots
+        pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
+        self.pairs = {side: [p for p in pairs if self._held_out(p) == side] for side in (False, True)}
+        self.build(split, num_samples, split_validation_size, seed)
+
+    @staticmethod
+    def _held_out(pair: tuple[int, int]) -> bool:
+        return is_held_out(f"arithmetic {min(pair)} {max(pair)}", HELD_OUT)
+
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+        questions, shown = self.pairs[held_out], self.pairs[False]
+        rows = []
+        for i, number in enumerate(self.pick(len(questions), num_samples, seed, "pairs of numbers on this side")):
+            a, b = questions[number]
+            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
+            lines = [f"{x} + {y} = {x + y}" for x, y in (shown[s] for s in shots)]
+            rows.append(self.row("\n".join([*lines, f"{a} + {b} = "]), str(a + b), stop="\n"))
+        return rows
+
+
+class ReverseDigitsDataset(GeneratedDataset):
+    """`num_digits` digits and "=", to be answered with the digits reversed: learnt from random weights in seconds.
+
+    Made for the 16-token character tokenizer; the answer ends with the eos token, so there is no stop string.
+    """
+
+    task_name = "reverse_digits"
+
+    def __init__(self, num_digits: int = 3, num_samples: int | None = None, split: str = "train",
+                 split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+        if not 1 <= num_digits <= 5:
+            raise ValueError(f"data: num_digits must be 1 to 5, got {num_digits}")
+        words = [f"{n:0{num_digits}d}" for n in range(10**num_digits)]
+        self.words = {side: [w for w in words if is_held_out(f"reverse {w}", HELD_OUT) == side] for side in (False, True)}
+        self.build(split, num_samples, split_validation_size, seed)
+
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+        words = self.words[held_out]
+        numbers = self.pick(len(words), num_samples, seed, "numbers on this side")
+        return [self.row(words[n] + "=", words[n][::-1], stop=None) for n in numbers]
+
+
+def fraction_of_digits_right(response: str, ground_truth: str) -> float:
+    """Share of positions at which the response has the ground truth's character; what follows them does not count."""
+    answer = response.strip()
+    return sum(a == b for a, b in zip(answer, ground_truth)) / len(ground_truth)
+
+
+class ReasoningGymDataset(GeneratedDataset):
+    """A task of the `reasoning-gym` package as raw text: `num_shots` solved questions, then one to answer.
+
+    `task` is its name there, `task_options` its options ({"max_terms": 2}). Questions are different from one another.
+    The environment's information holds the package's own entry, for tasks with more than one right answer.
+    """
+
+    def __init__(self, task: str, task_options: dict[str, Any] | None = None, num_shots: int = 3, num_samples: int = 1000,
+                 split: str = "train", split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+        try:
+            import reasoning_gym
+        except ImportError:
+            raise ValueError("data: the reasoning_gym data set needs a package: pip install reasoning-gym") from None
+        known = reasoning_gym.factory.DATASETS
+        if task not in known:
+            import difflib
+
+            near = difflib.get_close_matches(task, known, n=3)
+            raise ValueError(f"data: reasoning_gym has no task {task!r}" + (f"; near are {', '.join(near)}" if near else ""))
+        if num_samples is None:
+            raise ValueError("data: num_samples must be a number for reasoning_gym, whose tasks have no end")
+        self.task_name = f"reasoning_gym-{task}"
+        self.task, self.num_shots = task, num_shots
+        self._options = dict(task_options or {})
+        self._create = reasoning_gym.create_dataset
+        self.build(split, num_samples, split_validation_size, seed)
+
+    def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, Any]]:
+        """Up to `count` different questions of one side; fewer when the task has no more."""
+        try:
+            source = self._create(self.task, seed=seed, size=2**30, **self._options)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise ValueError(f"data: reasoning_gym refuses task_options {self._options} for {self.task!r}: {error}") from error
+        found: dict[str, dict[str, Any]] = {}
+        misses = 0
+        for i in range(40 * count + 1000):
+            entry = source[i]
+            question = entry["question"]
+            if question in found:
+                misses += 1
+                if misses > 200 + len(found):   # nearly all questions of the side are known
+                    break
+            elif is_held_out(f"{self.task} {question}", HELD_OUT) == held_out:
+                found[question] = dict(entry)
+                misses = 0
+                if len(found) == count:
+                    break
+        return list(found.values())
+
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+        questions = self._entries(held_out, num_samples or 1, seed)
+        shown = questions if not held_out else self._entries(False, max(64, self.num_shots), seed)
+        one_line = all("\n" not in entry["answer"] for entry in [*questions, *shown])
+        stop = "\n" if one_line else "\n\nQuestion:"
+        rows = []
+        for i, number in enumerate(self.pick(len(questions), num_samples, seed, f"{self.task} questions on this side")):
+            entry = questions[number]
+            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
+            parts = [f"Question: {shown[s]['question']}\nAnswer: {shown[s]['answer']}" for s in shots]
+            prompt = "\n\n".join([*parts, f"Question: {entry['question']}\nAnswer:"])
+            rows.append(self.row(prompt, entry["answer"], stop, reasoning_gym_task=self.task, reasoning_gym_entry=entry))
+        return rows

@@ -1,0 +1,115 @@
+"""Mathematics data sets of the hub, by the names that configurations use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import text_of
+from nemo_rl_cpp.data.datasets.utils import load_hub_dataset, merge_datasets
+
+
+class HubMathDataset(RawDataset):
+    """Base: a repository, its columns and its default split. Rows become {"messages": [user, assistant], "task_name"}.
+
+    `split` overrides the default split, `repeat` puts the rows in several times (small test sets are noisy),
+    `split_validation_size` and `seed` are as for ResponseDataset.
+    """
+
+    repository: str
+    subsets: tuple[str | None, ...] = (None,)
+    default_split = "train"
+    default_repeat = 1
+    input_key = "problem"
+    output_key = "answer"
+
+    def __init__(self, split: str | None = None, split_validation_size: float = 0, seed: int = 42,
+                 repeat: int | None = None, **kwargs: Any):
+        repeat = self.default_repeat if repeat is None else repeat
+        if repeat < 1:
+            raise ValueError(f"data: repeat must be at least 1, got {repeat}")
+        parts = [load_hub_dataset(self.repository, subset, split or self.default_split) for subset in self.subsets]
+        parts = [part.map(self.format_data, remove_columns=part.column_names) for part in parts]
+        self.dataset = merge_datasets(parts * repeat)
+        self.val_dataset = None
+        self.split_train_validation(split_validation_size, seed)
+
+    def question(self, row: dict[str, Any]) -> str:
+        return row[self.input_key]
+
+    def answer(self, row: dict[str, Any]) -> str:
+        return text_of(row[self.output_key])
+
+    def format_data(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": self.question(row)},
+                             {"role": "assistant", "content": self.answer(row)}],
+                "task_name": self.task_name}
+
+
+class OpenMathInstruct2Dataset(HubMathDataset):
+    """Problems with synthetic solutions; `output_key` "expected_answer" (default) or "generated_solution"."""
+
+    task_name = "OpenMathInstruct-2"
+    repository = "nvidia/OpenMathInstruct-2"
+    default_split = "train_1M"
+
+    def __init__(self, output_key: str = "expected_answer", **kwargs: Any):
+        self.output_key = output_key
+        super().__init__(**kwargs)
+
+
+class _DAPOFormat(HubMathDataset):
+    def question(self, row: dict[str, Any]) -> str:
+        return row["prompt"][0]["content"]
+
+    def answer(self, row: dict[str, Any]) -> str:
+        return row["reward_model"]["ground_truth"]
+
+
+class DAPOMath17KDataset(_DAPOFormat):
+    task_name = "DAPOMath17K"
+    repository = "BytedTsinghua-SIA/DAPO-Math-17k"
+
+
+class DAPOMathAIME2024Dataset(_DAPOFormat):
+    task_name = "DAPOMathAIME2024"
+    repository = "BytedTsinghua-SIA/AIME-2024"
+
+
+class DeepScalerDataset(HubMathDataset):
+    task_name = "DeepScaler"
+    repository = "agentica-org/DeepScaleR-Preview-Dataset"
+
+
+class AIME2024Dataset(HubMathDataset):
+    task_name = "AIME2024"
+    repository = "HuggingFaceH4/aime_2024"
+    default_repeat = 16
+
+
+class AIME2025Dataset(HubMathDataset):
+    task_name = "AIME2025"
+    repository = "opencompass/AIME2025"
+    subsets = ("AIME2025-I", "AIME2025-II")
+    default_split = "test"
+    default_repeat = 16
+    input_key = "question"
+
+
+class GSM8KDataset(HubMathDataset):
+    """Grade-school word problems; the answer is what follows `####` in the worked solution."""
+
+    task_name = "GSM8K"
+    repository = "openai/gsm8k"
+    subsets = ("main",)
+    eval_split = "test"
+    input_key = "question"
+
+    def answer(self, row: dict[str, Any]) -> str:
+        return row["answer"].split("####")[-1].strip().replace(",", "")
+
+
+class Math500Dataset(HubMathDataset):
+    task_name = "math500"
+    repository = "HuggingFaceH4/MATH-500"
+    default_split = "test"

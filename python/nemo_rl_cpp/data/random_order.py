@@ -1,0 +1,52 @@
+"""Random order without generator state: every draw is a function of its key, so nothing has to be saved.
+
+Built on Philox's raw 64-bit numbers, whose values numpy guarantees; its higher-level methods may change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_SHUFFLE = 3     # the `shuffle` stream of csrc/common/random.h
+
+
+def _raw(count: int, seed: int, *key: int) -> np.ndarray:
+    digest = hashlib.sha256(repr((int(seed), _SHUFFLE, *map(int, key))).encode()).digest()
+    philox = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64))
+    return philox.random_raw(count)
+
+
+def permutation(count: int, seed: int, epoch: int) -> list[int]:
+    """Every index below `count` once, in an order that (seed, epoch) alone decides."""
+    return np.argsort(_raw(count, seed, epoch), kind="stable").tolist()
+
+
+class Draws:
+    """A few numbers for one row: `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
+
+    def __init__(self, seed: int, *key: int):
+        self._seed, self._key, self._turn = seed, key, 0
+
+    def below(self, n: int) -> int:
+        value = int(_raw(1, self._seed, *self._key, self._turn)[0])
+        self._turn += 1
+        return (value * n) >> 64
+
+    def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
+        """`count` different numbers below n, none of them `exclude`."""
+        found: list[int] = []
+        if count > n - (exclude is not None):
+            raise ValueError(f"cannot draw {count} different numbers below {n}")
+        while len(found) < count:
+            number = self.below(n)
+            if number != exclude and number not in found:
+                found.append(number)
+        return found
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a question belongs to the validation side: decided by the question alone, so that no seed, size or order
+    can make training and validation meet."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

@@ -1,0 +1,167 @@
+"""From the `data` and `env` sections of a configuration to data sets and environments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.data.config_access import get_field, to_plain
+from nemo_rl_cpp.data.datasets import (
+    AllTaskProcessedDataset,
+    RawDataset,
+    extract_necessary_env_names,
+    load_response_dataset,
+    merge_datasets,
+    update_single_dataset_config,
+)
+from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
+
+
+def _list_of(section: Any) -> list[dict[str, Any]]:
+    if section is None:
+        return []
+    return list(section) if isinstance(section, (list, tuple)) else [section]
+
+
+def get_train_dataset_name(data_config: Any) -> str | None:
+    """`dataset_name` of the training data, several joined by "+"; None without any."""
+    names = [get_field(section, "dataset_name", None) for section in _list_of(get_field(data_config, "train", None))]
+    return "+".join(name for name in names if name is not None) or None
+
+
+class _Tasks:
+    """What the loaded data sets of one side (training or validation) bind to their task names."""
+
+    def __init__(self) -> None:
+        self.datasets: dict[str, list[Any]] = {}
+        self.processors: dict[str, Any] = {}
+        self.preprocessors: dict[str, Any] = {}
+        self.environments: dict[str, Any] = {}
+
+    def add(self, raw: RawDataset, rows: Any, environment: Any) -> None:
+        name = raw.task_name
+        spec, processor = self.processors.get(name, (raw.task_spec, raw.processor))
+        if (spec.prompt, spec.system_prompt, processor) != (raw.task_spec.prompt, raw.task_spec.system_prompt, raw.processor):
+            raise ValueError(f"data: two sections have the task name {name!r} but different prompts or processors: give their "
+                             "files different names, since a row finds its processor by its task name")
+        self.datasets.setdefault(name, []).append(rows)
+        self.processors[name] = (raw.task_spec, raw.processor)
+        if getattr(raw, "preprocessor", None) is not None:
+            self.preprocessors[name] = raw.preprocessor
+        if environment is not None:
+            self.environments[name] = environment
+
+    def processed(self, rows: list[Any], tokenizer: Any, max_seq_length: int | None) -> AllTaskProcessedDataset:
+        return AllTaskProcessedDataset(merge_datasets(rows), tokenizer, None, self.processors,
+                                       task_data_preprocessors=self.preprocessors, max_seq_length=max_seq_length)
+
+
+def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The sections of both sides with the defaults filled in, everything checked that can be before loading."""
+    if config.get("train") is None:
+        raise ValueError("the data section lacks `train`: data.train.dataset_name names the training data, and "
+                         "data.validation that for validation")
+    default = config.get("default") or {}
+    sides = _list_of(config["train"]), _list_of(config.get("validation"))
+    for side, sections in zip(("train", "validation"), sides):
+        for section in sections:
+            update_single_dataset_config(section, default)
+            check_dataset_config(section)
+            if env_configs is None:
+                continue
+            env_name = section.get("env_name")
+            if env_name is None:
+                raise ValueError(f"data.{side} lacks env_name (data.default.env_name serves all): which environment scores it?")
+            if get_field(env_configs, env_name, None) is None:
+                raise ValueError(f"data.{side}.env_name is {env_name!r}, but there is no section env.{env_name}")
+    return sides
+
+
+def setup_response_data(tokenizer: Any, data_config: Any, env_configs: Any = None, is_vlm: bool = False) -> tuple[Any, ...]:
+    """The data sets of a run, and with `env_configs` its environments.
+
+    Returns (train, validation) without, and (train, validation, task_to_env, val_task_to_env) with `env_configs`.
+    `train` is an AllTaskProcessedDataset, or with `data.use_multiple_dataloader` one for each task name; `validation` is
+    one data set over everything held out by split_validation_size and everything in `data.validation`, or None.
+    Environments are created once for each env_name that a section uses. The configuration is left as it is.
+    """
+    if is_vlm:
+        raise ValueError("is_vlm=True asks for images or video: only text models are supported")
+    config = to_plain(data_config)
+    train_sections, val_sections = _check_and_fill(config, env_configs)
+    max_length = get_field(data_config, "max_input_seq_length", None)
+    # Environments start processes, which is safe only before threads exist.
+    environments = {} if env_configs is None else _create_environments(config, env_configs)
+    try:
+        train, val = _Tasks(), _Tasks()
+        for section in train_sections:
+            raw = load_response_dataset(section)
+            environment = environments.get(section.get("env_name"))
+            train.add(raw, raw.dataset, environment)
+            if raw.val_dataset is not None:
+                val.add(raw, raw.val_dataset, environment)
+        for section in val_sections:
+            raw = load_response_dataset(section)
+            val.add(raw, raw.dataset, environments.get(section.get("env_name")))
+        dataset = _train_side(train, tokenizer, max_length, bool(config.get("use_multiple_dataloader", False)))
+        val_rows = [rows for several in val.datasets.values() for rows in several]
+        val_dataset = val.processed(val_rows, tokenizer, max_length) if val_rows else None
+    except BaseException:
+        _shut_down(environments)
+        raise
+    if env_configs is None:
+        return dataset, val_dataset
+    return dataset, val_dataset, train.environments, val.environments
+
+
+def _train_side(train: _Tasks, tokenizer: Any, max_length: int | None, by_task: bool) -> Any:
+    if by_task:
+        return {name: train.processed(rows, tokenizer, max_length) for name, rows in train.datasets.items()}
+    return train.processed([rows for several in train.datasets.values() for rows in several], tokenizer, max_length)
+
+
+def _create_environments(config: dict[str, Any], env_configs: Any) -> dict[str, Any]:
+    from nemo_rl_cpp.environments.utils import create_env
+
+    created: dict[str, Any] = {}
+    try:
+        for name in extract_necessary_env_names(config):
+            if get_field(env_configs, name, None) is not None:      # a default that no section uses may lack one
+                created[name] = create_env(env_name=name, env_config=get_field(env_configs, name))
+    except BaseException:
+        _shut_down(created)
+        raise
+    return created
+
+
+def _shut_down(environments: Mapping[str, Any]) -> None:
+    for environment in environments.values():
+        shutdown = getattr(environment, "shutdown", None)
+        if shutdown is not None:
+            # Through a Ray-like handle a method is called by its `remote`.
+            getattr(shutdown, "remote", shutdown)()
+
+
+def dataloader_state_file(checkpoint_path: str | Path, suffix: str = "") -> Path:
+    """Where a checkpoint keeps the position in the data."""
+    return Path(checkpoint_path) / f"train_dataloader{suffix}.json"
+
+
+def save_dataloader_state(dataloader: Any, checkpoint_path: str | Path, suffix: str = "") -> None:
+    """Writes the loader's position beside a checkpoint."""
+    file = dataloader_state_file(checkpoint_path, suffix)
+    file.write_text(json.dumps(dataloader.state_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: Any, suffix: str = "") -> None:
+    """Takes the loader to the position that a checkpoint keeps.
+
+    ValueError when the checkpoint has none or it belongs to other data; `data_config` gives the message its name.
+    """
+    file = dataloader_state_file(checkpoint_path, suffix)
+    if not file.is_file():
+        raise ValueError(f"the checkpoint {checkpoint_path} holds no position in the data ({file.name}), so the run on "
+                         f"{get_train_dataset_name(data_config)} cannot be resumed from it")
+    dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))

@@ -1,0 +1,291 @@
+"""Our tokenizer against transformers' on the same folder, and against bytes that can be counted by hand."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
+from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer, write_tiny_tokenizer
+from nemo_rl_cpp.data.token_bytes import token_bytes_table
+from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
+
+TEXTS = [
+    "", " ", "\n", "\n\n\n", "3 + 4 = 7\n42 + 17 = ", " 42", "x = 3.14159, y=2e-5;", "Hello, world!", "don't  stop",
+    "\u00e9\u00e0\u00fc \u00df", "\u65e5\u672c\u8a9e\u306e\u6587", "\U0001f642 \U0001f469\u200d\U0001f4bb", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "<|im_end|>", "a<|im_start|>b <|endoftext|>", "<|im_en", "def f(x):\n\treturn x ** 2  # \u00b2\r\n", "\x00\x01\x7f",
+    "\\boxed{\\frac{1}{2}}", "a" * 300, "1234567890" * 20,
+]
+
+
+def random_texts(count, seed=0):
+    draw = random.Random(seed)
+    alphabet = "abc XYZ 0123456789 \n\t.,;:!?+-*/=(){}<|>_'\"\u00e4\u00f6\u4e2d\U0001f600\u0301"
+    return ["".join(draw.choice(alphabet) for _ in range(draw.randint(0, 60))) for _ in range(count)]
+
+
+CORPUS = TEXTS + random_texts(300)
+
+
+def test_same_ids_and_text_as_transformers(smollm2, hf_smollm2):
+    for text in CORPUS:
+        ids = smollm2(text)["input_ids"]
+        assert ids == hf_smollm2(text)["input_ids"], repr(text)
+        assert smollm2.encode(text, add_special_tokens=False) == hf_smollm2.encode(text, add_special_tokens=False)
+        for skip in (False, True):
+            assert smollm2.decode(ids, skip_special_tokens=skip) == hf_smollm2.decode(ids, skip_special_tokens=skip)
+        assert smollm2.convert_ids_to_tokens(ids) == hf_smollm2.convert_ids_to_tokens(ids)
+        assert smollm2.tokenize(text) == hf_smollm2.tokenize(text)
+
+
+def test_random_ids_decode_as_in_transformers(smollm2, hf_smollm2):
+    draw = random.Random(1)
+    rows = [[draw.randrange(len(smollm2)) for _ in range(draw.randint(1, 30))] for _ in range(200)]
+    for skip in (False, True):
+        assert smollm2.batch_decode(rows, skip_special_tokens=skip) == hf_smollm2.batch_decode(rows, skip_special_tokens=skip)
+
+
+def test_special_tokens_and_sizes_as_in_transformers(smollm2, hf_smollm2):
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert getattr(smollm2, name) == getattr(hf_smollm2, name)
+        assert getattr(smollm2, name + "_id") == getattr(hf_smollm2, name + "_id")
+    assert (smollm2.vocab_size, len(smollm2)) == (hf_smollm2.vocab_size, len(hf_smollm2)) == (49152, 49152)
+    assert smollm2.get_vocab() == hf_smollm2.get_vocab()
+    assert smollm2.convert_tokens_to_ids(["<|im_end|>", "no such token"]) == [2, smollm2.unk_token_id]
+    assert (smollm2.eos_token_id, smollm2.eos_token_ids, smollm2.model_max_length) == (2, [2], 8192)
+
+
+def test_tensors_padding_truncation_as_in_transformers(smollm2, hf_smollm2):
+    ours = smollm2("one text", return_tensors="pt")
+    assert ours.input_ids is ours["input_ids"] and ours.input_ids.dtype == torch.int64 and ours.input_ids.shape[0] == 1
+    empty = smollm2("", return_tensors="pt")["input_ids"]
+    assert empty.shape == (1, 0) and empty.dtype == torch.int64
+    texts = ["one", "a longer text of several tokens", ""]
+    for options in ({"padding": True}, {"padding": "max_length", "max_length": 12},
+                    {"padding": True, "truncation": True, "max_length": 3}):
+        ours, theirs = smollm2(texts, return_tensors="pt", **options), hf_smollm2(texts, return_tensors="pt", **options)
+        assert torch.equal(ours["input_ids"], theirs["input_ids"]), options
+        assert torch.equal(ours["attention_mask"], theirs["attention_mask"]), options
+    with pytest.raises(ValueError, match="padding=True"):
+        smollm2(texts, return_tensors="pt")
+    with pytest.raises(ValueError, match="NoneType"):
+        smollm2([None])
+    with pytest.raises(AttributeError):
+        ours.token_type_ids
+
+
+@pytest.mark.parametrize("messages", [
+    [{"role": "user", "content": "What is 2 + 2?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b <|im_end|>"}, {"role": "user", "content": ""}],
+])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_chat_template_as_in_transformers(smollm2, hf_smollm2, messages, add_generation_prompt):
+    options = {"add_generation_prompt": add_generation_prompt}
+    text = smollm2.apply_chat_template(messages, tokenize=False, add_special_tokens=False, **options)
+    assert text == hf_smollm2.apply_chat_template(messages, tokenize=False, **options)
+    ids = hf_smollm2.apply_chat_template(messages, return_dict=False, **options)
+    assert smollm2.apply_chat_template(messages, **options) == ids
+    assert smollm2.apply_chat_template(messages, return_tensors="pt", **options).tolist() == [ids]
+    assert smollm2.apply_chat_template([messages, messages], return_dict=True, **options).input_ids == [ids, ids]
+
+
+DEMANDING = """{%- for tool in tools or [] %}
+    {{- tool | tojson }}
+    {{- tool | tojson(indent=2) }}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+  {% if m.role == 'skip' %}{% continue %}{% endif %}
+  {%- if m.role == 'bad' %}{{ raise_exception('no ' + m.role) }}{% endif %}
+  {% generation %}{{ m['content'] | trim }}{% endgeneration %}
+{% endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}<no-think>{% endif %}
+{%- if add_generation_prompt %}>>{% endif %}"""
+
+
+def test_template_features_as_in_transformers(smollm2, hf_smollm2):
+    messages = [{"role": "user", "content": " a "}, {"role": "skip", "content": "b"}, {"role": "assistant", "content": "<c>&"}]
+    tools = [{"type": "function", "function": {"name": "f\u00e9", "parameters": {"x": [1, 2, "<&>"]}}}]
+    options = {"tools": tools, "chat_template": DEMANDING, "tokenize": False, "enable_thinking": False}
+    for generate in (False, True):
+        ours = smollm2.apply_chat_template(messages, add_generation_prompt=generate, **options)
+        assert ours == hf_smollm2.apply_chat_template(messages, add_generation_prompt=generate, **options)
+    assert "<no-think>" in ours and '"<&>"' in ours
+    with pytest.raises(ValueError, match="no bad"):
+        smollm2.apply_chat_template([{"role": "bad", "content": ""}], **options)
+    last = smollm2.apply_chat_template(messages, continue_final_message=True, **options)
+    assert last == hf_smollm2.apply_chat_template(messages, continue_final_message=True, **options)
+
+
+def test_templates_cannot_leave_the_sandbox():
+    with pytest.raises(ValueError, match="chat template failed"):
+        render_chat_template("{{ messages.__class__.__mro__[1].__subclasses__() }}", [])
+    with pytest.raises(ValueError, match="does not compile"):
+        render_chat_template("{% for %}", [])
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="failed"):
+        render_chat_template("{{ messages.append(1) }}", messages)
+    assert len(messages) == 1
+
+
+def test_byte_level_tokens_are_their_bytes(smollm2):
+    for text in CORPUS:
+        if any(token in text for token in smollm2.all_special_tokens):
+            continue
+        assert b"".join(smollm2.token_bytes(i) for i in smollm2.encode(text)) == text.encode("utf-8"), repr(text)
+    table = token_bytes_table(smollm2, size=49200)
+    assert len(table) == 49200 and table[49152:] == [b""] * 48
+    assert table[2] == b"<|im_end|>" and token_bytes_table(smollm2, 3, skip_special_tokens=True) == [b"", b"", b""]
+
+
+def test_bytes_of_a_transformers_tokenizer(smollm2, hf_smollm2):
+    assert token_bytes_table(hf_smollm2) == token_bytes_table(smollm2)
+
+
+def test_byte_fallback_tokens_are_their_bytes(tmp_path):
+    from tokenizers import Tokenizer as Backend, decoders, models, normalizers
+
+    bytes_ = [f"<0x{n:02X}>" for n in range(256)]
+    vocab = {token: i for i, token in enumerate(["<unk>", *bytes_, "\u2581", "a", "\u2581a"])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         decoders.Strip(" ", 1, 0)])
+    Tokenizer(backend, {"unk_token": "<unk>"}).save_pretrained(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("a a\u00e9\n")
+    assert [tokenizer.token_bytes(i) for i in ids] == [b" a", b" a", b"\xc3", b"\xa9", b"\n"]
+    assert tokenizer.decode(ids) == "a a\u00e9\n"
+
+
+def test_saved_folder_is_read_back_alike_by_both(smollm2, tmp_path):
+    from transformers import AutoTokenizer
+
+    smollm2.save_pretrained(tmp_path)
+    again, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert again.special_tokens_map == smollm2.special_tokens_map
+    assert again.chat_template == theirs.chat_template == smollm2.chat_template
+    for text in CORPUS[:60]:
+        assert again.encode(text) == theirs.encode(text) == smollm2.encode(text)
+
+
+def test_reads_a_folder_that_transformers_saved(hf_smollm2, tmp_path):
+    hf_smollm2.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    ours = Tokenizer.from_pretrained(tmp_path)
+    assert ours.chat_template == hf_smollm2.chat_template     # newer versions keep it in chat_template.jinja
+    assert ours.eos_token_ids == [2, 0] and ours.eos_token == "<|im_end|>"
+
+
+def test_saving_replaces_an_older_template_file(tiny, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("old")
+    tiny.save_pretrained(tmp_path)
+    assert Tokenizer.from_pretrained(tmp_path).chat_template == PASSTHROUGH
+
+
+def test_named_templates_and_dictionary_tokens(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    config["eos_token"] = {"content": "<eos>", "special": True}
+    file.write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token_id == 2
+    message = [{"role": "user", "content": ""}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "D"
+    assert tokenizer.apply_chat_template(message, tools=[{}], tokenize=False) == "T"
+    assert tokenizer.apply_chat_template(message, chat_template="tool_use", tokenize=False) == "T"
+    tokenizer.save_pretrained(tmp_path)
+    assert Tokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
+def test_tiny_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    write_tiny_tokenizer(tmp_path)
+    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert len(ours) == len(theirs) == len(TOKENS) == 16
+    assert ours.encode("123=") == theirs.encode("123=") == [5, 6, 7, 15]
+    assert (ours.pad_token_id, ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (0, 1, 2, 3)
+    hostile = "1 a\n\u00e9<eos>2+"
+    assert ours.encode(hostile) == theirs.encode(hostile) == [5, 3, 3, 3, 3, 2, 6, 14]
+    assert ours.decode([5, 6, 2, 0], skip_special_tokens=True) == theirs.decode([5, 6, 2, 0], skip_special_tokens=True) == "12"
+    assert [ours.token_bytes(i) for i in (4, 15, 2, 99)] == [b"0", b"=", b"<eos>", b""]
+
+
+def test_pad_falls_back_to_eos(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 2)
+    tokenizer.pad_token = "<pad>"
+    assert tokenizer.pad_token_id == 0
+
+
+def test_a_special_token_outside_the_vocabulary_is_added(tiny):
+    tiny.eos_token = "<end>"
+    assert tiny.eos_token_id == 16 and len(tiny) == 17 and tiny.vocab_size == 16
+    assert tiny.decode(tiny.encode("1<end>"), skip_special_tokens=True) == "1"
+
+
+def test_get_tokenizer_chat_template_choices(tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "own:{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "t")
+    (tmp_path / "my.jinja").write_text("file:{{ messages[0].content }}{{ mark }}")
+    monkeypatch.chdir(tmp_path)
+    message = [{"role": "user", "content": "1"}]
+
+    def text(**config):
+        return get_tokenizer({"name": str(tmp_path / "t"), **config}).apply_chat_template(message, tokenize=False)
+
+    assert text() == text(chat_template="default") == "own:1"
+    assert text(chat_template=None) == "1"
+    assert text(chat_template="in line") == "in line"
+    assert text(chat_template="my.jinja", chat_template_kwargs={"mark": "!"}) == "file:1!"
+    with pytest.raises(FileNotFoundError, match="chat_template"):
+        text(chat_template="none.jinja")
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        text(chat_template_kwargs="mark")
+    with pytest.raises(ValueError, match="processor"):
+        get_tokenizer({"name": str(tmp_path / "t")}, get_processor=True)
+    with pytest.raises(ValueError, match="'name'"):
+        get_tokenizer({})
+
+
+def test_get_tokenizer_takes_typed_models(tmp_path):
+    from pydantic import BaseModel
+
+    class TokenizerConfig(BaseModel):
+        name: str
+        chat_template: str | None = None
+        chat_template_kwargs: dict | None = None
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "own"
+    tokenizer.save_pretrained(tmp_path)
+    assert get_tokenizer(TokenizerConfig(name=str(tmp_path))).chat_template == "own"    # a default is not a wish
+    assert get_tokenizer(TokenizerConfig(name=str(tmp_path), chat_template=None)).chat_template == PASSTHROUGH
+
+
+def test_clear_errors(tiny, tmp_path):
+    tiny.chat_template = None
+    with pytest.raises(ValueError, match="raw_completion_data_processor"):
+        tiny.apply_chat_template([{"role": "user", "content": "1"}])
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        Tokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="return_tensors"):
+        tiny("1", return_tensors="tf")
+    with pytest.raises(ValueError, match="exclude each other"):
+        render_chat_template("", [{"content": ""}], add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(ValueError, match="JSON schemas"):
+        render_chat_template("", [], tools=[len])
+
+
+def test_tokenizer_survives_pickling(smollm2):
+    import pickle
+
+    again = pickle.loads(pickle.dumps(smollm2))
+    assert again.encode("1 + 1 = ") == smollm2.encode("1 + 1 = ") and again.chat_template == smollm2.chat_template

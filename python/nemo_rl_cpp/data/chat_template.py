@@ -40,8 +40,13 @@ def _refuse(message: str) -> None:
     raise ChatTemplateError(f"the chat template refused the messages: {message}")
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja's own filter escapes <, > and & for HTML, which a language model must not see.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -77,15 +82,22 @@ def render_chat_template(
     Raises ChatTemplateError (a ValueError) when the template is wrong or refuses the messages.
     """
     if continue_final_message and add_generation_prompt:
-        raise ValueError("add_generation_prompt and continue_final_message exclude each other: a text cannot both begin "
-                         "a new turn and go on with the last one")
+        raise ValueError(
+            "add_generation_prompt and continue_final_message exclude each other: a text cannot both begin "
+            "a new turn and go on with the last one"
+        )
     for tool in tools or ():
         if not isinstance(tool, Mapping):
-            raise ValueError(f"tools must be JSON schemas (dictionaries), got {type(tool).__name__}: "
-                             "describe the function as {'type': 'function', 'function': {...}}")
+            raise ValueError(
+                f"tools must be JSON schemas (dictionaries), got {type(tool).__name__}: "
+                "describe the function as {'type': 'function', 'function': {...}}"
+            )
     try:
         text = _compile(template).render(
-            messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt,
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
             **(variables or {}),
         )
     except ChatTemplateError:
@@ -97,6 +109,8 @@ def render_chat_template(
     last = str(messages[-1]["content"]).strip()
     at = text.rfind(last)
     if at < 0:
-        raise ChatTemplateError("continue_final_message: the template changes the last message's content, so the place "
-                                "to go on from cannot be found")
+        raise ChatTemplateError(
+            "continue_final_message: the template changes the last message's content, so the place "
+            "to go on from cannot be found"
+        )
     return text[: at + len(last)]

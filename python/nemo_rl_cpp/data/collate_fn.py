@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
-    """A batch of prompts: `length`, `loss_multiplier` and `batch_max_length` as tensors [B], everything else as lists."""
+    """A batch of prompts: `length`, `loss_multiplier` and `batch_max_length` as tensors [B], the rest as lists."""
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
     length = torch.tensor([datum["length"] for datum in data_batch])

@@ -22,20 +22,31 @@ class StatefulDataLoader:
     one, processors must not depend on one another's calls.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, shuffle: bool = False, collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
-                 drop_last: bool = False, seed: int = 42, num_workers: int = 0):
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
+        drop_last: bool = False,
+        seed: int = 42,
+        num_workers: int = 0,
+    ):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if len(dataset) == 0:
             raise ValueError("the data set is empty")
         if drop_last and len(dataset) < batch_size:
-            raise ValueError(f"the data set has {len(dataset)} rows, fewer than one batch of {batch_size}: lower "
-                             "grpo.num_prompts_per_step (or grpo.batch_multiplier), or take more data")
+            raise ValueError(
+                f"the data set has {len(dataset)} rows, fewer than one batch of {batch_size}: lower "
+                "grpo.num_prompts_per_step (or grpo.batch_multiplier), or take more data"
+            )
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.collate_fn, self.drop_last, self.seed, self.num_workers = collate_fn, drop_last, seed, num_workers
         self._epoch = 0
-        self._cursor = 0        # rows of this epoch that were handed out
-        self._resume = True     # the next iter() goes on at the cursor
+        self._cursor = 0  # rows of this epoch that were handed out
+        self._resume = True  # the next iter() goes on at the cursor
+        self._newest = 0  # number of the iterator that may move the position
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
@@ -49,8 +60,13 @@ class StatefulDataLoader:
         return self._epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self.seed, "shuffle": self.shuffle,
-                "num_rows": len(self.dataset)}
+        return {
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_rows": len(self.dataset),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved position. ValueError when data set, seed or shuffling are others: the position would mean
@@ -58,21 +74,26 @@ class StatefulDataLoader:
         own = self.state_dict()
         for key in ("seed", "shuffle", "num_rows"):
             if state[key] != own[key]:
-                raise ValueError(f"the saved data position is for {key}={state[key]}, this run has {key}={own[key]}: resume "
-                                 "with the same data section and seed, or start a new run in another checkpoint_dir")
+                raise ValueError(
+                    f"the saved data position is for {key}={state[key]}, this run has {key}={own[key]}: resume "
+                    "with the same data section and seed, or start a new run in another checkpoint_dir"
+                )
         self._epoch, self._cursor, self._resume = int(state["epoch"]), int(state["cursor"]), True
+        self._newest += 1
 
     def _order(self) -> list[int]:
-        return permutation(len(self.dataset), self.seed, self._epoch) if self.shuffle else list(range(len(self.dataset)))
+        return (
+            permutation(len(self.dataset), self.seed, self._epoch) if self.shuffle else list(range(len(self.dataset)))
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._resume:
+        if not self._resume and self._cursor:
             self._epoch, self._cursor = self._epoch + 1, 0
         self._resume = False
-        return self._batches(self._order())
+        self._newest += 1
+        return self._batches(self._order(), self._cursor, self._newest)
 
-    def _batches(self, order: list[int]) -> Iterator[Any]:
-        epoch, start = self._epoch, self._cursor
+    def _batches(self, order: list[int], start: int, number: int) -> Iterator[Any]:
         cuts = range(start, len(order), self.batch_size)
         chunks = [order[at : at + self.batch_size] for at in cuts]
         if self.drop_last:
@@ -81,7 +102,7 @@ class StatefulDataLoader:
         for i, chunk in enumerate(chunks):
             rows = ahead()
             ahead = self._submit(chunks[i + 1]) if i + 1 < len(chunks) else None
-            if epoch != self._epoch:
+            if number != self._newest:
                 raise RuntimeError("this iterator of the data loader was left behind by a newer one")
             self._cursor += len(chunk)
             if i + 1 == len(chunks):
@@ -125,8 +146,10 @@ class MultipleDataloaderWrapper:
         if self._custom is None:
             each = {loader.batch_size for loader in self.dataloaders.values()}
             if len(each) != 1 or expected_num_prompts % next(iter(each)):
-                raise ValueError(f"grpo.num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
-                                 f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})")
+                raise ValueError(
+                    f"grpo.num_prompts_per_step ({expected_num_prompts}) must be a multiple of "
+                    f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})"
+                )
 
     def set_records(self, records: Mapping[str, Any]) -> None:
         self.records = {**self.records, **records}
@@ -140,8 +163,10 @@ class MultipleDataloaderWrapper:
         else:
             batch = self._in_turn()
         if batch.size != self.expected_num_prompts:
-            raise ValueError(f"data.custom_dataloader returned {batch.size} prompts, expected {self.expected_num_prompts} "
-                             "(num_prompts_per_step)")
+            raise ValueError(
+                f"data.custom_dataloader returned {batch.size} prompts, expected {self.expected_num_prompts} "
+                "(num_prompts_per_step)"
+            )
         return batch
 
     def _in_turn(self) -> Any:
@@ -166,12 +191,17 @@ class MultipleDataloaderWrapper:
             return next(self.data_iterators[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"turn": self._turn, "dataloaders": {name: loader.state_dict() for name, loader in self.dataloaders.items()}}
+        return {
+            "turn": self._turn,
+            "dataloaders": {name: loader.state_dict() for name, loader in self.dataloaders.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["dataloaders"]
         if set(saved) != set(self.dataloaders):
-            raise ValueError(f"the saved data position is for the tasks {sorted(saved)}, this run has {sorted(self.dataloaders)}")
+            raise ValueError(
+                f"the saved data position is for the tasks {sorted(saved)}, this run has {sorted(self.dataloaders)}"
+            )
         for name, loader in self.dataloaders.items():
             loader.load_state_dict(saved[name])
             self.data_iterators[name] = iter(loader)
@@ -183,4 +213,6 @@ def _import(path: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"data.custom_dataloader is {path!r}, but that function cannot be imported: {error}") from error
+        raise ValueError(
+            f"data.custom_dataloader is {path!r}, but that function cannot be imported: {error}"
+        ) from error

@@ -64,8 +64,8 @@ class TaskDataSpec:
 
     `prompt_file` holds a text with `{}` where the question goes, `system_prompt_file` the system message; both are read
     at once into `prompt` and `system_prompt` (None without a file). A file is looked for as given, in the source tree
-    and in the package; FileNotFoundError if it is nowhere. The fields about video are for other programs' specifications:
-    anything but None is a ValueError here.
+    and in the package; FileNotFoundError if it is nowhere. The fields about video are for specifications of
+    other programs: anything but None is a ValueError here.
     """
 
     task_name: str | None = None
@@ -101,8 +101,14 @@ class TaskDataSpec:
 class TaskDataProcessFnCallable(Protocol):
     """Turns a row of a data set into a DatumSpec."""
 
-    def __call__(self, datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: TokenizerType,
-                 max_seq_length: int | None, idx: int) -> DatumSpec: ...
+    def __call__(
+        self,
+        datum_dict: dict[str, Any],
+        task_data_spec: TaskDataSpec,
+        tokenizer: TokenizerType,
+        max_seq_length: int | None,
+        idx: int,
+    ) -> DatumSpec: ...
 
 
 class TaskDataPreProcessFnCallable(Protocol):

@@ -33,8 +33,10 @@ def message_log_to_flat_messages(message_log: LLMMessageLogType) -> FlatMessages
             flat[key] = values
             continue
         if len({value.dim() for value in values}) > 1:
-            raise RuntimeError(f"tensors for key={key!r} must have same number of dimensions: "
-                               f"{[tuple(value.shape) for value in values]}")
+            raise RuntimeError(
+                f"tensors for key={key!r} must have same number of dimensions: "
+                f"{[tuple(value.shape) for value in values]}"
+            )
         flat[key] = torch.cat(values)
     return flat
 
@@ -44,8 +46,11 @@ def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str
     return [{key: message[key] for key in keys if key in message} for message in message_log]
 
 
-def add_loss_mask_to_message_log(batch_message_log: list[LLMMessageLogType], roles_to_train_on: Sequence[str] = ("assistant",),
-                                 only_unmask_final: bool = False) -> None:
+def add_loss_mask_to_message_log(
+    batch_message_log: list[LLMMessageLogType],
+    roles_to_train_on: Sequence[str] = ("assistant",),
+    only_unmask_final: bool = False,
+) -> None:
     """Adds "token_loss_mask" to every message, in place: ones like token_ids for the trained roles, else zeros.
 
     With `only_unmask_final` only the last message of each log is trained on, whatever its role.
@@ -60,8 +65,11 @@ def add_loss_mask_to_message_log(batch_message_log: list[LLMMessageLogType], rol
 
 def _check_consistent(key: str, tensors: list[Tensor]) -> None:
     """Rows of one batch tensor must agree: silently widening token ids to floats would hide a mistake."""
-    for what, of in (("dtypes", lambda t: t.dtype), ("devices", lambda t: t.device),
-                     ("trailing shapes", lambda t: tuple(t.shape[1:]))):
+    for what, of in (
+        ("dtypes", lambda t: t.dtype),
+        ("devices", lambda t: t.device),
+        ("trailing shapes", lambda t: tuple(t.shape[1:])),
+    ):
         kinds = sorted({str(of(tensor)) for tensor in tensors})
         if len(kinds) > 1:
             raise RuntimeError(f"tensors for key={key!r} must have the same {what}, got {', '.join(kinds)}")
@@ -79,7 +87,8 @@ def _batch(key: str, rows: list[Tensor | None], width: int, pad: float) -> Tenso
 
 
 def batched_message_log_to_flat_message(
-    message_log_batch: list[LLMMessageLogType], pad_value_dict: Mapping[str, int] | None = None,
+    message_log_batch: list[LLMMessageLogType],
+    pad_value_dict: Mapping[str, int] | None = None,
     make_sequence_length_divisible_by: int = 1,
 ) -> tuple[BatchedDataDict, Tensor]:
     """A batch of conversations as one row each.
@@ -126,16 +135,22 @@ def get_first_index_that_differs(str1: str, str2: str) -> int:
 
 
 def get_formatted_message_log(
-    message_log: LLMMessageLogType, tokenizer: TokenizerType, task_data_spec: TaskDataSpec, add_bos_token: bool = True,
-    add_eos_token: bool = True, add_generation_prompt: bool = False, tools: list[dict[str, Any]] | None = None,
+    message_log: LLMMessageLogType,
+    tokenizer: TokenizerType,
+    task_data_spec: TaskDataSpec,
+    add_bos_token: bool = True,
+    add_eos_token: bool = True,
+    add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
     debug: bool = False,
 ) -> LLMMessageLogType:
     """The conversation with each message's "content" replaced by its piece of the chat template's text, and
     "token_ids" (int64) added.
 
-    The prompt of `task_data_spec` wraps the first message, its system prompt goes in front. A message's piece is what the
-    template's text gains when the message is added. `add_bos_token` and `add_eos_token` put the token at the very
-    beginning and end unless it is there; `add_generation_prompt` adds the assistant's opening to user and tool messages.
+    The prompt of `task_data_spec` wraps the first message, its system prompt goes in front. A message's piece is what
+    the template's text gains when the message is added. `add_bos_token` and `add_eos_token` put the token at the very
+    beginning and end unless it is there; `add_generation_prompt` adds the assistant's opening to user and tool
+    messages.
     """
     messages = [dict(message) for message in message_log]
     if task_data_spec.prompt:
@@ -147,10 +162,14 @@ def get_formatted_message_log(
     before = ""
     for i, message in enumerate(messages):
         text = tokenizer.apply_chat_template(
-            messages[: i + 1], add_generation_prompt=add_generation_prompt and message["role"] in ("user", "tool"),
-            tokenize=False, add_special_tokens=False, tools=tools)
+            messages[: i + 1],
+            add_generation_prompt=add_generation_prompt and message["role"] in ("user", "tool"),
+            tokenize=False,
+            add_special_tokens=False,
+            tools=tools,
+        )
         # A template may close the last message (with eos, say) and reopen it when another follows.
-        piece = text[get_first_index_that_differs(before, text):]
+        piece = text[get_first_index_that_differs(before, text) :]
         if i == 0 and add_bos_token:
             piece = _with_token(piece, tokenizer.bos_token, "BOS", at_start=True)
         if i == len(messages) - 1:
@@ -168,8 +187,11 @@ def get_formatted_message_log(
 
 def _with_token(text: str, token: str | None, name: str, at_start: bool) -> str:
     if token is None:
-        warnings.warn(f"add_{name.lower()}_token is True but the tokenizer does not have a {name} token. "
-                      f"Skipping {name} token addition.", stacklevel=3)
+        warnings.warn(
+            f"add_{name.lower()}_token is True but the tokenizer does not have a {name} token. "
+            f"Skipping {name} token addition.",
+            stacklevel=3,
+        )
         return text
     if at_start:
         return text if text.startswith(token) else token + text
@@ -177,8 +199,9 @@ def _with_token(text: str, token: str | None, name: str, at_start: bool) -> str:
 
 
 def remap_dataset_keys(dataset: Any, mapping_dict: dict[str, str]) -> Any:
-    """The data set with columns renamed from `mapping_dict`'s keys to its values; the same object if nothing changes."""
+    """The data set with columns renamed from `mapping_dict`'s keys to its values; itself if nothing changes."""
     if all(old == new for old, new in mapping_dict.items()):
         return dataset
-    return dataset.map(lambda row: {new: row[old] for old, new in mapping_dict.items()},
-                       remove_columns=list(mapping_dict))
+    return dataset.map(
+        lambda row: {new: row[old] for old, new in mapping_dict.items()}, remove_columns=list(mapping_dict)
+    )

@@ -21,10 +21,13 @@ from nemo_rl_cpp.data.interfaces import (
 TokenizerLike = TokenizerType
 
 
-def _message(tokenizer: TokenizerLike, role: str, messages: list[dict[str, str]], add_generation_prompt: bool) -> dict[str, Any]:
+def _message(
+    tokenizer: TokenizerLike, role: str, messages: list[dict[str, str]], add_generation_prompt: bool
+) -> dict[str, Any]:
     """One entry of a message log from the chat template's text of `messages`."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt,
-                                         add_special_tokens=False)
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False
+    )
     return {"role": role, "content": text, "token_ids": _token_ids(tokenizer, text)}
 
 
@@ -33,8 +36,13 @@ def _token_ids(tokenizer: TokenizerLike, text: str) -> torch.Tensor:
     return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].to(torch.int64)
 
 
-def _datum(datum_dict: dict[str, Any], message_log: LLMMessageLogType, extra_env_info: dict[str, Any],
-           max_seq_length: int | None, idx: int) -> DatumSpec:
+def _datum(
+    datum_dict: dict[str, Any],
+    message_log: LLMMessageLogType,
+    extra_env_info: dict[str, Any],
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
     """The DatumSpec. A prompt of `max_seq_length` tokens or more leaves no room to answer: it is cut to a few tokens,
     so that it costs nothing, and masked out of the loss; `length` keeps the true length."""
     length = sum(len(message["token_ids"]) for message in message_log)
@@ -44,8 +52,13 @@ def _datum(datum_dict: dict[str, Any], message_log: LLMMessageLogType, extra_env
         for message in message_log:
             message["token_ids"] = message["token_ids"][:keep]
         loss_multiplier = 0.0
-    datum: DatumSpec = {"message_log": message_log, "length": length, "extra_env_info": extra_env_info,
-                        "loss_multiplier": loss_multiplier, "idx": idx}
+    datum: DatumSpec = {
+        "message_log": message_log,
+        "length": length,
+        "extra_env_info": extra_env_info,
+        "loss_multiplier": loss_multiplier,
+        "idx": idx,
+    }
     for key in ("task_name", "stop_strings"):
         if datum_dict.get(key) is not None:
             datum[key] = datum_dict[key]
@@ -61,19 +74,34 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerLi
     return log
 
 
-def math_data_processor(datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: TokenizerLike,
-                        max_seq_length: int | None, idx: int) -> DatumSpec:
+def math_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerLike,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
     """Rows {"problem", "expected_answer"}: system and user message apart."""
     problem = datum_dict["problem"]
     if task_data_spec.prompt:
         problem = task_data_spec.prompt.format(problem)
-    return _datum(datum_dict, _separate_messages(problem, task_data_spec, tokenizer),
-                  {"ground_truth": str(datum_dict["expected_answer"])}, max_seq_length, idx)
+    return _datum(
+        datum_dict,
+        _separate_messages(problem, task_data_spec, tokenizer),
+        {"ground_truth": str(datum_dict["expected_answer"])},
+        max_seq_length,
+        idx,
+    )
 
 
-def math_hf_data_processor(datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: TokenizerLike,
-                           max_seq_length: int | None, idx: int) -> DatumSpec:
-    """Rows {"messages": [question, answer]}: system prompt and question as one user entry, in one run of the template."""
+def math_hf_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerLike,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Rows {"messages": [question, answer]}: system prompt and question as one user entry."""
     messages = datum_dict["messages"]
     problem = messages[0]["content"]
     if task_data_spec.prompt:
@@ -89,8 +117,13 @@ def _env_info(datum_dict: dict[str, Any]) -> dict[str, Any]:
     return {"ground_truth": datum_dict["messages"][1]["content"], **(datum_dict.get("extra_env_info") or {})}
 
 
-def raw_completion_data_processor(datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: TokenizerLike,
-                                  max_seq_length: int | None, idx: int) -> DatumSpec:
+def raw_completion_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerLike,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
     """Rows {"messages": [question, answer]} as plain text to be continued: no chat template, no special tokens.
 
     The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
@@ -105,9 +138,14 @@ def raw_completion_data_processor(datum_dict: dict[str, Any], task_data_spec: Ta
     return _datum(datum_dict, log, _env_info(datum_dict), max_seq_length, idx)
 
 
-def multichoice_qa_processor(datum_dict: dict[str, Any], task_data_spec: TaskDataSpec, tokenizer: TokenizerLike,
-                             max_seq_length: int | None, idx: int) -> DatumSpec:
-    """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): the options are listed after the question."""
+def multichoice_qa_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerLike,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the question."""
     question = datum_dict["question"]
     if task_data_spec.prompt:
         options = "\n".join(f"{letter}) {text}" for letter, text in datum_dict["options"].items() if text is not None)

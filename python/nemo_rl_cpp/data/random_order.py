@@ -9,7 +9,7 @@ import hashlib
 
 import numpy as np
 
-_SHUFFLE = 3     # the `shuffle` stream of csrc/common/random.h
+_SHUFFLE = 3  # the `shuffle` stream of csrc/common/random.h
 
 
 def _raw(count: int, seed: int, *key: int) -> np.ndarray:

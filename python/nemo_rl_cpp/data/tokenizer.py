@@ -12,11 +12,21 @@ from typing import Any
 
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
 from nemo_rl_cpp.data.config_access import get_field, is_given
+from nemo_rl_cpp.data.special_tokens import SpecialTokens
 from nemo_rl_cpp.data.token_bytes import TokenBytes
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CLEAN_UP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
-             (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
 
 
 class Encoding(dict):
@@ -36,18 +46,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         return json.load(file)
 
 
-def _content(token: Any) -> str | None:
-    """A special token is written as a text or as a dictionary with its flags."""
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
 def _as_ids(ids: Any) -> list[int]:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     return [ids] if isinstance(ids, int) else [int(i) for i in ids]
 
 
-class Tokenizer:
+class Tokenizer(SpecialTokens):
     """Text to token ids and back.
 
     `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are all
@@ -58,24 +63,25 @@ class Tokenizer:
     is_fast = True
     padding_side = "right"
 
-    def __init__(self, tokenizer: Any, config: Mapping[str, Any] | None = None, *, name_or_path: str = "",
-                 eos_token_ids: Iterable[int] = ()):
-        self.backend_tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: Mapping[str, Any] | None = None,
+        *,
+        name_or_path: str = "",
+        eos_token_ids: Iterable[int] = (),
+    ):
+        super().__init__(tokenizer, config or {}, eos_token_ids)
         self.name_or_path = name_or_path
         self.init_kwargs = dict(config or {})
         self.chat_template = self._templates(self.init_kwargs.pop("chat_template", None))
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
         self.clean_up_tokenization_spaces = bool(self.init_kwargs.get("clean_up_tokenization_spaces", False))
-        self._named = {name: _content(self.init_kwargs.get(name)) for name in _NAMED}
-        more = self.init_kwargs.get("additional_special_tokens") or self.init_kwargs.get("extra_special_tokens") or []
-        self._additional = [_content(token) for token in (more.values() if isinstance(more, Mapping) else more)]
-        self._declare_special_tokens()
         # Padding and truncation of a tokenizer.json are leftovers of somebody's training script.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.chat_template_kwargs: dict[str, Any] = {}
         self._bytes: TokenBytes | None = None
-        self._extra_eos = [int(i) for i in eos_token_ids]
 
     # -- folders -----------------------------------------------------------------------------------------------------
 
@@ -102,8 +108,12 @@ class Tokenizer:
         if template.is_file():
             config["chat_template"] = template.read_text(encoding="utf-8")
         eos = _read_json(folder / "generation_config.json").get("eos_token_id")
-        return cls(Backend.from_file(str(file)), config, name_or_path=str(name_or_path),
-                   eos_token_ids=[] if eos is None else _as_ids(eos))
+        return cls(
+            Backend.from_file(str(file)),
+            config,
+            name_or_path=str(name_or_path),
+            eos_token_ids=[] if eos is None else _as_ids(eos),
+        )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json (chat template inside) and special_tokens_map.json."""
@@ -125,100 +135,11 @@ class Tokenizer:
         # A template file of an earlier save would win over the one just written.
         (target / "chat_template.jinja").unlink(missing_ok=True)
 
-    # -- special tokens ----------------------------------------------------------------------------------------------
-
     @staticmethod
     def _templates(value: Any) -> str | dict[str, str] | None:
         if isinstance(value, list):
             return {entry["name"]: entry["template"] for entry in value}
         return value
-
-    def _declare_special_tokens(self) -> None:
-        from tokenizers import AddedToken
-
-        known = {token.content for token in self.backend_tokenizer.get_added_tokens_decoder().values() if token.special}
-        wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and t not in known]
-        if wanted:
-            self.backend_tokenizer.add_special_tokens(
-                [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(wanted)]
-            )
-
-    def _set_named(self, name: str, text: str | None) -> None:
-        self._named[name] = text
-        self._declare_special_tokens()
-        self._bytes = None
-
-    def _id(self, text: str | None) -> int | None:
-        return None if text is None else self.backend_tokenizer.token_to_id(text)
-
-    @property
-    def bos_token(self) -> str | None:
-        return self._named["bos_token"]
-
-    @bos_token.setter
-    def bos_token(self, text: str | None) -> None:
-        self._set_named("bos_token", text)
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._named["eos_token"]
-
-    @eos_token.setter
-    def eos_token(self, text: str | None) -> None:
-        self._set_named("eos_token", text)
-
-    @property
-    def unk_token(self) -> str | None:
-        return self._named["unk_token"]
-
-    @property
-    def pad_token(self) -> str | None:
-        """The padding token; the eos token where the folder names none."""
-        return self._named["pad_token"] or self.eos_token
-
-    @pad_token.setter
-    def pad_token(self, text: str | None) -> None:
-        self._set_named("pad_token", text)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id(self.eos_token)
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id(self.unk_token)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id(self.pad_token)
-
-    @property
-    def eos_token_ids(self) -> list[int]:
-        """The tokenizer's own eos first, then those that only generation_config.json lists."""
-        own = [] if self.eos_token_id is None else [self.eos_token_id]
-        return list(dict.fromkeys([*own, *self._extra_eos]))
-
-    @property
-    def special_tokens_map(self) -> dict[str, Any]:
-        named: dict[str, Any] = {k: v for k, v in self._named.items() if v is not None}
-        if self.pad_token is not None:
-            named["pad_token"] = self.pad_token
-        if self._additional:
-            named["additional_special_tokens"] = list(self._additional)
-        return named
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        named = [text for text in self._named.values() if text is not None]
-        return list(dict.fromkeys([*named, *self._additional]))
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        return [self.backend_tokenizer.token_to_id(text) for text in self.all_special_tokens]
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
 
@@ -250,6 +171,10 @@ class Tokenizer:
 
         return one(tokens) if isinstance(tokens, str) else [one(token) for token in tokens]
 
+    def _set_named(self, name: str, text: str | None) -> None:
+        super()._set_named(name, text)
+        self._bytes = None  # the token may be new
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         """The raw bytes that a token stands for: part of a character is possible. Unknown ids give b""."""
         if self._bytes is None:
@@ -266,8 +191,16 @@ class Tokenizer:
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens
 
-    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None,
-                 padding: bool | str = False, truncation: bool = False, max_length: int | None = None) -> Encoding:
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        return_tensors: str | None = None,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> Encoding:
         """Token ids of a text or of several.
 
         Lists of int, or int64 tensors [B, S] with `return_tensors="pt"` (B is 1 for one text). Texts of different
@@ -281,8 +214,10 @@ class Tokenizer:
         single = isinstance(text, str)
         texts = [text] if single else list(text)
         if not all(isinstance(t, str) for t in texts):
-            raise ValueError("a tokenizer takes a text or a list of texts, got "
-                             + ", ".join(sorted({type(t).__name__ for t in texts})))
+            raise ValueError(
+                "a tokenizer takes a text or a list of texts, got "
+                + ", ".join(sorted({type(t).__name__ for t in texts}))
+            )
         rows = [e.ids for e in self.backend_tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)]
         if truncation:
             rows = [row[:max_length] for row in rows]
@@ -295,8 +230,9 @@ class Tokenizer:
             return Encoding(input_ids=rows[0], attention_mask=masks[0])
         return Encoding(input_ids=rows, attention_mask=masks)
 
-    def _pad(self, rows: list[list[int]], masks: list[list[int]], padding: bool | str,
-             max_length: int | None) -> tuple[list[list[int]], list[list[int]]]:
+    def _pad(
+        self, rows: list[list[int]], masks: list[list[int]], padding: bool | str, max_length: int | None
+    ) -> tuple[list[list[int]], list[list[int]]]:
         if self.pad_token_id is None:
             raise ValueError("padding needs a padding token: set tokenizer.pad_token")
         if padding not in (True, "longest", "max_length"):
@@ -306,8 +242,14 @@ class Tokenizer:
         width = max_length if padding == "max_length" else max(map(len, rows), default=0)
         gaps = [max(width - len(row), 0) for row in rows]
         if self.padding_side == "left":
-            return ([[self.pad_token_id] * g + r for r, g in zip(rows, gaps)], [[0] * g + m for m, g in zip(masks, gaps)])
-        return ([r + [self.pad_token_id] * g for r, g in zip(rows, gaps)], [m + [0] * g for m, g in zip(masks, gaps)])
+            return (
+                [[self.pad_token_id] * g + r for r, g in zip(rows, gaps, strict=True)],
+                [[0] * g + m for m, g in zip(masks, gaps)],
+            )
+        return (
+            [r + [self.pad_token_id] * g for r, g in zip(rows, gaps, strict=True)],
+            [m + [0] * g for m, g in zip(masks, gaps)],
+        )
 
     @staticmethod
     def _tensor(rows: list[list[int]]) -> Any:
@@ -315,15 +257,27 @@ class Tokenizer:
 
         lengths = {len(row) for row in rows}
         if len(lengths) > 1:
-            raise ValueError(f"texts of {min(lengths)} to {max(lengths)} tokens do not fit one tensor: pass padding=True")
+            raise ValueError(
+                f"texts of {min(lengths)} to {max(lengths)} tokens do not fit one tensor: pass padding=True"
+            )
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), lengths.pop() if lengths else 0)
 
     def apply_chat_template(
-        self, conversation: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None, chat_template: str | None = None,
-        add_generation_prompt: bool = False, continue_final_message: bool = False, tokenize: bool = True,
-        return_tensors: str | None = None, return_dict: bool = False, padding: bool | str = False,
-        truncation: bool = False, max_length: int | None = None, add_special_tokens: bool = False, **kwargs: Any,
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        add_special_tokens: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """A conversation (a list of {"role", "content"} messages), or several, as the model's prompt text or ids.
 
@@ -337,15 +291,27 @@ class Tokenizer:
         variables = {**self.special_tokens_map, **self.chat_template_kwargs, **kwargs}
         several = bool(conversation) and isinstance(conversation[0], (list, tuple))
         texts = [
-            render_chat_template(template, messages, add_generation_prompt=add_generation_prompt,
-                                 continue_final_message=continue_final_message, tools=tools, documents=documents,
-                                 variables=variables)
+            render_chat_template(
+                template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                documents=documents,
+                variables=variables,
+            )
             for messages in (conversation if several else [conversation])
         ]
         if not tokenize:
             return texts if several else texts[0]
-        encoded = self(texts if several else texts[0], add_special_tokens=add_special_tokens, padding=padding,
-                       return_tensors=return_tensors, truncation=truncation, max_length=max_length)
+        encoded = self(
+            texts if several else texts[0],
+            add_special_tokens=add_special_tokens,
+            padding=padding,
+            return_tensors=return_tensors,
+            truncation=truncation,
+            max_length=max_length,
+        )
         return encoded if return_dict else encoded["input_ids"]
 
     def _select_template(self, given: str | None, tools: Any) -> str:
@@ -361,25 +327,29 @@ class Tokenizer:
         template = given if given is not None else templates
         if template is None:
             raise ValueError(
-                f"the tokenizer {self.name_or_path or ''!r} has no chat template: set policy.tokenizer.chat_template to "
-                "null (contents as they are), to a .jinja file or to a template, or use raw_completion_data_processor"
+                f"the tokenizer {self.name_or_path or ''!r} has no chat template: set policy.tokenizer.chat_template "
+                "to null (contents as they are), to a .jinja file or to a template, or use raw_completion_data_processor"
             )
         return template
 
     # -- ids to text -------------------------------------------------------------------------------------------------
 
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False,
-               clean_up_tokenization_spaces: bool | None = None) -> str:
+    def decode(
+        self, token_ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+    ) -> str:
         """The text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD."""
         text = self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
-        clean = self.clean_up_tokenization_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        clean = (
+            self.clean_up_tokenization_spaces if clean_up_tokenization_spaces is None else clean_up_tokenization_spaces
+        )
         if clean:
             for spaced, tight in _CLEAN_UP:
                 text = text.replace(spaced, tight)
         return text
 
-    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False,
-                     clean_up_tokenization_spaces: bool | None = None) -> list[str]:
+    def batch_decode(
+        self, sequences: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+    ) -> list[str]:
         return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences]
 
 
@@ -394,7 +364,9 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
         raise ValueError("get_processor=True asks for an image or video processor: only text models are supported")
     tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"))
     if is_given(tokenizer_config, "chat_template"):
-        tokenizer.chat_template = _chat_template_of(get_field(tokenizer_config, "chat_template"), tokenizer.chat_template)
+        tokenizer.chat_template = _chat_template_of(
+            get_field(tokenizer_config, "chat_template"), tokenizer.chat_template
+        )
     kwargs = get_field(tokenizer_config, "chat_template_kwargs", None)
     if kwargs:
         if not isinstance(kwargs, Mapping):

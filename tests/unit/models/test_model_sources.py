@@ -14,14 +14,16 @@ import pytest
 
 from nemo_rl_cpp.models import sources
 
-CLOSED_PORT = "http://127.0.0.1:9"     # "discard": nothing listens there
+CLOSED_PORT = "http://127.0.0.1:9"  # "discard": nothing listens there
 
 
 def python(code, tmp_path, **environment):
     """Runs code in a fresh interpreter, since the hub's address is read when its library is imported."""
     env = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "NEMO_RL_CPP_CACHE": str(tmp_path / "cache"), **environment}
     env.pop("HF_TOKEN", None)
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 RESOLVE = """
@@ -54,7 +56,10 @@ def test_unreachable_hub_for_a_data_set(tmp_path):
             print(type(error).__name__, error)
     """
     out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT, HF_DATASETS_CACHE=str(tmp_path / "ds")).stdout.strip()
-    assert out.startswith("HubUnreachableError the data set 'nvidia/OpenMathInstruct-2'") and "data.train.dataset_name" in out
+    assert (
+        out.startswith("HubUnreachableError the data set 'nvidia/OpenMathInstruct-2'")
+        and "data.train.dataset_name" in out
+    )
 
 
 def test_offline_mode_uses_the_cache_only(tmp_path):
@@ -113,7 +118,9 @@ def test_a_hub_that_accepts_and_never_answers(tmp_path):
     try:
         begin = time.monotonic()
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        code = "import nemo_rl_cpp.models.sources as s; s._HUB_DEADLINE = 1.0\n" + textwrap.dedent(RESOLVE.format(name="some/model"))
+        code = "import nemo_rl_cpp.models.sources as s; s._HUB_DEADLINE = 1.0\n" + textwrap.dedent(
+            RESOLVE.format(name="some/model")
+        )
         out = python(code, tmp_path, HF_ENDPOINT=endpoint).stdout
         assert out.startswith("HubUnreachableError") and time.monotonic() - begin < 15
     finally:
@@ -165,7 +172,9 @@ def small_gguf(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("gguf")
     draw = np.random.default_rng(0)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a", "ab"]
+    tokens = (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a", "ab"]
+    )
     writer = gguf.GGUFWriter(str(folder / "small.gguf"), "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -265,8 +274,12 @@ def test_two_processes_prepare_the_model_once(small_gguf, tmp_path):
     file = small_gguf[0]
     code = textwrap.dedent(PREPARE.format(file=str(file), digest=sources.sha256(file)))
     env = {**os.environ, "NEMO_RL_CPP_CACHE": str(tmp_path)}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
     outputs = [process.communicate(timeout=120) for process in both]
     folder = tmp_path / "models/smollm2-135m-instruct"
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
@@ -295,7 +308,9 @@ def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_g
 
 def test_the_hub_name_of_the_packaged_model_falls_back_on_the_package(small_gguf, tmp_path):
     file = small_gguf[0]
-    code = PREPARE.format(file=str(file), digest=sources.sha256(file)).replace("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    code = PREPARE.format(file=str(file), digest=sources.sha256(file)).replace(
+        "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
     out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT)
     assert out.stdout.strip() == str(tmp_path / "cache/models/smollm2-135m-instruct"), out.stderr
 
@@ -319,9 +334,13 @@ def test_the_real_model_knows_the_capital_of_france():
     folder = sources.resolve_model("smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}],
-                                           add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1]:]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -334,5 +353,9 @@ def test_the_real_tokenizer_equals_the_one_transformers_builds_from_the_gguf_fil
     file = sources.smollm2_gguf()
     theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     ours = Tokenizer.from_pretrained(sources.resolve_model("smollm2-135m-instruct"))
-    for text in ("3 + 4 = 7\n42 + 17 = ", "Hello, w\u00f6rld! \u65e5\u672c 2024\n\n x", "<|im_start|>user\nhi<|im_end|>\n"):
+    for text in (
+        "3 + 4 = 7\n42 + 17 = ",
+        "Hello, w\u00f6rld! \u65e5\u672c 2024\n\n x",
+        "<|im_start|>user\nhi<|im_end|>\n",
+    ):
         assert ours.encode(text) == theirs.encode(text)

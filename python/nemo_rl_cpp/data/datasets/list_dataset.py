@@ -52,10 +52,14 @@ class ListDataset:
     def select(self, indices: Iterable[int]) -> ListDataset:
         return ListDataset(self._rows[i] for i in indices)
 
-    def map(self, function: Callable[[Row], Mapping[str, Any]], remove_columns: Sequence[str] | None = None) -> ListDataset:
+    def map(
+        self, function: Callable[[Row], Mapping[str, Any]], remove_columns: Sequence[str] | None = None
+    ) -> ListDataset:
         """Each row updated with what the function returns for it; `remove_columns` of the old row are dropped."""
         removed = set(remove_columns or ())
-        return ListDataset({**{k: v for k, v in row.items() if k not in removed}, **function(dict(row))} for row in self._rows)
+        return ListDataset(
+            {**{k: v for k, v in row.items() if k not in removed}, **function(dict(row))} for row in self._rows
+        )
 
     def filter(self, function: Callable[[Row], bool]) -> ListDataset:
         return ListDataset(row for row in self._rows if function(dict(row)))
@@ -82,8 +86,10 @@ class ListDataset:
         """{"train", "test"}: `test_size` rows, or that share of them rounded up, chosen by the seed."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
-            raise ValueError(f"split_validation_size {test_size} of {len(self)} rows leaves {len(self) - count} rows to "
-                             f"train on and {count} to validate with; both must be at least 1")
+            raise ValueError(
+                f"split_validation_size {test_size} of {len(self)} rows leaves {len(self) - count} rows to "
+                f"train on and {count} to validate with; both must be at least 1"
+            )
         order = permutation(len(self), seed, 0)
         return {"train": self.select(order[count:]), "test": self.select(order[:count])}
 

@@ -9,7 +9,6 @@ from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
 
 
-
 class AllTaskProcessedDataset:
     """`dataset[i]` is the DatumSpec of row i.
 
@@ -19,8 +18,15 @@ class AllTaskProcessedDataset:
     first. The first row is checked for a double BOS token.
     """
 
-    def __init__(self, dataset: Any, tokenizer: Any, default_task_data_spec: TaskDataSpec | None,
-                 task_data_processors: Any, task_data_preprocessors: Any = None, max_seq_length: int | None = None):
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        default_task_data_spec: TaskDataSpec | None,
+        task_data_processors: Any,
+        task_data_preprocessors: Any = None,
+        max_seq_length: int | None = None,
+    ):
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.default_task_data_spec = default_task_data_spec

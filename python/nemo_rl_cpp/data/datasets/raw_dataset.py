@@ -39,8 +39,10 @@ class RawDataset:
     def set_processor(self) -> None:
         name = get_field(self.data_config, "processor", None) or self.default_processor
         if name not in PROCESSOR_REGISTRY:
-            raise ValueError(f"data: the processor {name!r} is unknown; known are {sorted(PROCESSOR_REGISTRY)}; add one "
-                             "with nemo_rl_cpp.data.processors.register_processor")
+            raise ValueError(
+                f"data: the processor {name!r} is unknown; known are {sorted(PROCESSOR_REGISTRY)}; add one "
+                "with nemo_rl_cpp.data.processors.register_processor"
+            )
         self.processor = PROCESSOR_REGISTRY[name]
 
     def set_task_spec(self, data_config: Any) -> None:

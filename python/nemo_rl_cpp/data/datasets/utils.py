@@ -31,7 +31,12 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
         whole = None
     if isinstance(whole, list):
         rows = whole
-    elif isinstance(whole, dict) and whole and all(isinstance(v, list) for v in whole.values()) and "messages" not in whole:
+    elif (
+        isinstance(whole, dict)
+        and whole
+        and all(isinstance(v, list) for v in whole.values())
+        and "messages" not in whole
+    ):
         return list(ListDataset.from_dict(whole))
     else:
         rows = []
@@ -75,8 +80,14 @@ def _text_rows(path: Path) -> list[dict[str, Any]]:
     return [{"text": line} for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-_READERS = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _arrow_rows,
-            ".arrow": _arrow_rows, ".txt": _text_rows}
+_READERS = {
+    ".jsonl": _json_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _arrow_rows,
+    ".arrow": _arrow_rows,
+    ".txt": _text_rows,
+}
 
 
 def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_split: str | None = "train") -> Any:
@@ -91,7 +102,9 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
         if data_subset is not None:
             raise ValueError(f"data: a local file such as {str(path)!r} has no subsets, but subset is {data_subset!r}")
         if data_split not in (None, "train"):
-            raise ValueError(f"data: a local file such as {str(path)!r} has only the split 'train', but split is {data_split!r}")
+            raise ValueError(
+                f"data: a local file such as {str(path)!r} has only the split 'train', but split is {data_split!r}"
+            )
         if not path.is_file():
             raise FileNotFoundError(f"data: the file {str(path)!r} (data_path) does not exist")
         rows = reader(path)
@@ -101,8 +114,10 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
     if path.is_dir():
         return _from_disk(path, data_split)
     if path.exists() or path.is_absolute() or str(data_path).startswith((".", "~")):
-        raise ValueError(f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(_READERS)}, a folder written by "
-                         "datasets.save_to_disk, or the name of a data set on the hub")
+        raise ValueError(
+            f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(_READERS)}, a folder written by "
+            "datasets.save_to_disk, or the name of a data set on the hub"
+        )
     return load_hub_dataset(str(data_path), data_subset, data_split)
 
 
@@ -117,8 +132,8 @@ def _datasets_library(what: str) -> Any:
         import datasets
     except ImportError:
         raise ValueError(
-            f"the data set {what!r} (data.train.dataset_name, data_path) needs the `datasets` library: pip install datasets, "
-            "or use ResponseDataset on a local JSONL file"
+            f"the data set {what!r} (data.train.dataset_name, data_path) needs the `datasets` library: "
+            "pip install datasets, or use ResponseDataset on a local JSONL file"
         ) from None
     return datasets
 

@@ -41,8 +41,15 @@ DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "reverse_digits": ReverseDigitsDataset,
 }
 
-_FOR_EVERY_DATASET = {"dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed",
-                      "split_validation_size"}
+_FOR_EVERY_DATASET = {
+    "dataset_name",
+    "env_name",
+    "processor",
+    "prompt_file",
+    "system_prompt_file",
+    "seed",
+    "split_validation_size",
+}
 _OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers"}
 
 
@@ -55,11 +62,13 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ValueError(f"data: dataset_name is {dataset_name!r}, but that class cannot be imported: {error}") from error
+            raise ValueError(
+                f"data: dataset_name is {dataset_name!r}, but that class cannot be imported: {error}"
+            ) from error
     near = difflib.get_close_matches(dataset_name, DATASET_REGISTRY, n=1)
     raise ValueError(
         f"data: Unsupported dataset_name={dataset_name!r}{f'; did you mean {near[0]}?' if near else ''} Known are "
-        f"{', '.join(DATASET_REGISTRY)}; set dataset_name to ResponseDataset to load a local file or a data set of the hub"
+        f"{', '.join(DATASET_REGISTRY)}; set dataset_name to ResponseDataset for a local file or a data set of the hub"
     )
 
 
@@ -88,8 +97,10 @@ def check_dataset_config(data_config: dict[str, Any], further: set[str] = frozen
     for key in data_config:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            raise ValueError(f"data: {key} is unknown for dataset_name {data_config['dataset_name']}"
-                             f"{f'; did you mean {near[0]}?' if near else ''} Known are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"data: {key} is unknown for dataset_name {data_config['dataset_name']}"
+                f"{f'; did you mean {near[0]}?' if near else ''} Known are {', '.join(sorted(known))}"
+            )
     return cls
 
 

@@ -17,8 +17,8 @@ HELD_OUT = 0.15
 
 
 class GeneratedDataset(RawDataset):
-    """Base: builds the rows of `split` ("train" or "validation") and, if `split_validation_size` asks for them, held-out
-    rows as `val_dataset`: a count, or a share of the number of training rows."""
+    """Base: builds the rows of `split` ("train" or "validation") and, if `split_validation_size` asks for them,
+    held-out rows as `val_dataset`: a count, or a share of the number of training rows."""
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -33,16 +33,21 @@ class GeneratedDataset(RawDataset):
         if split_validation_size:
             if split == "validation":
                 raise ValueError("data: split_validation_size makes no sense with split: validation")
-            count = (split_validation_size if isinstance(split_validation_size, int)
-                     else max(1, round(split_validation_size * len(self.dataset))))
+            count = (
+                split_validation_size
+                if isinstance(split_validation_size, int)
+                else max(1, round(split_validation_size * len(self.dataset)))
+            )
             self.val_dataset = ListDataset(self.rows(True, count, seed))
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def row(self, prompt: str, answer: str, stop: str | None, **extra: Any) -> dict[str, Any]:
-        row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
-                               "task_name": self.task_name}
+        row: dict[str, Any] = {
+            "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
+            "task_name": self.task_name,
+        }
         if stop is not None:
             row["stop_strings"] = [stop]
         if extra:
@@ -71,10 +76,20 @@ class ArithmeticDataset(GeneratedDataset):
 
     task_name = "arithmetic"
 
-    def __init__(self, max_number: int = 50, num_shots: int = 3, num_samples: int | None = None, split: str = "train",
-                 split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+    def __init__(
+        self,
+        max_number: int = 50,
+        num_shots: int = 3,
+        num_samples: int | None = None,
+        split: str = "train",
+        split_validation_size: float = 0,
+        seed: int = 42,
+        **kwargs: Any,
+    ):
         if max_number < 4 or num_shots < 0:
-            raise ValueError(f"data: arithmetic needs max_number >= 4 and num_shots >= 0, got {max_number} and {num_shots}")
+            raise ValueError(
+                f"data: arithmetic needs max_number >= 4 and num_shots >= 0, got {max_number} and {num_shots}"
+            )
         self.num_shots = num_shots
         pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
         self.pairs = {side: [p for p in pairs if self._held_out(p) == side] for side in (False, True)}
@@ -103,12 +118,21 @@ class ReverseDigitsDataset(GeneratedDataset):
 
     task_name = "reverse_digits"
 
-    def __init__(self, num_digits: int = 3, num_samples: int | None = None, split: str = "train",
-                 split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+    def __init__(
+        self,
+        num_digits: int = 3,
+        num_samples: int | None = None,
+        split: str = "train",
+        split_validation_size: float = 0,
+        seed: int = 42,
+        **kwargs: Any,
+    ):
         if not 1 <= num_digits <= 5:
             raise ValueError(f"data: num_digits must be 1 to 5, got {num_digits}")
         words = [f"{n:0{num_digits}d}" for n in range(10**num_digits)]
-        self.words = {side: [w for w in words if is_held_out(f"reverse {w}", HELD_OUT) == side] for side in (False, True)}
+        self.words = {
+            side: [w for w in words if is_held_out(f"reverse {w}", HELD_OUT) == side] for side in (False, True)
+        }
         self.build(split, num_samples, split_validation_size, seed)
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
@@ -130,8 +154,17 @@ class ReasoningGymDataset(GeneratedDataset):
     The environment's information holds the package's own entry, for tasks with more than one right answer.
     """
 
-    def __init__(self, task: str, task_options: dict[str, Any] | None = None, num_shots: int = 3, num_samples: int = 1000,
-                 split: str = "train", split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+    def __init__(
+        self,
+        task: str,
+        task_options: dict[str, Any] | None = None,
+        num_shots: int = 3,
+        num_samples: int = 1000,
+        split: str = "train",
+        split_validation_size: float = 0,
+        seed: int = 42,
+        **kwargs: Any,
+    ):
         try:
             import reasoning_gym
         except ImportError:
@@ -141,7 +174,9 @@ class ReasoningGymDataset(GeneratedDataset):
             import difflib
 
             near = difflib.get_close_matches(task, known, n=3)
-            raise ValueError(f"data: reasoning_gym has no task {task!r}" + (f"; near are {', '.join(near)}" if near else ""))
+            raise ValueError(
+                f"data: reasoning_gym has no task {task!r}" + (f"; near are {', '.join(near)}" if near else "")
+            )
         if num_samples is None:
             raise ValueError("data: num_samples must be a number for reasoning_gym, whose tasks have no end")
         self.task_name = f"reasoning_gym-{task}"
@@ -155,7 +190,9 @@ class ReasoningGymDataset(GeneratedDataset):
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:
-            raise ValueError(f"data: reasoning_gym refuses task_options {self._options} for {self.task!r}: {error}") from error
+            raise ValueError(
+                f"data: reasoning_gym refuses task_options {self._options} for {self.task!r}: {error}"
+            ) from error
         found: dict[str, dict[str, Any]] = {}
         misses = 0
         for i in range(40 * count + 1000):
@@ -163,7 +200,7 @@ class ReasoningGymDataset(GeneratedDataset):
             question = entry["question"]
             if question in found:
                 misses += 1
-                if misses > 200 + len(found):   # nearly all questions of the side are known
+                if misses > 200 + len(found):  # nearly all questions of the side are known
                     break
             elif is_held_out(f"{self.task} {question}", HELD_OUT) == held_out:
                 found[question] = dict(entry)
@@ -183,5 +220,7 @@ class ReasoningGymDataset(GeneratedDataset):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             parts = [f"Question: {shown[s]['question']}\nAnswer: {shown[s]['answer']}" for s in shots]
             prompt = "\n\n".join([*parts, f"Question: {entry['question']}\nAnswer:"])
-            rows.append(self.row(prompt, entry["answer"], stop, reasoning_gym_task=self.task, reasoning_gym_entry=entry))
+            rows.append(
+                self.row(prompt, entry["answer"], stop, reasoning_gym_task=self.task, reasoning_gym_entry=entry)
+            )
         return rows

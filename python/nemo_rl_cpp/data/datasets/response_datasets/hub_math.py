@@ -23,8 +23,14 @@ class HubMathDataset(RawDataset):
     input_key = "problem"
     output_key = "answer"
 
-    def __init__(self, split: str | None = None, split_validation_size: float = 0, seed: int = 42,
-                 repeat: int | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        split: str | None = None,
+        split_validation_size: float = 0,
+        seed: int = 42,
+        repeat: int | None = None,
+        **kwargs: Any,
+    ):
         repeat = self.default_repeat if repeat is None else repeat
         if repeat < 1:
             raise ValueError(f"data: repeat must be at least 1, got {repeat}")
@@ -41,9 +47,13 @@ class HubMathDataset(RawDataset):
         return text_of(row[self.output_key])
 
     def format_data(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": self.question(row)},
-                             {"role": "assistant", "content": self.answer(row)}],
-                "task_name": self.task_name}
+        return {
+            "messages": [
+                {"role": "user", "content": self.question(row)},
+                {"role": "assistant", "content": self.answer(row)},
+            ],
+            "task_name": self.task_name,
+        }
 
 
 class OpenMathInstruct2Dataset(HubMathDataset):

@@ -27,8 +27,17 @@ class ResponseDataset(RawDataset):
     Rows come out as {"messages": [user, assistant], "task_name"}.
     """
 
-    def __init__(self, data_path: str, input_key: str = "input", output_key: str = "output", subset: str | None = None,
-                 split: str | None = None, split_validation_size: float = 0, seed: int = 42, **kwargs: Any):
+    def __init__(
+        self,
+        data_path: str,
+        input_key: str = "input",
+        output_key: str = "output",
+        subset: str | None = None,
+        split: str | None = None,
+        split_validation_size: float = 0,
+        seed: int = 42,
+        **kwargs: Any,
+    ):
         self.input_key = input_key
         self.output_key = output_key
         self.task_name = task_name_of(data_path)

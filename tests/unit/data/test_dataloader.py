@@ -1,0 +1,218 @@
+"""The loader: order from (seed, epoch), resuming, threads, several loaders in turn."""
+
+import json
+
+import pytest
+
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
+
+
+def loader(n=10, batch_size=3, **options):
+    return StatefulDataLoader(list(range(n)), batch_size, collate_fn=list, **options)
+
+
+def test_permutations_are_pure_functions_of_seed_and_epoch():
+    orders = {(seed, epoch): permutation(50, seed, epoch) for seed in range(5) for epoch in range(5)}
+    assert all(sorted(order) == list(range(50)) for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) == 25
+    assert permutation(50, 3, 2) == orders[3, 2] and permutation(0, 1, 1) == []
+
+
+def test_first_places_are_uniform():
+    counts = [0] * 5
+    for seed in range(2000):
+        counts[permutation(5, seed, 0)[0]] += 1
+    assert max(abs(count - 400) for count in counts) < 5 * (2000 * 0.2 * 0.8) ** 0.5
+
+
+def test_draws():
+    draws = Draws(1, 2)
+    assert [draws.below(10) for _ in range(5)] == [Draws(1, 2).below(10), *[draws_n(i) for i in range(1, 5)]]
+    assert sorted(Draws(0).distinct(4, 5, exclude=2)) == [0, 1, 3, 4]
+    with pytest.raises(ValueError, match="cannot draw"):
+        Draws(0).distinct(5, 5, exclude=0)
+    share = sum(is_held_out(str(i), 0.15) for i in range(4000)) / 4000
+    assert abs(share - 0.15) < 0.03
+
+
+def draws_n(turn):
+    draws = Draws(1, 2)
+    return [draws.below(10) for _ in range(turn + 1)][-1]
+
+
+@pytest.mark.parametrize("drop_last, sizes", [(True, [3, 3, 3]), (False, [3, 3, 3, 1])])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_epochs(drop_last, sizes, num_workers):
+    plain = loader(drop_last=drop_last, num_workers=num_workers)
+    batches = list(plain)
+    assert [len(batch) for batch in batches] == sizes and len(plain) == len(sizes)
+    assert sum(batches, []) == list(range(sum(sizes)))
+    assert list(plain) == batches, "without shuffling every epoch is alike"
+    shuffled = loader(drop_last=drop_last, shuffle=True, seed=7, num_workers=num_workers)
+    epochs = [sum(shuffled, []) for _ in range(3)]
+    assert epochs == [permutation(10, 7, e)[: sum(sizes)] for e in range(3)]
+    plain.close()
+    shuffled.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_at_every_position(num_workers):
+    options = {"shuffle": True, "drop_last": True, "seed": 3}
+    whole = loader(**options)
+    expected = [batch for _ in range(3) for batch in whole]
+    for taken in range(8):
+        first = loader(**options, num_workers=num_workers)
+        seen = []
+        while len(seen) < taken:
+            for batch in first:
+                seen.append(batch)
+                if len(seen) == taken:
+                    break
+        state = json.loads(json.dumps(first.state_dict()))
+        second = loader(**options)
+        second.load_state_dict(state)
+        rest = [batch for _ in range(3) for batch in second]
+        assert (seen + rest)[:9] == expected, taken
+        first.close()
+
+
+def test_the_position_counts_rows_so_the_batch_size_may_change():
+    first = loader(batch_size=2)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second = loader(batch_size=3)
+    second.load_state_dict(first.state_dict())
+    assert list(second) == [[4, 5, 6], [7, 8, 9]]
+
+
+def test_an_epoch_that_was_left_begins_again():
+    validation = loader()
+    for _ in validation:
+        break
+    assert sum(validation, []) == list(range(10)), "an early stop must not shift the next validation"
+
+
+def test_an_abandoned_iterator_says_so():
+    data = loader()
+    old = iter(data)
+    next(old)
+    next(iter(data))
+    with pytest.raises(RuntimeError, match="left behind"):
+        next(old)
+    unused = loader(shuffle=True)
+    iter(unused)
+    assert sum(unused, []) == permutation(10, 42, 0), "an iterator that gave nothing leaves the epoch as it is"
+    old = iter(unused)
+    unused.load_state_dict(unused.state_dict())
+    with pytest.raises(RuntimeError, match="left behind"):
+        next(old)
+
+
+def test_mistakes():
+    for options, message in (
+        ({"batch_size": 0}, "batch_size"),
+        ({"n": 0}, "empty"),
+        ({"n": 2, "drop_last": True}, "num_prompts_per_step"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loader(**options)
+    for other, key in ((loader(n=11), "num_rows"), (loader(seed=1), "seed"), (loader(shuffle=True), "shuffle")):
+        with pytest.raises(ValueError, match=key):
+            other.load_state_dict(loader().state_dict())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_processor_error_reaches_the_caller(num_workers):
+    class Bad(list):
+        def __getitem__(self, i):
+            if i == 4:
+                raise KeyError("row 4 is bad")
+            return i
+
+    data = StatefulDataLoader(Bad(range(6)), 2, collate_fn=list, num_workers=num_workers)
+    iterator = iter(data)
+    assert [next(iterator), next(iterator)] == [[0, 1], [2, 3]]
+    with pytest.raises(KeyError, match="row 4"):
+        next(iterator)
+    data.close()
+
+
+# -- several loaders --------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Processed rows whose idx tells the task and the place."""
+
+    def __init__(self, task, n):
+        self.task, self.n = task, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return {
+            "message_log": [],
+            "length": i + 1,
+            "loss_multiplier": 1.0,
+            "extra_env_info": None,
+            "idx": i,
+            "task_name": self.task,
+        }
+
+
+def several(expected=4, each=2, **config):
+    loaders = {
+        task: StatefulDataLoader(Rows(task, n), each, drop_last=True) for task, n in (("a", 4), ("b", 6), ("c", 2))
+    }
+    return MultipleDataloaderWrapper(expected, config, loaders)
+
+
+def taken(batch):
+    return [f"{task}{i}" for task, i in zip(batch["task_name"], batch["idx"])]
+
+
+def test_loaders_take_turns_and_begin_again():
+    batches = several()
+    assert [taken(next(batches)) for _ in range(4)] == [
+        ["a0", "a1", "b0", "b1"],
+        ["c0", "c1", "a2", "a3"],
+        ["b2", "b3", "c0", "c1"],
+        ["a0", "a1", "b4", "b5"],
+    ]
+    batch = next(batches)
+    assert batch["batch_max_length"].tolist() == [int(batch["length"].max())] * 4
+
+
+def test_several_loaders_resume():
+    whole = several()
+    expected = [taken(next(whole)) for _ in range(9)]
+    for done in range(6):
+        first, second = several(), several()
+        for _ in range(done):
+            next(first)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [taken(next(second)) for _ in range(9 - done)] == expected[done:], done
+
+
+def only_b(data_iterators, dataloaders, wanted="b"):
+    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+    return BatchedDataDict.from_batches([next(data_iterators[wanted]), next(data_iterators[wanted])]), data_iterators
+
+
+def test_custom_function(monkeypatch):
+    import sys
+    import types
+
+    monkeypatch.setitem(sys.modules, "my_loading", types.SimpleNamespace(only_b=only_b))
+    batches = several(custom_dataloader="my_loading.only_b")
+    assert taken(next(batches)) == ["b0", "b1", "b2", "b3"]
+    batches.set_records({"wanted": "a"})
+    assert taken(next(batches)) == ["a0", "a1", "a2", "a3"]
+    with pytest.raises(ValueError, match="returned 4 prompts, expected 6"):
+        next(several(expected=6, custom_dataloader="my_loading.only_b"))
+    with pytest.raises(ValueError, match="cannot be imported"):
+        several(custom_dataloader="my_loading.none")
+    with pytest.raises(ValueError, match="multiple of"):
+        several(expected=5)

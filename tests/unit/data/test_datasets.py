@@ -1,0 +1,376 @@
+"""Data sets: files, registries, made-up tasks, rows by task."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from nemo_rl_cpp.data.datasets import (
+    AllTaskProcessedDataset,
+    ListDataset,
+    extract_necessary_env_names,
+    load_dataset_from_path,
+    load_eval_dataset,
+    load_response_dataset,
+    merge_datasets,
+    update_single_dataset_config,
+)
+from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
+from nemo_rl_cpp.data.interfaces import TaskDataSpec
+from nemo_rl_cpp.data.processors import math_data_processor, math_hf_data_processor
+
+ROWS = [{"input": f'q{i}\n\u00e9,"x"', "output": str(i)} for i in range(10)]
+
+
+def write(path, rows):
+    kind = path.suffix
+    if kind == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    elif kind == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif kind == ".csv":
+        import csv
+
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.Table.from_pylist(rows)
+        if kind == ".parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+                out.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_every_file_format_gives_the_same_rows(tmp_path, kind):
+    path = write(tmp_path / f"data.{kind}", ROWS)
+    assert list(load_dataset_from_path(path)) == ROWS
+
+
+def test_json_of_columns_and_text_files(tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps({"a": [1, 2], "b": ["x", "y"]}))
+    assert list(load_dataset_from_path(str(tmp_path / "c.json"))) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
+    (tmp_path / "one.json").write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}))
+    assert len(load_dataset_from_path(str(tmp_path / "one.json"))) == 1
+    (tmp_path / "t.txt").write_text("a\nb\n")
+    assert load_dataset_from_path(str(tmp_path / "t.txt"))["text"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.jsonl", '{"x": 1}\n{"x": \n', "a.jsonl:2"),
+        ("b.jsonl", "1\n2\n", "expected a JSON object"),
+        ("c.csv", "x,y\n1,2\n3\n", "line of row 3"),
+        ("d.json", "[]", "no rows"),
+        ("e.xlsx", "", "must be a file ending in"),
+    ],
+)
+def test_damaged_files_name_the_place(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_dataset_from_path(str(tmp_path / name))
+
+
+def test_missing_files_subsets_and_splits(tmp_path):
+    with pytest.raises(FileNotFoundError, match="data_path"):
+        load_dataset_from_path(str(tmp_path / "none.jsonl"))
+    path = write(tmp_path / "d.jsonl", ROWS)
+    with pytest.raises(ValueError, match="subset"):
+        load_dataset_from_path(path, "main")
+    with pytest.raises(ValueError, match="only the split 'train'"):
+        load_dataset_from_path(path, None, "test")
+
+
+def test_response_dataset(tmp_path):
+    (tmp_path / "math").mkdir()
+    path = write(tmp_path / "math" / "train.v1.jsonl", [{"q": "1", "a": 2}, {"q": "3", "a": 4.5}])
+    data = ResponseDataset(path, input_key="q", output_key="a")
+    assert data.task_name == "math-train" and data.val_dataset is None
+    assert data.dataset[1] == {
+        "messages": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4.5"}],
+        "task_name": "math-train",
+    }
+    with pytest.raises(ValueError, match="input_key is 'input'.*'q', 'a'"):
+        ResponseDataset(path)
+
+
+def test_response_dataset_with_ready_messages(tmp_path):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write(tmp_path / "m.jsonl", [{"messages": messages, "source": "s"}])
+    row = ResponseDataset(path).dataset[0]
+    assert row["messages"] == messages and row["source"] == "s" and row["task_name"] == f"{tmp_path.name}-m"
+
+
+def test_validation_split_is_disjoint_and_seeded(tmp_path):
+    path = write(tmp_path / "d.jsonl", ROWS)
+
+    def answers(seed, size=0.25):
+        data = ResponseDataset(path, split_validation_size=size, seed=seed)
+        return [[row["messages"][1]["content"] for row in side] for side in (data.dataset, data.val_dataset)]
+
+    train, val = answers(0)
+    assert len(val) == 3 and sorted(train + val, key=int) == [str(i) for i in range(10)]  # ceil(0.25 * 10)
+    assert answers(0) == [train, val] != answers(1)
+    assert len(answers(0, size=4)[1]) == 4
+    for size in (1.0, 10):
+        with pytest.raises(ValueError, match="split_validation_size"):
+            answers(0, size=size)
+
+
+def test_load_response_dataset_binds_processor_and_prompts(tmp_path):
+    path = write(tmp_path / "d.jsonl", ROWS)
+    (tmp_path / "p.txt").write_text("P {}")
+    config = {
+        "dataset_name": "ResponseDataset",
+        "data_path": path,
+        "processor": "math_data_processor",
+        "prompt_file": str(tmp_path / "p.txt"),
+        "env_name": "math",
+    }
+    data = load_response_dataset(config)
+    assert (
+        data.processor is math_data_processor
+        and data.task_spec.prompt == "P {}"
+        and data.task_spec.system_prompt is None
+    )
+    del config["processor"]
+    assert load_response_dataset(config).processor is math_hf_data_processor
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"dataset_name": "OpenMathInstruct2"}, "did you mean OpenMathInstruct-2"),
+        ({"dataset_name": "arithmetic", "max_numbr": 9}, "did you mean max_number"),
+        ({"dataset_name": "no.such.module.Class"}, "cannot be imported"),
+        ({"data_path": "x.jsonl"}, "lacks dataset_name"),
+        ({"dataset_name": "arithmetic", "processor": "none"}, "register_processor"),
+        ({"dataset_name": "arithmetic", "split": "test"}, "split must be"),
+        ({"dataset_name": "arithmetic", "max_number": 2}, "max_number >= 4"),
+        ({"dataset_name": "reasoning_gym", "task": "letter_countin"}, "near are letter_counting"),
+        ({"dataset_name": "reasoning_gym", "task": "gcd", "task_options": {"min_numbrs": 2}}, "task_options"),
+        ({"dataset_name": "reverse_digits", "num_digits": 9}, "num_digits"),
+    ],
+)
+def test_mistakes_in_a_section(config, message):
+    with pytest.raises(ValueError, match=message):
+        load_response_dataset(config)
+
+
+class MyDataset:
+    """A class of the user's, named by its dotted path."""
+
+    task_name = "mine"
+
+    def __init__(self, greeting, **kwargs):
+        self.dataset, self.val_dataset = ListDataset([{"greeting": greeting}]), None
+
+    def set_task_spec(self, config):
+        self.task_spec = TaskDataSpec(self.task_name)
+
+    def set_processor(self):
+        self.processor = math_hf_data_processor
+
+
+def test_a_class_by_dotted_path(monkeypatch):
+    import sys
+    import types
+
+    monkeypatch.setitem(sys.modules, "my_datasets", types.SimpleNamespace(MyDataset=MyDataset))
+    assert load_response_dataset({"dataset_name": "my_datasets.MyDataset", "greeting": "hi"}).dataset[0] == {
+        "greeting": "hi"
+    }
+
+
+def test_load_eval_dataset_takes_the_held_out_side(tmp_path):
+    data = load_eval_dataset({"dataset_name": "arithmetic", "max_input_seq_length": 100, "num_samples": 5})
+    held_out = load_response_dataset({"dataset_name": "arithmetic", "split": "validation", "num_samples": 5})
+    assert list(data.dataset) == list(held_out.dataset)
+    path = write(tmp_path / "d.jsonl", ROWS)
+    assert len(load_eval_dataset({"dataset_name": "ResponseDataset", "data_path": path}).dataset) == 10
+
+
+# -- the hub's data sets, with the download replaced ------------------------------------------------------------------
+
+
+def test_formats_of_hub_data_sets(monkeypatch):
+    from nemo_rl_cpp.data.datasets.response_datasets import hub_math
+
+    dapo = {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "extra": 0}
+    tables = {
+        "nvidia/OpenMathInstruct-2": {"problem": "Q", "generated_solution": "long", "expected_answer": "34"},
+        "BytedTsinghua-SIA/DAPO-Math-17k": dapo,
+        "BytedTsinghua-SIA/AIME-2024": dapo,
+        "agentica-org/DeepScaleR-Preview-Dataset": {"problem": "Q", "answer": "34"},
+        "HuggingFaceH4/aime_2024": {"problem": "Q", "answer": "34"},
+        "opencompass/AIME2025": {"question": "Q", "answer": "34"},
+        "openai/gsm8k": {"question": "Q", "answer": "because\n#### 3,4"},
+    }
+    asked = []
+
+    def fake(name, subset, split):
+        asked.append((name, subset, split))
+        return ListDataset([tables[name]] * 2)
+
+    monkeypatch.setattr(hub_math, "load_hub_dataset", fake)
+    sizes = {
+        "OpenMathInstruct-2": 2,
+        "DAPOMath17K": 2,
+        "DAPOMathAIME2024": 2,
+        "DeepScaler": 2,
+        "AIME2024": 32,
+        "AIME2025": 64,
+        "GSM8K": 2,
+    }
+    for name, size in sizes.items():
+        data = load_response_dataset({"dataset_name": name})
+        assert len(data.dataset) == size and data.task_name == name
+        assert data.dataset[0] == {
+            "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "34"}],
+            "task_name": name,
+        }
+    assert asked[0] == ("nvidia/OpenMathInstruct-2", None, "train_1M") and asked[-1] == (
+        "openai/gsm8k",
+        "main",
+        "train",
+    )
+    solution = load_response_dataset({"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"})
+    assert solution.dataset[0]["messages"][1]["content"] == "long"
+    assert len(load_eval_dataset({"dataset_name": "AIME2024", "repeat": 1}).dataset) == 2
+    load_eval_dataset({"dataset_name": "GSM8K"})
+    assert asked[-1] == ("openai/gsm8k", "main", "test")
+    split = load_response_dataset({"dataset_name": "DeepScaler", "split_validation_size": 0.5})
+    assert (len(split.dataset), len(split.val_dataset)) == (1, 1)
+
+
+# -- list data sets, joining, configuration ---------------------------------------------------------------------------
+
+
+def test_list_dataset():
+    data = ListDataset.from_dict({"a": [1, 2, 3], "b": "xyz"})
+    assert (len(data), data[-1], data["a"], data.column_names) == (3, {"a": 3, "b": "z"}, [1, 2, 3], ["a", "b"])
+    data[0]["a"] = 99
+    assert data[0]["a"] == 1, "a row is a copy"
+    assert data.filter(lambda row: row["a"] > 1).select([1])[0]["b"] == "z"
+    assert data.map(lambda row: {"c": row["a"] * 2}, remove_columns=["a"])[0] == {"b": "x", "c": 2}
+    assert data.rename_column("a", "n").remove_columns("b").add_column("k", [7, 8, 9])[2] == {"n": 3, "k": 9}
+    assert sorted(data.shuffle(1)["a"]) == [1, 2, 3] and len(data.repeat(2)) == 6
+    for wrong in (lambda: data["none"], lambda: data[3]):
+        with pytest.raises((KeyError, IndexError)):
+            wrong()
+    with pytest.raises(ValueError, match="2 values for 3 rows"):
+        data.add_column("c", [1, 2])
+
+
+def test_merge_datasets_of_all_kinds():
+    import datasets
+
+    ours, theirs = ListDataset([{"x": 1}, {"x": 2}]), datasets.Dataset.from_list([{"x": 3}])
+    assert merge_datasets([ours]) is ours
+    assert [row["x"] for row in merge_datasets([ours, ours])] == [1, 2, 1, 2]
+    assert isinstance(merge_datasets([theirs, theirs]), datasets.Dataset)
+    mixed = merge_datasets([ours, theirs])
+    assert [mixed[i]["x"] for i in (0, 1, 2, -1)] == [1, 2, 3, 3] and len(mixed) == 3
+    with pytest.raises(IndexError):
+        mixed[3]
+
+
+def test_configuration_helpers():
+    section = {"env_name": None, "seed": 1}
+    update_single_dataset_config(section, {"env_name": "math", "processor": "p"})
+    assert section == {"env_name": None, "seed": 1, "processor": "p"}
+    config = {
+        "train": [{"env_name": "a"}, {"env_name": "b"}],
+        "validation": {"env_name": "a"},
+        "default": {"env_name": "c"},
+    }
+    assert extract_necessary_env_names(config) == ["a", "b", "c"]
+    assert extract_necessary_env_names({"train": {}, "validation": None}) == []
+
+
+# -- rows by task -----------------------------------------------------------------------------------------------------
+
+
+def rows_of(*tasks):
+    return ListDataset(
+        [
+            {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "task_name": t}
+            for t in tasks
+        ]
+    )
+
+
+def naming(name):
+    def process(datum_dict, task_data_spec, tokenizer, max_seq_length, idx):
+        return {"by": name, "prompt": task_data_spec.prompt, "limit": max_seq_length, "idx": idx}
+
+    return process
+
+
+def test_rows_go_to_the_processor_of_their_task(tiny):
+    first, second = TaskDataSpec("a"), TaskDataSpec("b")
+    second.prompt = "own"
+    default = TaskDataSpec("d")
+    default.prompt = "default"
+    data = AllTaskProcessedDataset(
+        rows_of("b", "a"), tiny, default, {"a": (first, naming("A")), "b": (second, naming("B"))}, max_seq_length=9
+    )
+    assert len(data) == 2
+    assert data[0] == {"by": "B", "prompt": "own", "limit": 9, "idx": 0}
+    assert data[1] == {"by": "A", "prompt": "default", "limit": 9, "idx": 1}
+
+
+def test_unknown_tasks_and_defaultdicts(tiny):
+    spec = TaskDataSpec()
+    with pytest.raises(AssertionError, match="task processor not provided for b"):
+        AllTaskProcessedDataset(rows_of("b"), tiny, spec, {"a": (spec, naming("A"))})[0]
+    table = defaultdict(lambda: (spec, naming("else")))
+    table["a"] = (spec, naming("A"))
+    data = AllTaskProcessedDataset(rows_of("a", "b"), tiny, spec, table)
+    assert [data[i]["by"] for i in range(2)] == ["A", "else"]
+
+
+def test_one_processor_for_all_and_preprocessors(tiny):
+    data = AllTaskProcessedDataset(
+        rows_of("a"),
+        tiny,
+        TaskDataSpec(),
+        math_hf_data_processor,
+        max_seq_length=5,
+        task_data_preprocessors=lambda row: {**row, "messages": row["messages"][::-1]},
+    )
+    assert data[0]["message_log"][0]["content"] == "2"
+    by_task = AllTaskProcessedDataset(
+        rows_of("a", "b"),
+        tiny,
+        TaskDataSpec(),
+        math_hf_data_processor,
+        task_data_preprocessors={"a": lambda row: {**row, "task_name": "changed"}},
+    )
+    assert [by_task[i]["task_name"] for i in range(2)] == ["changed", "b"]
+    with pytest.raises(ValueError, match="default_task_data_spec"):
+        AllTaskProcessedDataset(rows_of("a"), tiny, None, math_hf_data_processor)
+    assert data.encode_single("12") == ([5, 6], 2) and data.encode_single(["1", "2"]) == ([5, 6], 2)
+
+
+def test_double_bos_is_found(tiny):
+    tiny.chat_template = "<bos><bos>{{ messages[0].content }}"
+    with pytest.raises(AssertionError, match="double BOS"):
+        AllTaskProcessedDataset(rows_of("a"), tiny, TaskDataSpec(), math_hf_data_processor)[0]
+
+
+def test_a_datasets_dataset_and_a_transformers_tokenizer_work(hf_smollm2):
+    import datasets
+
+    data = AllTaskProcessedDataset(
+        datasets.Dataset.from_list(list(rows_of("a"))), hf_smollm2, TaskDataSpec(), math_hf_data_processor
+    )
+    assert data[0]["length"] == len(data[0]["message_log"][0]["token_ids"]) > 3

@@ -1,0 +1,54 @@
+"""Prompt files: as given, in the source tree, in the package."""
+
+from pathlib import Path
+
+import pytest
+
+import nemo_rl_cpp
+from nemo_rl_cpp.data.interfaces import TaskDataSpec
+from nemo_rl_cpp.data.prompt_files import find_file
+
+
+def test_shipped_prompts_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("examples/prompts/cot.txt", "prompts/cot.txt", "cot.txt"):
+        assert "{}" in find_file(name, "k").read_text()
+    inside = Path(nemo_rl_cpp.__file__).parent / "prompts"
+    shipped = sorted(p.name for p in inside.iterdir())
+    assert {"cot.txt", "math.txt", "multichoice.txt"} <= set(shipped)
+    for name in shipped:
+        text = (inside / name).read_text().format("THE QUESTION")
+        assert ("THE QUESTION" in text) == (name != "multichoice.txt") and "{{" not in text
+
+
+def test_the_package_alone_serves_the_prompts(tmp_path, monkeypatch):
+    """As in an installed wheel, where there is no source tree."""
+    import shutil
+
+    from nemo_rl_cpp.data import prompt_files
+
+    package = tmp_path / "site-packages/nemo_rl_cpp"
+    shutil.copytree(Path(nemo_rl_cpp.__file__).parent / "prompts", package / "prompts")
+    monkeypatch.setattr(prompt_files, "_PACKAGE", package)
+    monkeypatch.chdir(tmp_path)
+    assert find_file("examples/prompts/cot.txt", "k") == package / "prompts/cot.txt"
+
+
+def test_the_given_path_wins_and_names_alone_are_no_match(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cot.txt").write_text("mine {}")
+    assert TaskDataSpec(prompt_file="cot.txt").prompt == "mine {}"
+    with pytest.raises(FileNotFoundError, match="prompt_file: the file 'other/cot.txt' was not found"):
+        TaskDataSpec(prompt_file="other/cot.txt")
+    with pytest.raises(FileNotFoundError, match="system_prompt_file"):
+        TaskDataSpec(system_prompt_file=tmp_path / "none.txt")
+
+
+def test_specification_defaults_and_unsupported_fields():
+    spec, default = TaskDataSpec("t"), TaskDataSpec()
+    default.prompt, default.system_prompt = "p", "s"
+    spec.system_prompt = "own"
+    spec.copy_defaults(default)
+    assert (spec.prompt, spec.system_prompt) == ("p", "own")
+    with pytest.raises(ValueError, match="num_frames"):
+        TaskDataSpec(num_frames=3)

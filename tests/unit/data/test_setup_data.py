@@ -1,0 +1,178 @@
+"""From the data and env sections to data sets and environments."""
+
+import sys
+import types
+
+import pytest
+
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.utils import (
+    get_train_dataset_name,
+    load_dataloader_state,
+    save_dataloader_state,
+    setup_response_data,
+)
+
+ARITHMETIC = {"dataset_name": "arithmetic", "num_samples": 12, "env_name": "math"}
+REVERSE = {"dataset_name": "reverse_digits", "num_samples": 8, "env_name": "digits"}
+
+
+@pytest.fixture
+def environments(monkeypatch):
+    """Stands in for the environments, which start processes: records what is created and shut down."""
+    log = []
+
+    class Environment:
+        def __init__(self, name, config):
+            self.name, self.config = name, config
+
+        def shutdown(self):
+            log.append(f"shutdown {self.name}")
+
+    def create_env(env_name, env_config):
+        log.append(f"create {env_name}")
+        return Environment(env_name, env_config)
+
+    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments", types.ModuleType("nemo_rl_cpp.environments"))
+    module = types.ModuleType("nemo_rl_cpp.environments.utils")
+    module.create_env = create_env
+    monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments.utils", module)
+    return log
+
+
+def data(**sections):
+    return {"max_input_seq_length": 512, **sections}
+
+
+def test_one_data_set_with_validation_from_it(smollm2):
+    train, val = setup_response_data(smollm2, data(train={**ARITHMETIC, "split_validation_size": 5}))
+    assert isinstance(train, AllTaskProcessedDataset) and (len(train), len(val)) == (12, 5)
+    assert train.max_seq_length == 512
+    datum = train[3]
+    assert datum["task_name"] == "arithmetic" and datum["idx"] == 3 and datum["stop_strings"] == ["\n"]
+    assert val[0]["message_log"][0]["content"].endswith(" = ") and val[0]["extra_env_info"]["ground_truth"].isdigit()
+
+
+def test_no_validation(smollm2):
+    assert setup_response_data(smollm2, data(train=ARITHMETIC, validation=None))[1] is None
+
+
+def test_several_data_sets_and_environments(smollm2, environments):
+    config = data(
+        train=[ARITHMETIC, {**REVERSE, "split_validation_size": 3}],
+        default={"env_name": "unused", "seed": 3},
+        validation={"dataset_name": "arithmetic", "split": "validation", "num_samples": 4, "env_name": "math"},
+    )
+    before = repr(config)
+    train, val, task_to_env, val_task_to_env = setup_response_data(smollm2, config, {"math": {"a": 1}, "digits": {}})
+    assert repr(config) == before
+    assert environments == ["create math", "create digits"], "each environment once"
+    assert (len(train), len(val)) == (20, 7)
+    assert {name: env.name for name, env in task_to_env.items()} == {"arithmetic": "math", "reverse_digits": "digits"}
+    assert {name: env.name for name, env in val_task_to_env.items()} == {
+        "arithmetic": "math",
+        "reverse_digits": "digits",
+    }
+    assert task_to_env["arithmetic"] is val_task_to_env["arithmetic"] and task_to_env["arithmetic"].config == {"a": 1}
+    assert {train[i]["task_name"] for i in range(20)} == {"arithmetic", "reverse_digits"}
+
+
+def test_one_loader_a_task(smollm2):
+    train, val = setup_response_data(smollm2, data(train=[ARITHMETIC, REVERSE], use_multiple_dataloader=True))
+    assert {name: len(rows) for name, rows in train.items()} == {"arithmetic": 12, "reverse_digits": 8} and val is None
+    assert train["reverse_digits"][0]["task_name"] == "reverse_digits"
+
+
+def test_defaults_fill_only_what_is_missing(smollm2, tmp_path):
+    (tmp_path / "p.txt").write_text("Q {}")
+    default = {"prompt_file": str(tmp_path / "p.txt"), "processor": "math_hf_data_processor"}
+    train, _ = setup_response_data(smollm2, data(train=ARITHMETIC, default=default))
+    assert "<|im_start|>user\nQ " in train[0]["message_log"][0]["content"]
+    train, _ = setup_response_data(
+        smollm2,
+        data(train={**ARITHMETIC, "prompt_file": None, "processor": "raw_completion_data_processor"}, default=default),
+    )
+    assert train[0]["message_log"][0]["content"][0].isdigit()
+
+
+def test_typed_configurations(smollm2):
+    from pydantic import BaseModel, ConfigDict
+
+    class Section(BaseModel):
+        model_config = ConfigDict(extra="allow")
+        dataset_name: str | None = None
+        processor: str | None = None
+        split_validation_size: float = 0.0
+
+    class DataConfig(BaseModel):
+        max_input_seq_length: int
+        train: Section | list[Section]
+        validation: Section | None = None
+        default: Section | None = None
+        use_multiple_dataloader: bool = False
+
+    config = DataConfig(
+        max_input_seq_length=99,
+        train={"dataset_name": "arithmetic", "num_samples": 2},
+        default={"processor": "math_hf_data_processor"},
+    )
+    train, _ = setup_response_data(smollm2, config)
+    assert train.max_seq_length == 99 and "<|im_start|>" in train[0]["message_log"][0]["content"]
+    assert get_train_dataset_name(config) == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({}, "lacks `train`"),
+        ({"train": {"dataset_name": "arithmetic"}}, "lacks env_name"),
+        ({"train": {**ARITHMETIC, "env_name": "code"}}, "no section env.code"),
+        ({"train": ARITHMETIC, "validation": {**ARITHMETIC, "numsamples": 3}}, "did you mean num_samples"),
+        ({"train": {"dataset_name": "aritmetic", "env_name": "math"}}, "did you mean arithmetic"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_started(smollm2, environments, sections, message):
+    with pytest.raises(ValueError, match=message):
+        setup_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
+    assert environments == []
+
+
+def test_environments_are_shut_down_when_the_data_cannot_be_loaded(smollm2, environments):
+    sections = {"train": [ARITHMETIC, {**REVERSE, "num_digits": 99}]}
+    with pytest.raises(ValueError, match="num_digits"):
+        setup_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
+    assert environments == ["create math", "create digits", "shutdown math", "shutdown digits"]
+
+
+def test_two_sections_of_one_task_must_agree(smollm2):
+    train, _ = setup_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "max_number": 9}]))
+    assert len(train) == 24
+    with pytest.raises(ValueError, match="task name 'arithmetic'"):
+        setup_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
+
+
+def test_video_is_refused(smollm2):
+    with pytest.raises(ValueError, match="is_vlm"):
+        setup_response_data(smollm2, data(train=ARITHMETIC), is_vlm=True)
+
+
+def test_train_dataset_name():
+    assert get_train_dataset_name(data(train=[ARITHMETIC, REVERSE])) == "arithmetic+reverse_digits"
+    assert get_train_dataset_name({}) is None
+
+
+def test_batches_of_a_real_run(smollm2, tmp_path):
+    train, _ = setup_response_data(smollm2, data(train=ARITHMETIC))
+    batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
+    iterator = iter(batches)
+    batch = next(iterator)
+    assert batch.size == 4 and batch["length"].tolist() == [len(log[0]["token_ids"]) for log in batch["message_log"]]
+    save_dataloader_state(batches, tmp_path)
+    expected = next(iterator)["idx"]
+    again = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42)
+    load_dataloader_state(again, str(tmp_path), data(train=ARITHMETIC))
+    assert next(iter(again))["idx"] == expected
+    with pytest.raises(ValueError, match="run on arithmetic cannot be resumed"):
+        load_dataloader_state(again, str(tmp_path / "none"), data(train=ARITHMETIC))
+    batches.close()

@@ -328,7 +328,7 @@ class Tokenizer(SpecialTokens):
         if template is None:
             raise ValueError(
                 f"the tokenizer {self.name_or_path or ''!r} has no chat template: set policy.tokenizer.chat_template "
-                "to null (contents as they are), to a .jinja file or to a template, or use raw_completion_data_processor"
+                "to null (contents as they are), a .jinja file or a template, or use raw_completion_data_processor"
             )
         return template
 

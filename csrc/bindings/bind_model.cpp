@@ -67,6 +67,7 @@ void bind_trainer(py::module_& m) {
            },
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_grad_norm"), release_gil())
       .def("grad_norm", &Trainer::grad_norm, release_gil())
+      .def_property_readonly("logprob_dtype", [](Trainer& self) { return self.model().decoder().accumulate_dtype(); })
       .def_property_readonly("grads", [](Trainer& self) { return self.grads(); })
       .def_property_readonly("exp_avg", [](Trainer& self) { return self.exp_avg(); })
       .def_property_readonly("exp_avg_sq", [](Trainer& self) { return self.exp_avg_sq(); })

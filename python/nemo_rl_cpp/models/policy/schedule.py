@@ -1,0 +1,136 @@
+"""Learning-rate schedules: torch's own classes by name, or Megatron's warm-up and decay."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule
+
+
+class LearningRateSchedule(Protocol):
+    """The learning rate and weight decay of the next optimizer step; `step` is called once a `train()` call."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class TorchLearningRate:
+    """torch.optim.lr_scheduler classes on a stand-in parameter: the same numbers as torch, whatever the schedule.
+
+    Several stages run one after another at `milestones` (SequentialLR); no stages: constant.
+    """
+
+    def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        self._optimizer = torch.optim.SGD([parameter], lr=lr)
+        self._weight_decay = weight_decay
+        self._scheduler = self._build(schedule)
+
+    def _build(self, schedule: TorchSchedule | None) -> Any:
+        schedulers = torch.optim.lr_scheduler
+        if schedule is None or not schedule.stages:
+            return schedulers.ConstantLR(self._optimizer, factor=1.0, total_iters=0)
+        stages = [getattr(schedulers, s.name.rsplit(".", 1)[-1])(self._optimizer, **s.kwargs) for s in schedule.stages]
+        if len(stages) == 1:
+            return stages[0]
+        return schedulers.SequentialLR(self._optimizer, schedulers=stages, milestones=list(schedule.milestones))
+
+    @property
+    def lr(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def weight_decay(self) -> float:
+        return self._weight_decay
+
+    def step(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "lr_scheduler.step() before optimizer.step()": our optimizer is elsewhere
+            self._optimizer.step()
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = self._scheduler
+        nested = [s.state_dict() for s in getattr(scheduler, "_schedulers", [])]
+        own = {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
+        return {"lr": self.lr, "initial_lr": self._optimizer.param_groups[0]["initial_lr"], "scheduler": _plain(own), "stages": _plain(nested)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for scheduler, saved in zip(getattr(self._scheduler, "_schedulers", []), state["stages"], strict=True):
+            scheduler.__dict__.update(saved)
+        self._scheduler.__dict__.update(state["scheduler"])
+        self._optimizer.param_groups[0]["lr"] = state["lr"]
+        self._optimizer.param_groups[0]["initial_lr"] = state["initial_lr"]
+
+
+class MegatronLearningRate:
+    """Megatron's scheduler: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
+
+    lr(n) = init + (max - init) n / warmup while n <= warmup; then with r = (n - warmup) / (decay - warmup):
+    linear 1 - r, cosine (cos(pi r) + 1) / 2, both scaling max - min above min; inverse-square-root max sqrt(warmup / n).
+    """
+
+    def __init__(self, schedule: MegatronSchedule, total_steps: int | None = None):
+        self._schedule = schedule
+        self._decay_steps = schedule.lr_decay_iters or total_steps or max(1, schedule.lr_warmup_iters + 1)
+        self._steps = 0
+
+    @property
+    def lr(self) -> float:
+        s, n = self._schedule, self._steps
+        if s.lr_warmup_iters > 0 and n <= s.lr_warmup_iters:
+            return s.lr_warmup_init + (s.max_lr - s.lr_warmup_init) * n / s.lr_warmup_iters
+        if s.lr_decay_style == "constant":
+            return s.max_lr
+        if n > self._decay_steps:
+            return s.min_lr
+        if s.lr_decay_style == "inverse-square-root":
+            warmup = max(s.lr_warmup_iters, 1)
+            return max(s.min_lr, s.max_lr * math.sqrt(warmup) / math.sqrt(max(n, 1)))
+        ratio = (n - s.lr_warmup_iters) / max(1, self._decay_steps - s.lr_warmup_iters)
+        coefficient = 1.0 - ratio if s.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        return s.min_lr + coefficient * (s.max_lr - s.min_lr)
+
+    @property
+    def weight_decay(self) -> float:
+        s = self._schedule
+        if s.weight_decay_incr_style == "constant":
+            return s.end_weight_decay
+        ratio = min(1.0, self._steps / self._decay_steps)
+        coefficient = ratio if s.weight_decay_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
+        return s.start_weight_decay + coefficient * (s.end_weight_decay - s.start_weight_decay)
+
+    def step(self) -> None:
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = int(state["steps"])
+
+
+def create_schedule(config: Any, total_steps: int | None = None) -> LearningRateSchedule:
+    """From a `policy` or `value` section: its effective optimizer and scheduler."""
+    optimizer, schedule = config.effective_optimizer(), config.effective_scheduler()
+    if isinstance(schedule, MegatronSchedule):
+        return MegatronLearningRate(schedule, total_steps)
+    return TorchLearningRate(optimizer.lr, optimizer.weight_decay, schedule)
+
+
+def _plain(value: Any) -> Any:
+    """Scheduler state as JSON: plain numbers, lists and dictionaries (attributes that are code are left out)."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if isinstance(v, (int, float, str, bool, list, tuple, dict, type(None)))}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

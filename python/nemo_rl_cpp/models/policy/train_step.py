@@ -1,0 +1,187 @@
+"""One global batch: micro-batches forward, loss, backward. The optimizer step is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is not a number: the run stops before the optimizer step."""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How rows are cut into micro-batches: by samples, or by a budget of packed tokens."""
+
+    max_samples: int = 0
+    max_tokens: int = 0
+    share_prefix: bool = True
+    checkpoint: bool = False
+
+
+@dataclass
+class Exactness:
+    """Generation's log-probabilities against the training forward's, before the first update."""
+
+    tokens: int = 0
+    mismatched_tokens: int = 0
+    max_gap: float = 0.0
+
+    def compare(self, curr: Tensor, generation: Tensor, wanted: Tensor) -> None:
+        differs = (curr != generation) & wanted
+        self.tokens += int(wanted.sum())
+        self.mismatched_tokens += int(differs.sum())
+        if differs.any():
+            self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
+
+
+@dataclass
+class GlobalBatchResult:
+    loss: float = 0.0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    packed_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """Denominators over the whole global batch (and all ranks)."""
+
+    valid_seqs: Tensor
+    valid_toks: Tensor
+    valid_positive_toks: Tensor | None
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> GlobalCounts:
+        sample_mask, token_mask = data["sample_mask"].float(), data["token_mask"].float()
+        per_row = (token_mask[:, 1:] * sample_mask[:, None]).sum(1)
+        positive = (per_row * (data["rewards"] > 0)).sum() if "rewards" in data else None
+        return GlobalCounts(sample_mask.sum(), per_row.sum(), positive)
+
+
+def padded_batch(data: Mapping[str, Any], wanted: Tensor) -> Any:
+    """The native view of a padded batch; rows share prompts by `group_id` (none without that key)."""
+    input_ids = data["input_ids"].to(torch.int64).contiguous()
+    groups = data.get("group_id")
+    groups = torch.full((len(input_ids),), -1) if groups is None else torch.as_tensor(groups)
+    return C.PaddedBatch(input_ids, data["input_lengths"].to(torch.int64), wanted.contiguous(), groups.to(torch.int64))
+
+
+def wanted_tokens(data: Mapping[str, Any]) -> Tensor:
+    """Bool [B, S]: trained tokens of rows that count; every token but the first of a row where no mask is given."""
+    lengths, S = data["input_lengths"], data["input_ids"].shape[1]
+    wanted = torch.arange(S)[None] < lengths[:, None]
+    if "token_mask" in data:
+        wanted = wanted & (data["token_mask"] != 0)
+    if "sample_mask" in data:
+        wanted = wanted & (data["sample_mask"] != 0)[:, None]
+    wanted = wanted.clone()
+    wanted[:, 0] = False
+    return wanted
+
+
+def plan(data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching: MicroBatching) -> tuple[Any, list[list[int]]]:
+    """The native batch and its micro-batches (lists of rows); rows without a wanted token are left out."""
+    batch = padded_batch(data, wanted)
+    rows = C.plan_micro_batches(batch, begin, end, batching.max_samples, batching.max_tokens, batching.share_prefix)
+    used = wanted.any(1).tolist()
+    plans = [[b for b in micro if used[b]] for micro in rows]
+    return batch, [micro for micro in plans if micro]
+
+
+def run_global_batch(
+    trainer: Any, data: Mapping[str, Any], loss_fn: Any, begin: int, end: int, batching: MicroBatching, temperature: float,
+    *, train: bool, on_policy: bool, exactness: Exactness | None,
+) -> GlobalBatchResult:
+    """Forward, loss and (when `train`) backward of rows [begin, end); gradients add up in the trainer.
+
+    Args:
+        on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
+        exactness: where to compare them with `generation_logprobs`; None: no comparison.
+    """
+    counts = GlobalCounts.of({k: v[begin:end] for k, v in data.items() if isinstance(v, Tensor) and v.dim() and len(v) == len(data["input_ids"])})
+    wanted = wanted_tokens(data)
+    batch, micro_batches = plan(data, wanted, begin, end, batching)
+    logprobs = torch.zeros(data["input_ids"].shape, dtype=trainer.logprob_dtype)
+    d_logprobs = torch.zeros_like(logprobs) if train else None
+    result = GlobalBatchResult()
+    for rows in micro_batches:
+        result.packed_tokens += C.packed_tokens(batch, rows, batching.share_prefix)
+        trainer.forward(batch, rows, temperature, batching.share_prefix, train, batching.checkpoint, logprobs)
+        index = torch.tensor(rows)
+        width = max(2, int(data["input_lengths"][index].max()))
+        curr = logprobs[index, :width]
+        micro = select_rows(data, index, width)
+        if exactness is not None:
+            exactness.compare(curr, micro["generation_logprobs"].to(curr.dtype), wanted[index, :width])
+        if on_policy:
+            micro["prev_logprobs"] = curr.clone()
+        loss, grad, metrics = evaluate_loss(loss_fn, curr[:, 1:], micro, counts, need_grad=train)
+        check_finite(loss, grad, rows, curr)
+        if train:
+            d_logprobs[index, 1:width] = grad.to(d_logprobs.dtype)
+            trainer.backward(d_logprobs)
+        result.loss += loss
+        result.metrics.append({**metrics, "global_valid_seqs": float(counts.valid_seqs), "global_valid_toks": float(counts.valid_toks)})
+    return result
+
+
+def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str, Any]:
+    """The rows of a micro-batch; [B, S] tensors are cut to `width` columns, masks become float."""
+    size, S = data["input_ids"].shape
+    rows: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Tensor) and value.dim() and len(value) == size:
+            picked = value[index]
+            rows[key] = picked[:, :width] if picked.dim() > 1 and picked.shape[1] == S else picked
+        elif isinstance(value, list) and len(value) == size:
+            rows[key] = [value[i] for i in index.tolist()]
+        else:
+            rows[key] = value
+    for key in ("token_mask", "sample_mask"):
+        rows[key] = rows[key].float()
+    return rows
+
+
+def evaluate_loss(
+    loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool
+) -> tuple[float, Tensor | None, dict[str, float]]:
+    """(loss, gradient [b, S-1], metrics): the native loss, or any callable on log-probabilities that require grad."""
+    if hasattr(loss_fn, "native"):
+        result = loss_fn.native(curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
+        return float(result.loss), result.grad_logprobs, dict(result.metrics)
+    leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)
+    with torch.set_grad_enabled(need_grad):
+        out = loss_fn(next_token_logprobs=leaf, data=micro, global_valid_seqs=counts.valid_seqs, global_valid_toks=counts.valid_toks)
+    loss, metrics = out if isinstance(out, tuple) else (out, {})
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise ValueError(f"a loss must return a scalar tensor or (scalar tensor, metrics), got {type(loss).__name__}")
+    metrics = {k: float(v) for k, v in metrics.items()}
+    metrics.setdefault("loss", float(loss.detach()))
+    metrics.setdefault("num_valid_samples", float(micro["sample_mask"].sum()))
+    if not need_grad:
+        return float(loss), None, metrics
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on next_token_logprobs: its gradient would be zero everywhere")
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return float(loss.detach()), grad, metrics
+
+
+def check_finite(loss: float, grad: Tensor | None, rows: list[int], curr: Tensor) -> None:
+    """Raises NonFiniteError naming the first bad sample and token."""
+    bad = None if grad is None else ~torch.isfinite(grad)
+    if (bad is None or not bad.any()) and loss == loss and abs(loss) != float("inf"):
+        return
+    if bad is not None and bad.any():
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise NonFiniteError(
+            f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + 1} "
+            f"(its log-probability is {float(curr[row, column + 1]):.6g}); the weights were not updated"
+        )
+    raise NonFiniteError(f"the loss is {loss} in the micro-batch of samples {rows}; the weights were not updated")

@@ -1,0 +1,144 @@
+// The claim on which everything else rests: whatever the batch, chunks, packing, prefix sharing and threads, the engine's
+// forward and the trainer's give the same bits.
+#include "generation/native_model_runner.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+
+#include "kernels/log_softmax.h"
+#include "trainer/trainer.h"
+
+namespace nemo_rl {
+namespace {
+
+model::ModelConfig small_config(bool qwen3) {
+  model::ModelConfig c;
+  c.vocab_size = 131, c.hidden_size = 72, c.intermediate_size = 104, c.num_layers = 2, c.num_heads = 6, c.num_kv_heads = 2, c.head_dim = 16;
+  c.qk_norm = qwen3, c.qkv_bias = !qwen3, c.tie_word_embeddings = qwen3;
+  for (int i = 0; i < 8; ++i) c.rope_inv_freq.push_back(std::pow(10000.0, -2.0 * i / 16));
+  return c;
+}
+
+std::shared_ptr<model::DecoderModel> random_model(bool qwen3, at::ScalarType dtype) {
+  auto m = std::make_shared<model::DecoderModel>(small_config(qwen3), dtype, true);
+  at::manual_seed(qwen3 ? 1 : 2);
+  m->masters().copy_(at::randn({m->layout().total}) * 0.3);
+  m->masters_changed();
+  return m;
+}
+
+using Ids = std::vector<std::int64_t>;
+
+/// Log-probabilities of tokens 1.. of every sequence, by the trainer.
+std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::DecoderModel>& model, const std::vector<Ids>& sequences,
+                                                 const std::vector<std::int64_t>& prompts, bool share, double temperature) {
+  std::int64_t S = 0;
+  for (const auto& s : sequences) S = std::max(S, static_cast<std::int64_t>(s.size()));
+  const auto B = static_cast<std::int64_t>(sequences.size());
+  trainer::PaddedBatch batch{at::zeros({B, S}, at::kLong), at::zeros({B}, at::kLong), at::zeros({B, S}, at::kBool), at::zeros({B}, at::kLong)};
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(B));
+  std::iota(rows.begin(), rows.end(), 0);
+  for (std::int64_t b = 0; b < B; ++b) {
+    const auto& s = sequences[static_cast<std::size_t>(b)];
+    for (std::size_t t = 0; t < s.size(); ++t) {
+      batch.input_ids[b][static_cast<std::int64_t>(t)] = s[t];
+      if (static_cast<std::int64_t>(t) >= prompts[static_cast<std::size_t>(b)]) batch.token_mask[b][static_cast<std::int64_t>(t)] = true;
+    }
+    batch.input_lengths[b] = static_cast<std::int64_t>(s.size());
+  }
+  auto out = at::zeros({B, S});
+  trainer::Trainer(model).forward(batch, rows, temperature, share, false, false, out);
+  std::vector<std::vector<float>> result;
+  for (std::int64_t b = 0; b < B; ++b) {
+    const auto* row = out.data_ptr<float>() + b * S;
+    result.emplace_back(row + prompts[static_cast<std::size_t>(b)], row + sequences[static_cast<std::size_t>(b)].size());
+  }
+  return result;
+}
+
+/// The same by the engine's runner: all sequences at once, each fed in random chunks.
+std::vector<std::vector<float>> runner_logprobs(const std::shared_ptr<model::DecoderModel>& model, const std::vector<Ids>& sequences,
+                                                const std::vector<std::int64_t>& prompts, float temperature, std::mt19937& random) {
+  generation::NativeModelRunner runner(model);
+  const std::int64_t block = runner.block_size(), V = runner.vocab_size();
+  std::vector<std::vector<std::int32_t>> tables(sequences.size());
+  std::int32_t next = 0;
+  for (std::size_t b = 0; b < sequences.size(); ++b)
+    for (std::int64_t p = 0; p < static_cast<std::int64_t>(sequences[b].size()); p += block) tables[b].push_back(next++);
+  runner.allocate_cache(next);
+  std::vector<std::int64_t> done(sequences.size(), 0);
+  std::vector<std::vector<float>> result(sequences.size());
+  for (bool left = true; left;) {
+    generation::ForwardBatch batch;
+    std::vector<std::pair<std::size_t, std::int64_t>> wanted;
+    left = false;
+    for (std::size_t b = 0; b < sequences.size(); ++b) {
+      const auto length = static_cast<std::int64_t>(sequences[b].size());
+      if (done[b] == length) continue;
+      left = true;
+      const std::int64_t chunk = std::min<std::int64_t>(length - done[b], 1 + random() % 40);
+      const auto start = static_cast<std::int64_t>(batch.token_ids.size());
+      batch.slices.push_back({start, chunk, done[b], tables[b]});
+      for (std::int64_t i = 0; i < chunk; ++i) {
+        const std::int64_t t = done[b] + i;
+        batch.token_ids.push_back(sequences[b][static_cast<std::size_t>(t)]);
+        if (t + 1 >= prompts[b] && t + 1 < length) {
+          batch.logits_rows.push_back(start + i);
+          wanted.emplace_back(b, t + 1);
+        }
+      }
+      done[b] += chunk;
+    }
+    if (!left) break;
+    const auto logits = runner.forward(batch);
+    for (std::size_t r = 0; r < wanted.size(); ++r) {
+      const float* row = logits.data_ptr<float>() + static_cast<std::int64_t>(r) * V;
+      const auto lse = kernels::log_sum_exp_row(row, V, temperature, false);
+      const auto token = sequences[wanted[r].first][static_cast<std::size_t>(wanted[r].second)];
+      result[wanted[r].first].push_back(kernels::token_logprob(row[token], temperature, lse));
+    }
+  }
+  return result;
+}
+
+class Exactness : public ::testing::TestWithParam<std::tuple<bool, at::ScalarType>> {};
+
+TEST_P(Exactness, RunnerAndTrainerGiveTheSameBits) {
+  const auto [qwen3, dtype] = GetParam();
+  const auto model = random_model(qwen3, dtype);
+  std::mt19937 random(7);
+  const int threads = at::get_num_threads();
+  for (int round = 0; round < 12; ++round) {
+    at::set_num_threads(1 + round % 2);
+    const std::int64_t groups = 1 + random() % 5;
+    std::vector<Ids> sequences;
+    std::vector<std::int64_t> prompts;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const std::int64_t prompt = 1 + random() % (round < 10 ? 60 : 150);
+      Ids start(static_cast<std::size_t>(prompt));
+      for (auto& id : start) id = static_cast<std::int64_t>(random() % 131);
+      for (std::uint32_t i = 0, n = 1 + random() % 8; i < n; ++i) {
+        sequences.push_back(start);
+        for (std::uint32_t k = 0, more = 1 + random() % (round < 10 ? 50 : 150); k < more; ++k)
+          sequences.back().push_back(static_cast<std::int64_t>(random() % 131));
+        prompts.push_back(prompt);
+      }
+    }
+    const double temperature = round % 3 == 0 ? 1.0 : 0.7;
+    const auto packed = trainer_logprobs(model, sequences, prompts, false, temperature);
+    EXPECT_EQ(packed, trainer_logprobs(model, sequences, prompts, true, temperature)) << "prefix sharing, round " << round;
+    EXPECT_EQ(packed, runner_logprobs(model, sequences, prompts, static_cast<float>(temperature), random)) << "engine, round " << round;
+    for (std::size_t b = 0; b < sequences.size(); b += 3)
+      EXPECT_EQ(packed[b], trainer_logprobs(model, {sequences[b]}, {prompts[b]}, false, temperature)[0]) << "alone, round " << round;
+  }
+  at::set_num_threads(threads);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Exactness, ::testing::Combine(::testing::Bool(), ::testing::Values(at::kFloat, at::kBFloat16)));
+
+}  // namespace
+}  // namespace nemo_rl

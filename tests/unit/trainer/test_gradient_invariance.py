@@ -1,0 +1,75 @@
+"""The same gradients however a batch is split: micro-batches, packing, shared prompts, threads."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.weights import initialize_weights, named_views
+
+CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
+
+
+def groups_batch(num_groups=5, generations=4, seed=0):
+    """Groups of rows that share a prompt, ragged responses."""
+    random = torch.Generator().manual_seed(seed)
+    rows, masks, groups = [], [], []
+    for g in range(num_groups):
+        prompt = torch.randint(0, 61, (int(torch.randint(1, 40, (1,), generator=random)),), generator=random)
+        for _ in range(generations):
+            response = torch.randint(0, 61, (int(torch.randint(1, 30, (1,), generator=random)),), generator=random)
+            rows.append(torch.cat([prompt, response]))
+            masks.append(torch.cat([torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)]))
+            groups.append(g)
+    pad = torch.nn.utils.rnn.pad_sequence
+    lengths = torch.tensor([len(r) for r in rows])
+    ids, mask = pad(rows, batch_first=True), pad(masks, batch_first=True)
+    mask[:, 0] = False
+    return C.PaddedBatch(ids, lengths, mask, torch.tensor(groups)), ids, mask
+
+
+def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = C.DecoderModel(native_config(CONFIG), dtype, True)
+        initialize_weights(model, 3, std=0.2)
+        trainer = C.Trainer(model)
+        batch, ids, mask = groups_batch()
+        weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(9)).to(trainer.logprob_dtype)
+        out = torch.zeros(ids.shape, dtype=trainer.logprob_dtype)
+        plans = C.plan_micro_batches(batch, 0, len(ids), max_samples, max_tokens, share)
+        assert sorted(b for rows in plans for b in rows) == list(range(len(ids)))
+        for rows in plans:
+            trainer.forward(batch, rows, 1.0, share, True, False, out)
+            trainer.backward(weight * mask)
+        return {n: g.clone() for n, g in named_views(model.layout, trainer.grads).items()}, out
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "split", [dict(max_samples=1), dict(max_samples=2), dict(max_samples=4), dict(max_tokens=100), dict(share=True), dict(max_tokens=150, share=True),
+              dict(max_samples=2, share=True)],
+)  # fmt: skip
+def test_gradients_do_not_depend_on_the_split(dtype, bound, split):
+    whole, logprobs = gradients(dtype)
+    parts, same_logprobs = gradients(dtype, **split)
+    assert torch.equal(logprobs, same_logprobs)
+    for name, grad in whole.items():
+        assert (parts[name] - grad).norm() <= bound * grad.norm(), name
+
+
+def test_gradients_are_the_same_bits_with_one_and_two_threads():
+    for dtype in (torch.float32, torch.bfloat16):
+        one, two = gradients(dtype, share=True, threads=1)[0], gradients(dtype, share=True, threads=2)[0]
+        assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_shared_prompts_save_their_tokens():
+    batch, ids, mask = groups_batch(num_groups=1, generations=8)
+    alone, shared = (C.packed_tokens(batch, list(range(8)), share) for share in (False, True))
+    prompt = int((~mask[0]).nonzero().flatten()[mask[0].nonzero()[0] - 1]) + 1
+    assert alone - shared == 7 * prompt

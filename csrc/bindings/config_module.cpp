@@ -1,4 +1,136 @@
 // The _config module: YAML only, no torch, so that a mistake in a configuration is reported within a second.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-PYBIND11_MODULE(_config, m) { m.doc() = "Configuration loader of nemo_rl_cpp (yaml-cpp)"; }
+#include "config/interpolate.h"
+#include "config/loader.h"
+
+namespace py = pybind11;
+using namespace nemo_rl::config;
+
+namespace {
+
+py::object to_python(const Node& node) {
+  switch (node.kind) {
+    case Kind::null: return py::none();
+    case Kind::boolean: return py::bool_(node.boolean);
+    case Kind::integer: return py::int_(node.integer);
+    case Kind::real: return py::float_(node.real);
+    case Kind::string: return py::str(node.string);
+    case Kind::list: {
+      py::list list;
+      for (const Node& item : node.items) list.append(to_python(item));
+      return list;
+    }
+    case Kind::mapping: break;
+  }
+  py::dict dict;
+  for (const auto& [key, value] : node.entries) dict[py::str(key)] = to_python(value);
+  return dict;
+}
+
+Node from_python(const py::handle& value) {
+  if (value.is_none()) return Node::make_null();
+  if (py::isinstance<py::bool_>(value)) return Node::make_bool(value.cast<bool>());
+  if (py::isinstance<py::int_>(value)) return Node::make_int(value.cast<std::int64_t>());
+  if (py::isinstance<py::float_>(value)) return Node::make_real(value.cast<double>());
+  if (py::isinstance<py::dict>(value)) {
+    Node node = Node::make_mapping();
+    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) node.set(py::str(key), from_python(item));
+    return node;
+  }
+  if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
+    Node node = Node::make_list();
+    for (const auto& item : value) node.items.push_back(from_python(item));
+    return node;
+  }
+  return Node::make_string(py::str(value));  // text, and what has one (a path)
+}
+
+void add_positions(const Node& node, const std::string& key, py::dict& positions) {
+  if (!key.empty() && !node.source.file.empty()) positions[py::str(key)] = node.source.text();
+  const std::string prefix = key.empty() ? "" : key + ".";
+  for (std::size_t i = 0; i < node.items.size(); ++i) add_positions(node.items[i], prefix + std::to_string(i), positions);
+  for (const auto& [name, value] : node.entries) add_positions(value, prefix + name, positions);
+}
+
+py::list problem_list(const std::vector<Problem>& problems) {
+  py::list list;
+  for (const Problem& p : problems) list.append(py::make_tuple(p.kind, p.key, p.where, p.message));
+  return list;
+}
+
+std::vector<Alias> alias_list(const std::vector<std::pair<std::string, std::string>>& pairs) {
+  std::vector<Alias> aliases;
+  for (const auto& [spelling, canonical] : pairs) aliases.push_back({spelling, canonical});
+  return aliases;
+}
+
+void register_load_error(py::module_& m) {
+  static py::exception<LoadError> load_error(m, "LoadError", PyExc_ValueError);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const LoadError& error) {
+      py::object made = py::reinterpret_borrow<py::object>(load_error)(error.what());
+      made.attr("kind") = error.kind();
+      PyErr_SetObject(load_error.ptr(), made.ptr());
+    }
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_config, m) {
+  m.doc() = "Configuration loader of nemo_rl_cpp (yaml-cpp)";
+  register_load_error(m);
+
+  m.def(
+      "load",
+      [](const std::string& path, const std::vector<std::string>& overrides,
+         const std::vector<std::pair<std::string, std::string>>& aliases, const std::unordered_set<std::string>& known_keys) {
+        const LoadedConfig config = load_config(path, overrides, {alias_list(aliases), known_keys});
+        py::dict positions;
+        add_positions(config.tree, "", positions);
+        return py::make_tuple(to_python(config.tree), positions, problem_list(config.problems));
+      },
+      py::arg("path"), py::arg("overrides"), py::arg("aliases"), py::arg("known_keys"),
+      "File with parents, overrides and interpolation -> (data, {dotted key: 'file.yaml:line'}, [(kind, key, where, message)])");
+
+  m.def(
+      "load_file",
+      [](const std::string& path, const std::string& base_dir) {
+        std::vector<Problem> problems;
+        return to_python(load_with_parents(path, base_dir, {}, problems));
+      },
+      py::arg("path"), py::arg("base_dir") = "", "A file with its parents; interpolations stay as text");
+
+  m.def(
+      "merge",
+      [](const py::dict& base, const py::dict& child) {
+        Node merged = from_python(base);
+        merge_file(merged, from_python(child));
+        return to_python(merged);
+      },
+      py::arg("base"), py::arg("child"), "`child` laid over `base`, with the _override_ marker");
+
+  m.def(
+      "apply_overrides",
+      [](const py::dict& config, const std::vector<std::string>& overrides) {
+        Node tree = from_python(config);
+        std::vector<Problem> problems;
+        apply_overrides(tree, overrides, {}, problems);
+        return py::make_tuple(to_python(tree), problem_list(problems));
+      },
+      py::arg("config"), py::arg("overrides"), "Hydra overrides on a plain dict -> (dict, problems)");
+
+  m.def(
+      "resolve",
+      [](const py::dict& config) {
+        Node tree = from_python(config);
+        std::vector<Problem> problems;
+        resolve_interpolations(tree, {}, problems);
+        return py::make_tuple(to_python(tree), problem_list(problems));
+      },
+      py::arg("config"), "Interpolations of a plain dict resolved -> (dict, problems)");
+}

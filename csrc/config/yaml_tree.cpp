@@ -1,3 +1,0 @@
-#include "config/yaml_tree.h"
-
-#include <yaml-cpp/yaml.h>

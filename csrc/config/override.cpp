@@ -84,6 +84,13 @@ class Applier {
     return given.type != OverrideType::change || rules_.known_keys.contains(key);
   }
 
+  /// Of a key whose part `i` is missing, the shortest beginning that is not known either.
+  std::string first_unknown(const std::vector<std::string>& parts, std::size_t i) const {
+    std::string here = join_key(parts, ++i);
+    while (i < parts.size() && rules_.known_keys.contains(here)) here = join_key(parts, ++i);
+    return here;
+  }
+
   void put(Node& root, const std::string& key, const Node& value, const Override& given) const {
     const auto parts = split_key(key);
     Node* node = &root;
@@ -92,7 +99,7 @@ class Applier {
       Node* next = node->find(parts[i]);
       if (next == nullptr) {
         NRL_CHECK_ARG(!node->is_list(), "has no element ", parts[i], ": the list holds ", node->items.size());
-        if (!may_create(key, given)) throw UnknownKey(here, "does not exist; to add a key write +" + given.text);
+        if (!may_create(key, given)) throw UnknownKey(first_unknown(parts, i), "does not exist; to add a key write +" + given.text);
         next = &node->set(parts[i], i + 1 < parts.size() ? Node::make_mapping() : Node::make_null());
         next->source = value.source;
       } else if (i + 1 < parts.size() && !next->is_mapping() && !next->is_list()) {

@@ -155,10 +155,18 @@ class TreeBuilder : public YAML::EventHandler {
   std::map<YAML::anchor_t, Node> anchors_;
 };
 
+/// The parser's terse words, with what usually causes them.
+std::string explain(const std::string& message) {
+  if (message == "illegal EOF in scalar") return "a quoted text is not closed before the end of the file";
+  if (message == "illegal map value") return "': ' cannot stand here: the line above has no colon, or a text with ': ' in it needs quotes";
+  if (message.rfind("end of map not found", 0) == 0) return "this line does not fit the mapping above: check its indentation and its colon";
+  return message;
+}
+
 }  // namespace
 
 Node read_yaml(const std::string& text, const std::string& file) {
-  std::istringstream stream(text + "\n#");  // without the '#' the parser lets an unclosed quote run to the end of the file
+  std::istringstream stream(text + (text.ends_with('\n') ? "#" : "\n#"));  // without the '#' the parser lets an unclosed quote run to the end of the file
   TreeBuilder builder(file);
   try {
     YAML::Parser parser(stream);
@@ -169,7 +177,7 @@ Node read_yaml(const std::string& text, const std::string& file) {
     }
   } catch (const YAML::Exception& error) {
     const std::string where = error.mark.is_null() ? file : file + ":" + std::to_string(error.mark.line + 1);
-    throw LoadError("syntax", where + ": " + error.msg);
+    throw LoadError("syntax", where + ": " + explain(error.msg));
   }
   return std::move(builder.root);
 }

@@ -1,0 +1,20 @@
+"""Configuration of runs: YAML files with inheritance, overrides and interpolation, checked against a schema. No torch."""
+
+from .errors import ConfigError, Problem
+from .loader import load_eval_config, load_grpo_config, load_ppo_config
+from .locate import find_config, find_prompt
+from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
+
+__all__ = [
+    "ConfigError",
+    "EvalMasterConfig",
+    "GRPOMasterConfig",
+    "MasterConfig",
+    "PPOMasterConfig",
+    "Problem",
+    "find_config",
+    "find_prompt",
+    "load_eval_config",
+    "load_grpo_config",
+    "load_ppo_config",
+]

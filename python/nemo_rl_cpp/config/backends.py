@@ -1,0 +1,166 @@
+"""`dtensor_cfg` and `megatron_cfg`: NeMo RL's training backends.
+
+The native trainer stands in for both. Which one is enabled decides where optimizer, schedule, gradient clipping, activation
+checkpointing and parallel sizes are read from; the rest makes no difference here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Fraction, Int, Positive, Real, Section, key, no_effect, only, section
+from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
+
+_NO_LORA = "LoRA is not supported: all weights are trained"
+_NO_OFFLOAD = "offloading is not supported yet"
+_NO_PIPELINE = "there are no pipeline stages"
+_NO_MTP = "multi-token prediction is not supported"
+
+
+class LoraConfig(Section):
+    """LoRA of the DTensor backend."""
+
+    enabled: bool = only(False, why=_NO_LORA)
+    target_modules: list[str] = no_effect([])
+    exclude_modules: list[str] = no_effect([])
+    match_all_linear: bool = no_effect(True)
+    dim: Int = no_effect(8)
+    alpha: Int = no_effect(32)
+    dropout: Fraction = no_effect(0.0)
+    dropout_position: str = no_effect("post")
+    lora_A_init: str = no_effect("xavier")
+    use_triton: bool = no_effect(True)
+
+
+class DTensorConfig(Section):
+    """The PyTorch backend of NeMo RL. When enabled, policy.optimizer, scheduler and max_grad_norm are effective."""
+
+    enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
+    v2: bool = no_effect(True, alias="_v2")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    tensor_parallel_size: Positive = key(1, "only 1 is supported yet")
+    context_parallel_size: Positive = key(1, "only 1 is supported yet")
+    cpu_offload: bool = only(False, why=_NO_OFFLOAD)
+    sequence_parallel: bool = no_effect(False, "without tensor parallelism it makes no difference")
+    custom_parallel_plan: Any = only(None, why="tensor parallelism is not supported yet")
+    automodel_kwargs: dict[str, Any] = no_effect({})
+    lora_cfg: LoraConfig = section(LoraConfig, "LoRA (not supported)")
+    env_vars: dict[str, Any] | None = no_effect(None)
+    clear_cache_every_n_steps: Int | None = no_effect(None)
+
+    @property
+    def is_active(self) -> bool:
+        return self.enabled
+
+
+class MegatronCheckpointConfig(Section):
+    """How Megatron writes checkpoints."""
+
+    async_save: bool = no_effect(True)
+    ckpt_assume_constant_structure: bool = no_effect(True)
+
+
+class PeftConfig(Section):
+    """LoRA of the Megatron backend."""
+
+    enabled: bool = only(False, why=_NO_LORA)
+    target_modules: list[str] = no_effect([])
+    exclude_modules: list[str] = no_effect([])
+    dim: Int = no_effect(8)
+    alpha: Int = no_effect(32)
+    dropout: Fraction = no_effect(0.0)
+    dropout_position: str = no_effect("post")
+    lora_A_init_method: str = no_effect("xavier")
+    lora_B_init_method: str = no_effect("zero")
+    a2a_experimental: bool = no_effect(False)
+    lora_dtype: str | None = no_effect("None")
+
+
+class DDPConfig(Section):
+    """Gradient exchange of Megatron."""
+
+    grad_reduce_in_fp32: bool = no_effect(False, "gradients are accumulated in fp32")
+    overlap_grad_reduce: bool = no_effect(True)
+    overlap_param_gather: bool = no_effect(True)
+    use_custom_fsdp: bool = no_effect(False)
+    data_parallel_sharding_strategy: str = no_effect("optim_grads_params")
+
+
+class Fp8Config(Section):
+    """FP8 training of Megatron."""
+
+    enabled: bool = only(False, why="FP8 is not supported; use policy.precision bfloat16 or float32")
+    fp8: str = no_effect("e4m3")
+    fp8_recipe: str = no_effect("blockwise")
+    fp8_param: bool = no_effect(False)
+
+
+class MegatronConfig(Section):
+    """The Megatron backend of NeMo RL. When enabled, its optimizer and scheduler sections are effective."""
+
+    enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    tensor_model_parallel_size: Positive = key(1, "only 1 is supported yet")
+    pipeline_model_parallel_size: Positive = key(1, "only 1 is supported yet")
+    context_parallel_size: Positive = key(1, "only 1 is supported yet")
+    expert_tensor_parallel_size: Positive = key(1, "only 1 is supported yet")
+    expert_model_parallel_size: Positive = key(1, "only 1 is supported yet")
+    optimizer: MegatronOptimizerConfig = section(MegatronOptimizerConfig, "optimizer")
+    scheduler: MegatronSchedulerConfig = section(MegatronSchedulerConfig, "learning rate and weight decay over the steps")
+    checkpoint: MegatronCheckpointConfig = section(MegatronCheckpointConfig, "Megatron's checkpoint format, not used here")
+    peft: PeftConfig = section(PeftConfig, "LoRA (not supported)")
+    distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
+    fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
+    model_overrides: dict[str, Any] = only({}, why="change the model by policy.hf_config_overrides")
+    converter_type: str | None = no_effect(None)
+    use_fused_linear_logprobs: bool = no_effect(False, "the LM head always runs in chunks")
+    fused_linear_logprobs_chunk_size: Int = no_effect(256)
+    force_reconvert_from_hf: bool = no_effect(False)
+    empty_unused_memory_level: Int = no_effect(1)
+    cuda_graph_impl: str = no_effect("none")
+    cuda_graph_modules: list = no_effect([])
+    cuda_graph_warmup_steps: Int = no_effect(3)
+    fine_grained_activation_offloading: bool = only(False, why=_NO_OFFLOAD)
+    offload_modules: list | None = no_effect(None)
+    recompute_granularity: str | None = no_effect("full")
+    recompute_modules: list | None = no_effect(None)
+    num_layers_in_first_pipeline_stage: Int | None = only(None, why=_NO_PIPELINE)
+    num_layers_in_last_pipeline_stage: Int | None = only(None, why=_NO_PIPELINE)
+    pipeline_dtype: str | None = no_effect(None)
+    sequence_parallel: bool = no_effect(False, "without tensor parallelism it makes no difference")
+    freeze_moe_router: bool = no_effect(True, "no mixture of experts")
+    moe_router_dtype: str | None = no_effect("fp64")
+    moe_router_load_balancing_type: str = no_effect("none")
+    moe_router_bias_update_rate: Real = no_effect(0.0)
+    moe_permute_fusion: bool = no_effect(True)
+    moe_per_layer_logging: bool = no_effect(False)
+    moe_enable_deepep: bool = no_effect(False)
+    moe_token_dispatcher_type: str = no_effect("alltoall")
+    moe_shared_expert_overlap: bool = no_effect(False)
+    apply_rope_fusion: bool = no_effect(True)
+    bias_activation_fusion: bool = no_effect(True)
+    gradient_accumulation_fusion: bool = no_effect(False)
+    use_fused_weighted_squared_relu: bool = no_effect(False)
+    defer_fp32_logits: bool = no_effect(False)
+    use_gloo_process_groups: bool = no_effect(False)
+    mtp_num_layers: Int = only(0, why=_NO_MTP)
+    mtp_loss_scaling_factor: Real = no_effect(0.0)
+    mtp_use_repeated_layer: bool = no_effect(False)
+    mtp_detach_heads: bool = no_effect(False)
+    env_vars: dict[str, Any] | None = no_effect(None)
+
+    @property
+    def is_active(self) -> bool:
+        return self.enabled
+
+
+PARALLEL_SIZES = {
+    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size"),
+    "megatron_cfg": (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_tensor_parallel_size",
+        "expert_model_parallel_size",
+    ),
+}

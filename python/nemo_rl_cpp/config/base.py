@@ -1,0 +1,98 @@
+"""What every section shares: attribute and key access, number types, and the marks that a key may carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """One mapping of the configuration, read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
+
+    Unknown keys are errors. A key marked by `only` takes no value but the listed ones, because the feature behind it is
+    not supported; a key marked by `no_effect` is known and makes no difference here.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", populate_by_name=True, protected_namespaces=(), allow_inf_nan=False, validate_default=False
+    )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the section does anything; values of unsupported features are not checked in one that is switched off."""
+        return True
+
+    def __getitem__(self, key: str) -> Any:
+        name = _field_name(type(self), key)
+        if name is not None:
+            return getattr(self, name)
+        extra = self.model_extra or {}
+        if key in extra:
+            return extra[key]
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and (_field_name(type(self), key) is not None or key in (self.model_extra or {}))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def keys(self) -> KeysView[str]:
+        return self.model_dump().keys()
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return ((key, self[key]) for key in self.keys())
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        options.setdefault("by_alias", True)  # `_v2` is not a possible attribute name
+        return super().model_dump(**options)
+
+
+def _field_name(model: type[BaseModel], key: str) -> str | None:
+    if key in model.model_fields:
+        return key
+    return next((name for name, info in model.model_fields.items() if info.alias == key), None)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Positive = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Real = Annotated[float, BeforeValidator(_number)]
+NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+
+
+def key(default: Any, doc: str, **options: Any) -> Any:
+    """A key with its default and meaning. The default is written nowhere else."""
+    if isinstance(default, (list, dict)):
+        return Field(default_factory=lambda: type(default)(default), description=doc, **options)
+    return Field(default, description=doc, **options)
+
+
+def section(model: type[Section], doc: str) -> Any:
+    """A section that is filled with its defaults when the file leaves it out."""
+    return Field(default_factory=model, description=doc)
+
+
+def only(*allowed: Any, why: str, **options: Any) -> Any:
+    """A key of a feature that is not supported: the first of `allowed` is the default, any other value is an error."""
+    first = allowed[0]
+    mark = {"only": list(allowed), "why": why}
+    if isinstance(first, (list, dict)):
+        return Field(default_factory=lambda: type(first)(first), description=why, json_schema_extra=mark, **options)
+    return Field(first, description=why, json_schema_extra=mark, **options)
+
+
+def no_effect(default: Any, why: str = "makes no difference here", **options: Any) -> Any:
+    """A key of NeMo RL that is accepted with any value of its type."""
+    if isinstance(default, (list, dict)):
+        return Field(default_factory=lambda: type(default)(default), description=why, json_schema_extra={"no_effect": True}, **options)
+    return Field(default, description=why, json_schema_extra={"no_effect": True}, **options)

@@ -1,0 +1,30 @@
+"""The `checkpointing` section."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .base import Int, Positive, Section, key, no_effect, only
+
+
+class CheckpointingConfig(Section):
+    """When a checkpoint is written and which ones stay. A checkpoint holds a Hugging Face folder."""
+
+    enabled: bool = key(True, "write checkpoints")
+    checkpoint_dir: str = key("results/grpo", "folder of the run; the same folder resumes it")
+    metric_name: str | None = key("val:accuracy", "metric that ranks checkpoints, train:NAME or val:NAME; null: newest win")
+    higher_is_better: bool = key(True, "direction of the metric")
+    keep_top_k: Positive | None = key(3, "checkpoints kept by rank (the latest always stays); null: all")
+    save_period: Positive = key(10, "steps between checkpoints")
+    checkpoint_must_save_by: str | None = key(None, "DD:HH:MM:SS after which a checkpoint is written and the run ends")
+    save_optimizer: bool = key(True, "write the optimizer's state (needed to resume)")
+    ft_keep_latest_k: Positive | None = key(None, "further keep the newest k")
+    ft_save_period: Positive | None = key(None, "further save every this many steps")
+    model_save_format: Literal["safetensors"] | None = key("safetensors", "safetensors (null means the same)")
+    save_consolidated: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
+    pretrained_checkpoint: Any = only(None, why="start from another checkpoint by policy.model_name")
+    model_cache_dir: str | None = no_effect(None)
+    model_repo_id: str | None = no_effect(None)
+    is_peft: bool = only(False, why="LoRA is not supported")
+    peft_config: Any = only(None, why="LoRA is not supported")
+    is_async: bool = no_effect(False)

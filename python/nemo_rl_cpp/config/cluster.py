@@ -1,0 +1,18 @@
+"""The `cluster` section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import Int, Positive, Section, key, no_effect
+
+
+class ClusterConfig(Section):
+    """How many devices, and who runs them."""
+
+    gpus_per_node: Positive = key(1, "devices of a machine; only 1 is supported yet (a CPU counts as one)")
+    num_nodes: Positive = key(1, "machines; only 1 is supported yet")
+    executor: Literal["auto", "in_process", "ray"] = key("auto", "in_process: everything in this process; ray is not supported yet")
+    master_port_range_low: Int = no_effect(1400)
+    master_port_range_high: Int = no_effect(1999)
+    segment_size: Int | None = no_effect(None)

@@ -1,0 +1,66 @@
+"""All mistakes of a configuration at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it was written ("grpo.yaml:12", "override 'a.b=c'", or ""), the dotted key, and what to do."""
+
+    where: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        subject = f"{self.key} " if self.key else ""
+        return f"{place}{subject}{self.message}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. `str()` lists every mistake, one a line; `problems` holds them."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = sorted(set(problems), key=lambda p: (p.where.rpartition(":")[0], _line(p.where), p.key, p.message))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def _line(where: str) -> int:
+    tail = where.rpartition(":")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+class Report:
+    """Collects mistakes and knows where each key was written."""
+
+    def __init__(self, positions: dict[str, str]):
+        self._positions = positions
+        self.problems: list[Problem] = []
+
+    def where(self, dotted: str) -> str:
+        """Place of the key, or of the section around it when the key is a default."""
+        while dotted:
+            if dotted in self._positions:
+                return self._positions[dotted]
+            dotted = dotted.rpartition(".")[0]
+        return ""
+
+    def is_written(self, dotted: str) -> bool:
+        return dotted in self._positions
+
+    def has_problem(self, dotted: str) -> bool:
+        """Whether the key, a section around it or a key in it is wrong already: what follows from it is not reported."""
+        return any(
+            p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".") for p in self.problems if p.key
+        )
+
+    def add(self, dotted: str, message: str, *related: str) -> None:
+        """Reports a mistake at `dotted`, unless it or a `related` key is wrong already. Its place is that of the first of
+        these keys that the file or the command line sets."""
+        keys = (dotted, *related)
+        if any(self.has_problem(key) for key in keys):
+            return
+        written = next((key for key in keys if self.is_written(key)), dotted)
+        self.problems.append(Problem(self.where(written), dotted, message))

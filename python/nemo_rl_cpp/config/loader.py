@@ -1,0 +1,157 @@
+"""Loads a configuration: C++ reads, merges and resolves; the schema checks; every mistake is reported at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from nemo_rl_cpp import _config
+
+from . import rules
+from .aliases import ALIASES
+from .base import Section
+from .env import KNOWN_ENVIRONMENTS
+from .errors import ConfigError, Problem, Report
+from .locate import find_config
+from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
+from .messages import dotted_key, known_keys, sentence, shown, unknown_key
+
+Master = TypeVar("Master", bound=MasterConfig)
+
+
+def load_grpo_config(path: str | os.PathLike[str] = "grpo_math_1B.yaml", overrides: Sequence[str] = ()) -> GRPOMasterConfig:
+    """The checked configuration of a GRPO, DAPO or ProRLv2 run.
+
+    `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra overrides ("policy.optimizer.kwargs.lr=1e-6").
+    Raises ConfigError (a ValueError) whose text lists every mistake with file, line, key and remedy. Does not import torch.
+    """
+    return _load(path, overrides, GRPOMasterConfig, rules.check_grpo)
+
+
+def load_ppo_config(path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml", overrides: Sequence[str] = ()) -> PPOMasterConfig:
+    """The checked configuration of a PPO run; see `load_grpo_config`."""
+    return _load(path, overrides, PPOMasterConfig, rules.check_ppo)
+
+
+def load_eval_config(path: str | os.PathLike[str] = "evals/eval.yaml", overrides: Sequence[str] = ()) -> EvalMasterConfig:
+    """The checked configuration of an evaluation; see `load_grpo_config`."""
+    return _load(path, overrides, EvalMasterConfig, rules.check_eval)
+
+
+def _load(
+    path: str | os.PathLike[str], overrides: Sequence[str], model: type[Master], check: Callable[[Master, Report], None]
+) -> Master:
+    file = find_config(path)
+    try:
+        data, positions, problems = _config.load(str(file), list(overrides), ALIASES, set(known_keys(model)))
+    except _config.LoadError as error:
+        raise ConfigError([Problem("", "", str(error))]) from None
+    report = Report(positions)
+    for kind, key, where, message in problems:
+        text = unknown_key(key, model) if kind == "unknown_key" else message
+        if kind == "unknown_key":
+            text += f" (to add a key of your own write {_with_plus(where)})" if "did you mean" not in text else ""
+        report.problems.append(Problem(where, key, text))
+        if kind == "interpolation":
+            _remove(data, tuple(key.split(".")))
+    config = _validate(data, model, report)
+    if config is not None:
+        config.fill_defaults()
+        _check_marks(config, "", report)
+        check(config, report)
+    if report.problems:
+        raise ConfigError(report.problems)
+    assert config is not None
+    config._positions = positions
+    return config
+
+
+def _with_plus(where: str) -> str:
+    return "+" + where.removeprefix("override '").removesuffix("'")
+
+
+def _validate(data: dict[str, Any], model: type[Master], report: Report) -> Master | None:
+    """The typed configuration; where the file has mistakes, that of the file without them, so that the rest is checked too."""
+    if isinstance(data.get("env"), dict):
+        for name, inner in KNOWN_ENVIRONMENTS.items():
+            if isinstance(data["env"].get(name), dict):
+                checked = _validate_part(data["env"][name], inner, ("env", name), model, report)
+                data["env"][name] = checked.model_dump() if checked is not None else {}
+    return _validate_part(data, model, (), model, report)
+
+
+def _validate_part(
+    data: dict[str, Any], part: type[Section], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
+) -> Any:
+    first = True
+    for _ in range(4):  # a repair may uncover a mistake, at most one a level
+        try:
+            return part.model_validate(data)
+        except ValidationError as failure:
+            for error in failure.errors(include_url=False):
+                key = dotted_key(prefix + error["loc"])
+                if first and not report.has_problem(key):
+                    report.problems.append(Problem(report.where(key), key, sentence(error, key, model)))
+                _repair(data, error)
+            first = False
+    return None
+
+
+def _repair(data: dict[str, Any], error: dict[str, Any]) -> None:
+    location = tuple(part for part in dotted_key(error["loc"]).split(".") if part)
+    if error["type"] == "missing":
+        _put(data, location, {} if location[-1] in ("policy", "generation", "data") else "?")
+    else:
+        _remove(data, location)
+
+
+def _put(data: Any, location: tuple[str, ...], value: Any) -> None:
+    for part in location[:-1]:
+        data = data[int(part)] if isinstance(data, list) else data.setdefault(part, {})
+    data[location[-1]] = value
+
+
+def _remove(data: dict[str, Any], location: tuple[str, ...]) -> None:
+    """Removes a key; for an element of a list, the whole list."""
+    node: Any = data
+    for i, part in enumerate(location):
+        if not isinstance(node, dict) or part not in node:
+            return
+        inner = node[part]
+        if i + 1 == len(location) or isinstance(inner, list) and i + 2 >= len(location) or not isinstance(inner, (dict, list)):
+            del node[part]
+            return
+        if isinstance(inner, list):
+            _remove_in_list(inner, location[i + 1 :], node, part)
+            return
+        node = inner
+
+
+def _remove_in_list(items: list[Any], rest: tuple[str, ...], parent: dict[str, Any], name: str) -> None:
+    index = int(rest[0]) if rest[0].isdigit() else len(items)
+    if index < len(items) and isinstance(items[index], dict):
+        _remove(items[index], rest[1:])
+    else:
+        del parent[name]
+
+
+def _check_marks(section: Section, prefix: str, report: Report) -> None:
+    """Keys of unsupported features must be at the value that switches the feature off."""
+    if not section.is_active:
+        return
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        key = prefix + (info.alias or name)
+        mark = info.json_schema_extra
+        if isinstance(mark, dict) and "only" in mark and not any(value == ok and type(value) is type(ok) for ok in mark["only"]):
+            allowed = " or ".join(shown(ok) for ok in mark["only"])
+            report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
+        if isinstance(value, Section):
+            _check_marks(value, f"{key}.", report)
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                if isinstance(item, Section):
+                    _check_marks(item, f"{key}.{i}.", report)

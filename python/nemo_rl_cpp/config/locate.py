@@ -1,0 +1,67 @@
+"""Finds configuration and prompt files: as given, in the source tree, or in the installed package."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from .errors import ConfigError, Problem
+
+PACKAGE = Path(__file__).resolve().parents[1]
+_RENAMED = {"grpo.yaml": "grpo_math_1B.yaml", "ppo.yaml": "ppo_math_1B_megatron.yaml"}
+
+
+def source_tree() -> Path | None:
+    """The checkout that this package is run from, or None for an installed wheel."""
+    root = PACKAGE.parents[1]
+    return root if (root / "pyproject.toml").is_file() and (root / "configs").is_dir() else None
+
+
+def config_folders() -> list[Path]:
+    """Folders that hold the shipped configurations; a checkout's own come before those in the package."""
+    root = source_tree()
+    return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
+
+
+def find_config(path: str | os.PathLike[str]) -> Path:
+    """The YAML file that `path` means.
+
+    An existing file as given; else the same path below the shipped `configs/`, where a leading `examples/configs/` or
+    `configs/` is dropped, `grpo.yaml` is `grpo_math_1B.yaml` and NeMo RL's `NAME.v2.yaml` is `NAME.yaml`.
+    Raises ConfigError that lists the nearest names.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    relative = given
+    for prefix in ("examples/configs", "configs"):
+        if given.is_relative_to(prefix):
+            relative = given.relative_to(prefix)
+            break
+    names = [relative, relative.with_name(_RENAMED.get(relative.name, relative.name.replace(".v2.yaml", ".yaml")))]
+    if not given.is_absolute():
+        for folder in config_folders():
+            for name in names:
+                if (folder / name).is_file():
+                    return folder / name
+    raise ConfigError([Problem("", "", _not_found(str(path), relative))])
+
+
+def _not_found(given: str, relative: Path) -> str:
+    known = sorted({str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")})
+    near = difflib.get_close_matches(str(relative), known, 3, 0.5)
+    near += [name for name in known if Path(name).name == relative.name and name not in near]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"shipped are {', '.join(known)}"
+    return f"the configuration file {given} does not exist, neither here nor among the shipped ones; {hint}"
+
+
+def find_prompt(path: str | os.PathLike[str]) -> Path | None:
+    """A prompt file as given, in the source tree, or in the package (`examples/prompts/` is `prompts/` there)."""
+    given = Path(path).expanduser()
+    candidates = [given]
+    if not given.is_absolute():
+        root = source_tree()
+        candidates += [root / given] if root else []
+        candidates += [PACKAGE / given, PACKAGE / "prompts" / given.name]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)

@@ -1,0 +1,99 @@
+"""The whole configuration of a GRPO run, a PPO run and an evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from .base import Section, key, only, section
+from .checkpointing import CheckpointingConfig
+from .cluster import ClusterConfig
+from .data import DataConfig, EvalDataConfig
+from .env import EnvConfigs
+from .eval import EvalConfig
+from .generation import EvalGenerationConfig
+from .grpo import DataPlaneConfig, GRPOConfig, RewardPenaltyConfig
+from .logger import LoggerConfig
+from .loss import ClippedPGLossConfig, MseValueLossConfig
+from .policy import PolicyConfig, TokenizerConfig, fill
+from .ppo import PPOConfig
+from .value import ValueConfig
+
+
+class MasterConfig(Section):
+    """Common to all: the plain tree and where each key was written."""
+
+    _positions: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """The configuration as a plain dictionary, defaults included."""
+        return self.model_dump()
+
+    @property
+    def positions(self) -> dict[str, str]:
+        """Dotted key -> "file.yaml:line" or "override '...'", for the keys that a file or the command line sets."""
+        return self._positions
+
+    def fill_defaults(self) -> None:
+        """Values that follow from others, where the file leaves them out."""
+
+
+class GRPOMasterConfig(MasterConfig):
+    """A GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
+
+    grpo: GRPOConfig = section(GRPOConfig, "training loop")
+    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss")
+    policy: PolicyConfig = key(..., "model, training and generation")
+    data: DataConfig = section(DataConfig, "data sets")
+    env: EnvConfigs = key({}, "environments by name")
+    checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
+    logger: LoggerConfig = section(LoggerConfig, "logs")
+    cluster: ClusterConfig = section(ClusterConfig, "devices")
+    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
+    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues (not supported)")
+    on_policy_distillation: Any = only(None, why="distillation is not supported")
+
+    def fill_defaults(self) -> None:
+        self.policy.fill_defaults()
+
+
+class PPOMasterConfig(MasterConfig):
+    """A PPO run (`run_ppo`)."""
+
+    ppo: PPOConfig = section(PPOConfig, "training loop")
+    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "policy loss")
+    value_loss_fn: MseValueLossConfig = section(MseValueLossConfig, "value loss")
+    policy: PolicyConfig = key(..., "actor: model, training and generation")
+    value: ValueConfig = section(ValueConfig, "critic")
+    data: DataConfig = section(DataConfig, "data sets")
+    env: EnvConfigs = key({}, "environments by name")
+    checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
+    logger: LoggerConfig = section(LoggerConfig, "logs")
+    cluster: ClusterConfig = section(ClusterConfig, "devices")
+    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
+    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues (not supported)")
+    on_policy_distillation: Any = only(None, why="distillation is not supported")
+
+    def fill_defaults(self) -> None:
+        self.policy.fill_defaults()
+        self.value.fill_from(self.policy)
+
+
+class EvalMasterConfig(MasterConfig):
+    """An evaluation (`run_eval`)."""
+
+    eval: EvalConfig = section(EvalConfig, "what is measured")
+    generation: EvalGenerationConfig = key(..., "model, sampling and engine")
+    tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
+    data: EvalDataConfig = key(..., "data set")
+    env: EnvConfigs = key({}, "environments by name")
+    cluster: ClusterConfig = section(ClusterConfig, "devices")
+
+    def fill_defaults(self) -> None:
+        generation = self.generation
+        fill(generation.vllm_cfg, max_model_len=2048, precision="bfloat16")
+        fill(generation, max_new_tokens=generation.vllm_cfg.max_model_len, val_temperature=generation.temperature)
+        fill(generation, val_top_p=generation.top_p, val_top_k=generation.top_k)
+        fill(self.tokenizer, name=generation.model_name)

@@ -1,0 +1,138 @@
+"""Turns what pydantic finds into sentences: what was given, what is expected, which key was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from .aliases import ALIASES
+from .base import Section
+from .data import DATASET_KEYS
+from .env import KNOWN_ENVIRONMENTS
+
+_UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
+
+
+def section_type(annotation: Any) -> type[Section] | None:
+    """The section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
+        for argument in typing.get_args(annotation):
+            if (found := section_type(argument)) is not None:
+                return found
+    return None
+
+
+def fields_of(model: type[Section]) -> Iterator[tuple[str, Any]]:
+    """(name as in YAML, field info) of a section."""
+    for name, info in model.model_fields.items():
+        yield info.alias or name, info
+
+
+@cache
+def known_keys(model: type[Section]) -> frozenset[str]:
+    """Every dotted key of the schema, sections included."""
+    found: set[str] = set()
+
+    def walk(section: type[Section], prefix: str) -> None:
+        for name, info in fields_of(section):
+            found.add(prefix + name)
+            if (inner := section_type(info.annotation)) is not None:
+                walk(inner, f"{prefix}{name}.")
+
+    walk(model, "")
+    if "env" in model.model_fields:
+        for name, inner in KNOWN_ENVIRONMENTS.items():
+            walk(inner, f"env.{name}.")
+    if "grpo" in model.model_fields or "ppo" in model.model_fields:
+        found.update(f"data.{split}.{key}" for split in ("train", "validation") for keys in DATASET_KEYS.values() for key in keys)
+    return frozenset(found)
+
+
+def unknown_key(dotted: str, model: type[Section]) -> str:
+    """Sentence for a key that is not in the schema, with the nearest one."""
+    parent, _, name = dotted.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    every = known_keys(model) | {spelling for spelling, canonical in ALIASES if canonical in known_keys(model)}
+    here = sorted(key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix))
+    near = difflib.get_close_matches(name, here, 1, 0.6)
+    if near:
+        return f"is unknown; did you mean {near[0]}?"
+    same = sorted(key for key in every if key.rpartition(".")[2] == name)
+    if same:
+        return f"is unknown here; did you mean {same[0]}?"
+    far = difflib.get_close_matches(dotted, sorted(every), 1, 0.8)
+    if far:
+        return f"is unknown; did you mean {far[0]}?"
+    return f"is unknown; {parent or 'the file'} knows {', '.join(here)}" if here else "is unknown"
+
+
+def dotted_key(location: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in location if part not in _UNION_TAGS)
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would show it, short."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def sentence(error: dict[str, Any], dotted: str, model: type[Section]) -> str:
+    """What to say about one pydantic error."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return unknown_key(dotted, model)
+    if kind == "missing":
+        return "is missing; set it in the file or on the command line"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return _choice(context["expected"], value)
+    bound = _BOUNDS.get(kind)
+    if bound is not None:
+        limit = next(iter(context.values()))
+        return f"must be {bound} {limit}, not {shown(value)}"
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        return f"{error['msg'][0].lower()}{error['msg'][1:]} (given: {shown(value)})"
+    hint = f" (write '{value}' in quotes)" if kind == "string_type" and isinstance(value, (int, float)) else ""
+    return f"must be {expected}, not {shown(value)}{hint}"
+
+
+def _choice(expected: str, value: Any) -> str:
+    allowed = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
+    near = difflib.get_close_matches(str(value), allowed, 1, 0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    what = f"one of {', '.join(allowed)}" if len(allowed) > 1 else f"{allowed[0]} (nothing else is supported)"
+    return f"must be {what}, not {shown(value)}{hint}"
+
+
+_BOUNDS = {"greater_than_equal": "at least", "greater_than": "greater than", "less_than_equal": "at most", "less_than": "less than"}
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "a smaller integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list of two numbers",
+    "too_short": "a longer list",
+    "too_long": "a shorter list",
+    "dict_type": "a section (lines of key: value)",
+    "model_type": "a section (lines of key: value)",
+    "model_attributes_type": "a section (lines of key: value)",
+}

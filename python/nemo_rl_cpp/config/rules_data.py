@@ -1,0 +1,67 @@
+"""Rules of data sets, prompts and environments."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from .data import DATASET_KEYS, DataConfig, DatasetConfig, DatasetDefaults, EvalDataConfig, datasets_of
+from .errors import Report
+from .locate import find_prompt
+
+
+def check_data(data: DataConfig, env: dict[str, Any], report: Report) -> None:
+    if data.train is None or data.train == []:
+        report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
+    default = data.default or DatasetDefaults()
+    _check_files(default, "data.default", report)
+    _check_env_name(default.env_name, "data.default", env, report)
+    _check_extra_keys(default, "data.default", (), report)
+    for split in ("train", "validation"):
+        for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
+            _check_dataset(dataset, dotted, env, report)
+
+
+def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -> None:
+    _check_dataset(data, "data", env, report)
+
+
+def _check_dataset(dataset: DatasetConfig, dotted: str, env: dict[str, Any], report: Report) -> None:
+    _check_files(dataset, dotted, report)
+    _check_env_name(dataset.env_name, dotted, env, report)
+    name = dataset.dataset_name
+    if "." in name:  # a class of the user's
+        return
+    if name not in DATASET_KEYS:
+        near = difflib.get_close_matches(name, DATASET_KEYS, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_KEYS)}"
+        report.add(f"{dotted}.dataset_name", f"{name} is unknown; {hint} (a class of your own is written package.module.Name)")
+        return
+    _check_extra_keys(dataset, dotted, DATASET_KEYS[name], report)
+    if name == "ResponseDataset" and "data_path" not in (dataset.model_extra or {}):
+        report.add(f"{dotted}.data_path", "is missing: ResponseDataset reads a file or a data set of the hub", f"{dotted}.dataset_name")
+
+
+def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], report: Report) -> None:
+    known = sorted({*type(dataset).model_fields, *allowed})
+    for key in dataset.model_extra or {}:
+        if key in allowed:
+            continue
+        near = difflib.get_close_matches(key, known, 1, 0.6)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        report.add(f"{dotted}.{key}", f"is unknown; {hint}")
+
+
+def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
+    for name in ("prompt_file", "system_prompt_file"):
+        path = getattr(dataset, name)
+        if path is not None and find_prompt(path) is None:
+            report.add(f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null")
+
+
+def _check_env_name(name: str | None, dotted: str, env: dict[str, Any], report: Report) -> None:
+    if name is None or name in env:
+        return
+    near = difflib.get_close_matches(name, env, 1, 0.5)
+    hint = f"did you mean {near[0]}?" if near else f"env has {', '.join(env) or 'no entry'}"
+    report.add(f"{dotted}.env_name", f"{name} has no section env.{name}; {hint}")

@@ -1,0 +1,42 @@
+"""The `value` section: PPO's critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Section, key, no_effect, section
+from .policy import Precision, SequencePackingConfig, TrainedModelConfig, fill
+
+
+class RewardModelConfig(Section):
+    """NeMo RL's way to a scalar head; the native value model always has one."""
+
+    enabled: bool = no_effect(True)
+    reward_model_type: str = no_effect("regression")
+
+
+class ValuePackingConfig(SequencePackingConfig):
+    """Sequence packing of the value model."""
+
+    enabled: bool = key(False, "pack sequences")
+
+
+class ValueConfig(TrainedModelConfig):
+    """The critic: the policy's architecture with a scalar head. What is left out follows the policy."""
+
+    precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
+    sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
+    reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
+    generation: Any = no_effect(None)
+
+    def fill_from(self, policy: TrainedModelConfig) -> None:
+        """Takes what the file leaves out from the policy."""
+        fill(
+            self,
+            model_name=policy.model_name,
+            precision=policy.precision,
+            train_global_batch_size=policy.train_global_batch_size,
+            train_micro_batch_size=policy.train_micro_batch_size,
+            max_total_sequence_length=policy.max_total_sequence_length,
+        )
+        self.fill_batching()

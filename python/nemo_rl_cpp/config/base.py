@@ -16,7 +16,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", populate_by_name=True, protected_namespaces=(), allow_inf_nan=False, validate_default=False
+        extra="forbid", populate_by_name=True, protected_namespaces=(), allow_inf_nan=False, validate_default=False, defer_build=True
     )
 
     @property

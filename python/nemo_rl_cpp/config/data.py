@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Discriminator, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Tag
 
-from .base import Int, Positive, Real, Section, key, no_effect, section
+from .base import Int, Positive, Section, key, no_effect, section
 
 # Keys of each data set beyond the common ones; a name with a dot is a class of the user's and takes any keys.
-_SPLIT = ("split", "split_validation_size", "seed", "size")
-_FILE = (*_SPLIT, "data_path", "input_key", "output_key", "subset", "filter")
+_HUB = ("split", "repeat")
+_GENERATED = ("split", "num_samples")
 DATASET_KEYS: dict[str, tuple[str, ...]] = {
-    "OpenMathInstruct-2": (*_SPLIT, "output_key", "prompt_file"),
-    "DAPOMath17K": _SPLIT,
-    "DAPOMathAIME2024": (*_SPLIT, "repeat"),
-    "DeepScaler": _SPLIT,
-    "AIME2024": (*_SPLIT, "repeat", "variant"),
-    "AIME2025": (*_SPLIT, "repeat", "variant"),
-    "AIME2026": (*_SPLIT, "repeat", "variant"),
-    "GSM8K": (*_SPLIT, "subset"),
-    "ResponseDataset": _FILE,
-    "arithmetic": (*_SPLIT, "max_number", "num_shots", "operators", "num_terms"),
-    "reverse_digits": (*_SPLIT, "num_digits"),
-    "reasoning_gym": (*_SPLIT, "task", "task_config", "num_shots"),
+    "OpenMathInstruct-2": (*_HUB, "output_key"),
+    "DAPOMath17K": _HUB,
+    "DAPOMathAIME2024": _HUB,
+    "DeepScaler": _HUB,
+    "AIME2024": _HUB,
+    "AIME2025": _HUB,
+    "GSM8K": _HUB,
+    "math500": _HUB,
+    "ResponseDataset": ("data_path", "input_key", "output_key", "subset", "split"),
+    "arithmetic": (*_GENERATED, "max_number", "num_shots"),
+    "reverse_digits": (*_GENERATED, "num_digits"),
+    "reasoning_gym": (*_GENERATED, "task", "task_options", "num_shots"),
 }
 
 
@@ -38,11 +38,20 @@ class DatasetDefaults(Section):
     env_name: str | None = key(None, "environment that scores it, a key of `env`")
 
 
+def _held_out(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value >= 1):
+        raise ValueError(f"must be a share from 0 to below 1, or a whole number of samples, not {value!r}")
+    return value
+
+
+HeldOut = Annotated[Any, AfterValidator(_held_out)]
+
+
 class DatasetConfig(DatasetDefaults):
     """One data set. Further keys depend on dataset_name."""
 
     dataset_name: str = key(..., "known name, ResponseDataset with data_path, or a class package.module.Name")
-    split_validation_size: Real | None = key(None, "share (0 to 1) of the data held out for validation; null: none", ge=0, lt=1)
+    split_validation_size: HeldOut = key(None, "held out for validation: a share below 1, or a number of samples; null or 0: nothing")
     seed: Int | None = key(None, "seed of the split or of generated data")
 
 

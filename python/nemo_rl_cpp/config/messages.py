@@ -57,6 +57,8 @@ def known_keys(model: type[Section]) -> frozenset[str]:
 def unknown_key(dotted: str, model: type[Section]) -> str:
     """Sentence for a key that is not in the schema, with the nearest one."""
     parent, _, name = dotted.rpartition(".")
+    if name == "_override_":
+        return "works in a section at the top of the file only, not deeper"
     prefix = f"{parent}." if parent else ""
     every = known_keys(model) | {spelling for spelling, canonical in ALIASES if canonical in known_keys(model)}
     here = sorted(key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix))

@@ -15,20 +15,21 @@ def check_data(data: DataConfig, env: dict[str, Any], report: Report) -> None:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
     default = data.default or DatasetDefaults()
     _check_files(default, "data.default", report)
-    _check_env_name(default.env_name, "data.default", env, report)
     _check_extra_keys(default, "data.default", (), report)
     for split in ("train", "validation"):
         for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
-            _check_dataset(dataset, dotted, env, report)
+            _check_dataset(dataset, dotted, report)
+            inherits = dataset.env_name is None
+            _check_env_name(default.env_name if inherits else dataset.env_name, "data.default" if inherits else dotted, env, report)
 
 
 def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -> None:
-    _check_dataset(data, "data", env, report)
+    _check_dataset(data, "data", report)
+    _check_env_name(data.env_name, "data", env, report)
 
 
-def _check_dataset(dataset: DatasetConfig, dotted: str, env: dict[str, Any], report: Report) -> None:
+def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report) -> None:
     _check_files(dataset, dotted, report)
-    _check_env_name(dataset.env_name, dotted, env, report)
     name = dataset.dataset_name
     if "." in name:  # a class of the user's
         return
@@ -46,6 +47,9 @@ def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str,
     known = sorted({*type(dataset).model_fields, *allowed})
     for key in dataset.model_extra or {}:
         if key in allowed:
+            continue
+        if key == "_override_":
+            report.add(f"{dotted}.{key}", "works in a section at the top of the file only, not deeper")
             continue
         near = difflib.get_close_matches(key, known, 1, 0.6)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"

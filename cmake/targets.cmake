@@ -20,6 +20,7 @@ target_link_libraries(nemo_rl_config PUBLIC nemo::yaml_cpp)
 # ---- extension modules
 if(NEMO_RL_BUILD_PYTHON)
   install(TARGETS nemo_rl_core LIBRARY DESTINATION nemo_rl_cpp)
+  install(DIRECTORY configs DESTINATION nemo_rl_cpp)     # a wheel finds them without the source tree
   function(nemo_python_module name)
     Python_add_library(${name} MODULE WITH_SOABI ${ARGN})
     target_include_directories(${name} BEFORE PRIVATE ${NEMO_PYBIND11_INCLUDE})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, SerializerFunctionWrapHandler, Tag, model_serializer
 
 from .base import Int, Positive, Section, key, no_effect, section
 
@@ -37,8 +37,15 @@ class DatasetDefaults(Section):
     processor: str | None = key(None, "registered processor that makes a sample (math_hf_data_processor)")
     env_name: str | None = key(None, "environment that scores it, a key of `env`")
 
+    @model_serializer(mode="wrap")
+    def _only_what_was_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # null and absent differ here: `data.default` fills in what is absent
+        return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
+
 
 def _held_out(value: Any) -> Any:
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value >= 1):
         raise ValueError(f"must be a share from 0 to below 1, or a whole number of samples, not {value!r}")
     return value

@@ -7,17 +7,40 @@ from typing import Any, Literal
 from .base import Positive, Real, Section, key
 
 
-class MathEnvConfig(Section):
-    """The math environment: scores an answer 1 or 0 in worker processes."""
+class VerifierPoolConfig(Section):
+    """Verifiers that run in processes of their own and are killed at a deadline."""
 
-    num_workers: Positive = key(8, "verifier processes")
+    num_workers: Positive = key(1, "verifier processes")
+    verifier_deadline_s: Real = key(5.0, "seconds for one response, after which its verifier is killed and it scores 0", gt=0)
+    verifier_memory_mb: Positive | None = key(2048, "memory of a verifier process in MB; null: no limit")
+    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
+
+
+class MathEnvConfig(VerifierPoolConfig):
+    """Compares the answer with the ground truth: 1 or 0."""
+
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = key("hf_math_verify", "how answers are compared")
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = key("math", "kind of answer")
-    stop_strings: list[str] | None = key(None, "texts that end a response")
-    timeout: Real | None = key(None, "seconds until a verifier is killed and the answer scores 0; null: the environment's default", gt=0)
+    stop_strings: list[str] | None = key(None, "texts that end a response of the next turn")
 
 
-# Environments that this package brings with a fixed set of keys; others take any keys.
-KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {"math": MathEnvConfig}
+class ReasoningGymEnvConfig(VerifierPoolConfig):
+    """Scores by the task's own function of the reasoning_gym package."""
+
+    answer_format: Literal["auto", "tag", "line"] = key("auto", "where the answer stands in a response")
+
+
+class PlainEnvConfig(Section):
+    """An environment without settings."""
+
+
+# Environments of this package; others (registered or by dotted class name) take any keys.
+KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
+    "math": MathEnvConfig,
+    "math_default": MathEnvConfig,
+    "arithmetic": PlainEnvConfig,
+    "reverse_digits": PlainEnvConfig,
+    "reasoning_gym": ReasoningGymEnvConfig,
+}
 
 EnvConfigs = dict[str, Any]

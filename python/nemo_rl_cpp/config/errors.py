@@ -58,9 +58,10 @@ class Report:
 
     def add(self, dotted: str, message: str, *related: str) -> None:
         """Reports a mistake at `dotted`, unless it or a `related` key is wrong already. Its place is that of the first of
-        these keys that the file or the command line sets."""
+        these keys that an override sets, else of the first that a file sets."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return
-        written = next((key for key in keys if self.is_written(key)), dotted)
+        overridden = (key for key in keys if self._positions.get(key, "").startswith("override "))
+        written = next(overridden, None) or next((key for key in keys if self.is_written(key)), dotted)
         self.problems.append(Problem(self.where(written), dotted, message))

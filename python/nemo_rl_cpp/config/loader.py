@@ -79,7 +79,7 @@ def _validate(data: dict[str, Any], model: type[Master], report: Report) -> Mast
         for name, inner in KNOWN_ENVIRONMENTS.items():
             if isinstance(data["env"].get(name), dict):
                 checked = _validate_part(data["env"][name], inner, ("env", name), model, report)
-                data["env"][name] = checked.model_dump() if checked is not None else {}
+                data["env"][name] = checked.model_dump(exclude_unset=True) if checked is not None else {}
     return _validate_part(data, model, (), model, report)
 
 
@@ -155,3 +155,13 @@ def _check_marks(section: Section, prefix: str, report: Report) -> None:
             for i, item in enumerate(value):
                 if isinstance(item, Section):
                     _check_marks(item, f"{key}.{i}.", report)
+
+
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """"grpo", "ppo" or "eval", by the sections of a file."""
+    file = find_config(path)
+    try:
+        data = _config.load_file(str(file))
+    except _config.LoadError as error:
+        raise ConfigError([Problem("", "", str(error))]) from None
+    return "ppo" if "ppo" in data else "eval" if "eval" in data else "grpo"

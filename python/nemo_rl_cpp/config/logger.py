@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .base import Count, Real, Section, key, no_effect, section
 
 
@@ -11,6 +13,13 @@ class WandbConfig(Section):
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
     entity: str | None = key(None, "team or user")
+    group: str | None = key(None, "group of runs")
+    job_type: str | None = key(None, "kind of run")
+    tags: list[str] | None = key(None, "tags")
+    notes: str | None = key(None, "text shown with the run")
+    mode: Literal["online", "offline", "disabled", "shared"] | None = key(None, "online, offline, disabled or shared; null: WANDB_MODE")
+    id: str | None = key(None, "identifier of a run to continue")
+    resume: Literal["allow", "must", "never", "auto"] | None = key(None, "how that run continues")
     log_nemo_gym_full_result_tables: bool = no_effect(False)
 
 
@@ -19,6 +28,10 @@ class SwanlabConfig(Section):
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
+    workspace: str | None = key(None, "team or user")
+    description: str | None = key(None, "text shown with the run")
+    tags: list[str] | None = key(None, "tags")
+    mode: str | None = key(None, "cloud, local, offline or disabled")
 
 
 class MLflowConfig(Section):
@@ -26,7 +39,9 @@ class MLflowConfig(Section):
 
     experiment_name: str = key("grpo-dev", "experiment")
     run_name: str | None = key("grpo-dev-logger", "name of the run")
-    tracking_uri: str | None = key("http://localhost:5000", "server, or a folder")
+    tracking_uri: str | None = key(None, "server, or a folder; null: MLFLOW_TRACKING_URI")
+    run_id: str | None = key(None, "identifier of a run to continue")
+    artifact_location: str | None = key(None, "where files go; null: the run's log folder")
 
 
 class TrackioConfig(Section):
@@ -34,6 +49,8 @@ class TrackioConfig(Section):
 
     project: str = key("grpo-dev", "project")
     name: str | None = key("grpo-dev-logger", "name of the run")
+    group: str | None = key(None, "group of runs")
+    space_id: str | None = key(None, "Hugging Face Space that shows the run")
 
 
 class TensorboardConfig(Section):

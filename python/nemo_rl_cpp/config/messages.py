@@ -62,10 +62,10 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     prefix = f"{parent}." if parent else ""
     every = known_keys(model) | {spelling for spelling, canonical in ALIASES if canonical in known_keys(model)}
     here = sorted(key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix))
-    near = difflib.get_close_matches(name, here, 1, 0.6)
+    near = difflib.get_close_matches(name, here, 1, 0.55)
     if near:
         return f"is unknown; did you mean {near[0]}?"
-    same = sorted(key for key in every if key.rpartition(".")[2] == name)
+    same = sorted((key for key in every if key.rpartition(".")[2] == name), key=lambda key: (key.count("."), key))
     if same:
         return f"is unknown here; did you mean {same[0]}?"
     far = difflib.get_close_matches(dotted, sorted(every), 1, 0.8)

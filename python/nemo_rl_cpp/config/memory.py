@@ -1,0 +1,189 @@
+"""Forecast of a run's peak memory by phase, from the model's sizes and the configuration alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .generation import GenerationConfig
+from .master import GRPOMasterConfig, PPOMasterConfig
+from .policy import PolicyConfig, TrainedModelConfig
+
+_LM_HEAD_ROWS = 256  # response tokens of one LM-head chunk, when policy.logprob_chunk_size does not say
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What config.json says about a decoder."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+    @property
+    def layer_parameters(self) -> int:
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * key_value)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights; biases and head norms (far below a percent) are left out."""
+        return self.num_hidden_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Without the LM head of an untied model: a value model has a single column there."""
+        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.parameters - head + self.hidden_size
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step and what lies in memory then: (what, bytes)."""
+
+    name: str
+    parts: tuple[tuple[str, float], ...]
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.parts)
+
+
+def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes | None:
+    """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine."""
+    known: dict[str, Any] = {}
+    file = Path(model_name).expanduser() / "config.json"
+    if file.is_file():
+        known = json.loads(file.read_text(encoding="utf-8"))
+    elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct":  # the packaged model; its sizes are public
+        known = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                 "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+    known |= overrides or {}
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if any(name not in known for name in needed):
+        return None
+    heads = known["num_attention_heads"]
+    return ModelSizes(
+        **{name: known[name] for name in needed},
+        num_key_value_heads=known.get("num_key_value_heads") or heads,
+        head_dim=known.get("head_dim") or known["hidden_size"] // heads,
+        tie_word_embeddings=bool(known.get("tie_word_embeddings", False)),
+    )
+
+
+def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
+    """Phases with their peak memory in bytes, or None when the model's sizes are not known on this machine.
+
+    An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top.
+    """
+    policy = config.policy
+    sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
+    if sizes is None:
+        return None
+    width = _width(policy)
+    resting = _resting(policy, sizes.parameters, "policy")
+    value = None
+    if isinstance(config, PPOMasterConfig) and config.ppo.adv_estimator.name == "gae":
+        value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or sizes
+        resting += _resting(config.value, value.backbone_parameters, "value")
+    if config.loss_fn.reference_policy_kl_penalty:
+        resting += (("reference weights", sizes.parameters * width),)
+    phases = [
+        Phase("generation", (*resting, ("KV cache", _kv_cache(policy, sizes, _rollouts(config))), ("logits", _batch(policy, config) * sizes.vocab_size * 4.0))),
+        Phase("log-probabilities", (*resting, ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers), ("logits chunk", _logits(policy, sizes)))),
+        Phase("policy training", (*resting, ("policy gradients", sizes.parameters * 4.0), ("activations", _activations(policy, sizes)), ("logits chunk", 2 * _logits(policy, sizes)))),
+    ]
+    if value is not None:
+        phases.append(Phase("value training", (*resting, ("value gradients", value.backbone_parameters * 4.0), ("activations", _activations(config.value, value)))))
+    return phases
+
+
+def _width(model: TrainedModelConfig) -> int:
+    return 2 if model.precision == "bfloat16" else 4
+
+
+def _resting(model: TrainedModelConfig, parameters: int, name: str) -> tuple[tuple[str, float], ...]:
+    """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two fp32 moments."""
+    masters = ((f"{name} master weights", parameters * 4.0),) if model.precision == "bfloat16" else ()
+    return ((f"{name} weights", float(parameters * _width(model))), *masters, (f"{name} optimizer", parameters * 8.0))
+
+
+def _rollouts(config: GRPOMasterConfig | PPOMasterConfig) -> int:
+    loop = config.grpo if isinstance(config, GRPOMasterConfig) else config.ppo
+    return int(loop.num_prompts_per_step * loop.batch_multiplier) * loop.num_generations_per_prompt
+
+
+def _batch(policy: PolicyConfig, config: GRPOMasterConfig | PPOMasterConfig) -> int:
+    return min(policy.generation.max_batch_size or _rollouts(config), _rollouts(config))
+
+
+def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:
+    """Keys and values of all sequences at once, or the budget if that is less."""
+    generation: GenerationConfig = policy.generation
+    sequences = min(generation.max_batch_size or rollouts, rollouts)
+    length = generation.effective_max_model_len(policy.max_total_sequence_length)
+    a_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+    full = float(sequences * length * a_token)
+    return min(full, generation.kv_cache_gb * 1e9) if generation.kv_cache_gb else full
+
+
+def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
+    for batching in (model.sequence_packing, model.dynamic_batching):
+        if batching.enabled:
+            return getattr(batching, f"{kind}_mb_tokens")
+    samples = model.train_micro_batch_size if kind == "train" else model.logprob_batch_size
+    return samples * model.max_total_sequence_length
+
+
+def _layer_tokens(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
+    """Bytes that the backward pass needs of all layers for one micro-batch: what each product and norm read."""
+    heads = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads + sizes.num_attention_heads) * sizes.head_dim
+    a_layer = 4 * sizes.hidden_size + heads + 3 * sizes.intermediate_size
+    return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * a_layer * _width(model))
+
+
+def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
+    full = _layer_tokens(model, sizes, "train")
+    if not model.activation_checkpointing:
+        return full
+    inputs = float(_micro_batch_tokens(model, "train") * sizes.num_hidden_layers * sizes.hidden_size * _width(model))
+    return inputs + full / sizes.num_hidden_layers  # the layers' inputs, and one layer recomputed
+
+
+def _logits(policy: PolicyConfig, sizes: ModelSizes) -> float:
+    return float((policy.logprob_chunk_size or _LM_HEAD_ROWS) * sizes.vocab_size * 4)
+
+
+def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
+    """The forecast as a table for the terminal."""
+    phases = forecast(config)
+    if phases is None:
+        return (
+            f"Peak memory: not known, because the sizes of {config.policy.model_name} are not on this machine; "
+            "set policy.model_name to a model folder (with config.json) for a forecast."
+        )
+    lines = ["Peak memory by phase (estimate; libraries and Python come on top):"]
+    for phase in phases:
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in phase.parts)
+        lines.append(f"  {phase.name:<18} {_bytes(phase.total):>9}   {parts}")
+    lines.append(f"  {'peak':<18} {_bytes(max(phase.total for phase in phases)):>9}")
+    return "\n".join(lines)
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"

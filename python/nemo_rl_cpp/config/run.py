@@ -1,0 +1,55 @@
+"""What the run scripts share: read the command line, check the configuration, show it, start the loop."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .dump import to_yaml
+from .errors import ConfigError
+from .master import MasterConfig
+from .memory import forecast_text
+
+
+def parse_arguments(argv: Sequence[str] | None, default_config: str, description: str) -> tuple[argparse.Namespace, list[str]]:
+    """(--config, --dry-run) and the overrides: everything else on the command line."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value adds one, "
+        "~section.key deletes one.",
+    )
+    parser.add_argument("--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="show the resolved configuration and a memory forecast, then stop")
+    return parser.parse_known_args(argv)
+
+
+def run(
+    load: Callable[[str, Sequence[str]], MasterConfig],
+    start: Callable[[Any], Any],
+    argv: Sequence[str] | None,
+    default_config: str,
+    description: str,
+) -> int:
+    """Loads and checks, then starts; exit status 2 for a configuration with mistakes (all of them on stderr)."""
+    arguments, overrides = parse_arguments(argv, default_config, description)
+    try:
+        config = load(arguments.config, overrides)
+    except ConfigError as error:
+        print_mistakes(error)
+        return 2
+    if arguments.dry_run:
+        print(to_yaml(config.resolved))
+        print()
+        print(forecast_text(config))  # type: ignore[arg-type]
+        return 0
+    start(config)
+    return 0
+
+
+def print_mistakes(error: ConfigError) -> None:
+    count = len(error.problems)
+    print(f"The configuration has {count} mistake{'s' if count != 1 else ''}:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  {problem}", file=sys.stderr)

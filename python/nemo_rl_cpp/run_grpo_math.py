@@ -1,0 +1,27 @@
+"""GRPO, DAPO and ProRLv2: `python -m nemo_rl_cpp.run_grpo_math --config FILE [--dry-run] [overrides]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.config.run import run
+
+DEFAULT_CONFIG = "configs/grpo_math_1B.yaml"
+
+
+def _start(config: Any) -> None:
+    from nemo_rl_cpp.algorithms.grpo import main as train  # torch loads here, after the configuration is known to be right
+
+    train(config)
+
+
+def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:
+    """Runs the command line `argv`; returns the exit status (2: the configuration has mistakes)."""
+    return run(load_grpo_config, _start, argv, default_config, "Train a language model with GRPO, DAPO or ProRLv2.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""PPO: `python -m nemo_rl_cpp.run_ppo --config FILE [--dry-run] [overrides]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_cpp.config import load_ppo_config
+from nemo_rl_cpp.config.run import run
+
+DEFAULT_CONFIG = "configs/ppo_math_1B_megatron.yaml"
+
+
+def _start(config: Any) -> None:
+    if importlib.util.find_spec("nemo_rl_cpp.algorithms") is None or importlib.util.find_spec("nemo_rl_cpp.algorithms.ppo") is None:
+        raise SystemExit("PPO training is not available in this version; GRPO, DAPO and ProRLv2 are: run_grpo_math")
+    from nemo_rl_cpp.algorithms.ppo import main as train  # torch loads here, after the configuration is known to be right
+
+    train(config)
+
+
+def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:
+    """Runs the command line `argv`; returns the exit status (2: the configuration has mistakes)."""
+    return run(load_ppo_config, _start, argv, default_config, "Train a language model with PPO.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

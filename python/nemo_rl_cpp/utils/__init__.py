@@ -1,0 +1,1 @@
+"""What every run needs around its training loop: timer, logger, checkpoints, terminal line, report."""

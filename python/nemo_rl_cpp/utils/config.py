@@ -1,0 +1,100 @@
+"""NeMo RL's configuration functions on plain dictionaries.
+
+Scripts that call `load_config`, then `parse_hydra_overrides`, then resolve, work as before; the typed, checked way is
+`nemo_rl_cpp.config.load_grpo_config`. No torch, no OmegaConf.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp import _config
+
+__all__ = [
+    "OverridesError",
+    "load_config",
+    "load_config_with_inheritance",
+    "merge_with_override",
+    "parse_hydra_overrides",
+    "register_omegaconf_resolvers",
+    "resolve_config",
+    "resolve_path",
+]
+
+
+class OverridesError(Exception):
+    """Overrides that cannot be parsed or applied; the message lists every one."""
+
+
+def resolve_path(base_path: Path, path: str) -> Path:
+    """`path` if it is absolute, else below `base_path`."""
+    return Path(path) if path.startswith("/") else Path(base_path) / path
+
+
+def merge_with_override(base_config: dict[str, Any], override_config: dict[str, Any]) -> dict[str, Any]:
+    """`override_config` laid over `base_config`: dictionaries merge, everything else replaces.
+
+    A top-level section with `_override_: true` replaces the base's whole section. Neither argument is changed.
+    """
+    return _config.merge(base_config, override_config)
+
+
+def load_config_with_inheritance(
+    config_path: str | os.PathLike[str], base_dir: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """A YAML file with its `defaults:` parents merged, interpolations left as text.
+
+    `base_dir` is where the file's own parents are looked for; by default the file's folder.
+    Raises FileNotFoundError (a file or parent is missing), RecursionError (parents form a circle), AssertionError (the file
+    holds no mapping) or ValueError (malformed YAML, a duplicate key), each naming file and line.
+    """
+    try:
+        return _config.load_file(os.fspath(config_path), "" if base_dir is None else os.fspath(base_dir))
+    except _config.LoadError as error:
+        kinds = {"missing_file": FileNotFoundError, "cycle": RecursionError, "root": AssertionError}
+        raise kinds.get(error.kind, ValueError)(str(error)) from None
+
+
+def load_config(config_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As `load_config_with_inheritance`."""
+    return load_config_with_inheritance(config_path)
+
+
+def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """`cfg` with overrides applied (a.b=v, +a.b=v, ++a.b=v, ~a.b); the argument is not changed.
+
+    Raises OverridesError that lists every override that cannot be parsed or applied.
+    """
+    config, problems = _config.apply_overrides(cfg, list(overrides))
+    if problems:
+        lines = "\n".join(f"{where}: {key} {message}".replace(":  ", ": ") for _, key, where, message in problems)
+        raise OverridesError(f"Failed to parse Hydra overrides: {lines}")
+    return config
+
+
+def resolve_config(cfg: dict[str, Any]) -> dict[str, Any]:
+    """`cfg` with every ${...} replaced by its value, as OmegaConf.to_container(cfg, resolve=True). ValueError lists failures."""
+    config, problems = _config.resolve(cfg)
+    if problems:
+        raise ValueError("\n".join(f"{key}: {message}" for _, key, _, message in problems))
+    return config
+
+
+def register_omegaconf_resolvers() -> None:
+    """Registers add, sub, mul, div and max with OmegaConf where that package is in use; our own loader has them built in."""
+    try:
+        from omegaconf import OmegaConf
+    except ImportError:
+        return
+    functions = {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "max": max,
+    }
+    for name, function in functions.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, function)

@@ -1,0 +1,295 @@
+"""Bad configurations: each is rejected with key, place and remedy; all mistakes of a file come at once; torch is not needed."""
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
+
+GRPO = """\
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 16
+loss_fn:
+  reference_policy_kl_penalty: 0.01
+policy:
+  model_name: tiny-random
+data:
+  train: {dataset_name: arithmetic}
+  default: {env_name: arithmetic}
+env:
+  arithmetic: {}
+"""
+
+# (section lines put in place of the same section above, wrong key, line, words that the message must hold)
+BAD_FILES = {
+    "unknown key": ("grpo:\n  num_promts_per_step: 8", "grpo.num_promts_per_step", 2, ["unknown", "did you mean num_prompts_per_step"]),
+    "unknown section": ("los_fn:\n  ratio_clip_min: 0.1", "los_fn", 1, ["unknown", "did you mean loss_fn"]),
+    "key in the wrong section": ("grpo:\n  precision: float32", "grpo.precision", 2, ["unknown here", "policy.precision"]),
+    "text for an integer": ("grpo:\n  num_prompts_per_step: many", "grpo.num_prompts_per_step", 2, ["must be an integer", "'many'"]),
+    "fraction for an integer": ("grpo:\n  seed: 1.5", "grpo.seed", 2, ["must be an integer", "1.5"]),
+    "boolean for an integer": ("grpo:\n  seed: yes", "grpo.seed", 2, ["must be a number", "true"]),
+    "number for a boolean": ("grpo:\n  overlong_filtering: 2", "grpo.overlong_filtering", 2, ["must be true or false", "2"]),
+    "number for a text": ("policy:\n  model_name: 5", "policy.model_name", 2, ["must be a text", "in quotes"]),
+    "scalar for a section": ("grpo:\n  reward_shaping: 5", "grpo.reward_shaping", 2, ["must be a section"]),
+    "not positive": ("grpo:\n  num_prompts_per_step: 0", "grpo.num_prompts_per_step", 2, ["must be at least 1"]),
+    "infinite": ("policy:\n  model_name: m\n  max_grad_norm: .inf", "policy.max_grad_norm", 3, ["finite number"]),
+    "no model": ("policy:\n  precision: float32", "policy.model_name", 1, ["is missing"]),
+    "float16": ("policy:\n  model_name: m\n  precision: float16", "policy.precision", 3, ["float16", "use bfloat16 or float32"]),
+    "unknown precision": ("policy:\n  model_name: m\n  precision: bfloat", "policy.precision", 3, ["must be one of", "did you mean bfloat16"]),
+    "dual clip too small": ("loss_fn:\n  ratio_clip_c: 1", "loss_fn.ratio_clip_c", 2, ["greater than 1", "usually 3"]),
+    "KL type": ("loss_fn:\n  reference_policy_kl_type: k4", "loss_fn.reference_policy_kl_type", 2, ["one of k1, k2, k3"]),
+    "truncation without correction": (
+        "loss_fn:\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: 2",
+        "loss_fn.use_importance_sampling_correction", 2, ["must be true"]),
+    "truncation without a bound": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: tis",
+        "loss_fn.truncated_importance_sampling_ratio", 3, ["is missing", "upper bound"]),
+    "icepop without a lower bound": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: icepop\n  truncated_importance_sampling_ratio: 2",
+        "loss_fn.truncated_importance_sampling_ratio_min", 3, ["is missing", "lower bound"]),
+    "bounds the wrong way round": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: tis\n"
+        "  truncated_importance_sampling_ratio: 2\n  truncated_importance_sampling_ratio_min: 3",
+        "loss_fn.truncated_importance_sampling_ratio_min", 5, ["3 is above", "2"]),
+    "bound without a type": ("loss_fn:\n  truncated_importance_sampling_ratio: 2", "loss_fn.truncated_importance_sampling_ratio", 2, ["set truncated_importance_sampling_type"]),
+    "negative bound": (
+        "loss_fn:\n  use_importance_sampling_correction: true\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: -1",
+        "loss_fn.truncated_importance_sampling_ratio", 4, ["greater than 0"]),
+    "sequence ratios with token loss": ("loss_fn:\n  sequence_level_importance_ratios: true", "loss_fn.sequence_level_importance_ratios", 2, ["token_level_loss: false"]),
+    "cispo and dual clip": ("loss_fn:\n  use_cispo: true\n  ratio_clip_c: 3", "loss_fn.ratio_clip_c", 3, ["must be null", "use_cispo"]),
+    "cispo and plain policy gradient": ("loss_fn:\n  use_cispo: true\n  disable_ppo_ratio: true", "loss_fn.disable_ppo_ratio", 3, ["use_cispo"]),
+    "cispo and sequence loss": ("loss_fn:\n  use_cispo: true\n  token_level_loss: false", "loss_fn.token_level_loss", 3, ["must be true"]),
+    "KL without a reference": ("grpo:\n  skip_reference_policy_logprobs_calculation: true", "grpo.skip_reference_policy_logprobs_calculation", 2, ["set the penalty to 0"]),
+    "KL in reward with the wrong estimator": ("loss_fn:\n  use_kl_in_reward: true", "loss_fn.use_kl_in_reward", 2, ["reinforce_plus_plus"]),
+    "on-policy ratio with small batches": ("policy:\n  model_name: m\n  train_global_batch_size: 256\nloss_fn:\n  force_on_policy_ratio: true", "loss_fn.force_on_policy_ratio", 5, ["train_global_batch_size to 512"]),
+    "batch does not divide": ("policy:\n  model_name: m\n  train_global_batch_size: 500", "policy.train_global_batch_size", 3, ["500", "512 samples", "256 or 512"]),
+    "packing and dynamic batching": ("policy:\n  model_name: m\n  dynamic_batching: {enabled: true}", "policy.dynamic_batching.enabled", 3, ["both true", "set one of them to false"]),
+    "budget below a sequence": ("policy:\n  model_name: m\n  sequence_packing: {train_mb_tokens: 100}", "policy.sequence_packing.train_mb_tokens", 3, ["too small", "512", "raise it"]),
+    "both backends": ("policy:\n  model_name: m\n  dtensor_cfg: {enabled: true}\n  megatron_cfg: {enabled: true}", "policy.megatron_cfg.enabled", 4, ["both true", "set one of them to false"]),
+    "tensor parallel": ("policy:\n  model_name: m\n  dtensor_cfg: {tensor_parallel_size: 2}", "policy.dtensor_cfg.tensor_parallel_size", 3, ["not supported yet", "set it to 1"]),
+    "lora": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 4, ["LoRA is not supported", "set it to false"]),
+    "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
+    "hf backend": ("policy:\n  model_name: m\n  backend: hf", "policy.backend", 3, ["not available yet", "use native"]),
+    "vllm": ("policy:\n  model_name: m\n  generation: {backend: vllm}", "policy.generation.backend", 3, ["policy.generation.backend=native"]),
+    "packed weights": ("policy:\n  model_name: m\n  generation: {packed_weights: 'on'}", "policy.generation.packed_weights", 3, ["not supported yet", "'off'"]),
+    "validation temperature": ("policy:\n  model_name: m\n  generation: {val_temperature: 0.5}", "policy.generation.val_temperature", 3, ["make them equal"]),
+    "greedy training": ("policy:\n  model_name: m\n  generation: {temperature: 0}", "policy.generation.temperature", 3, ["greedy", "above 0"]),
+    "optimizer name": ("policy:\n  model_name: m\n  optimizer: {name: torch.optim.SGD}", "policy.optimizer.name", 3, ["torch.optim.AdamW"]),
+    "no optimizer": ("policy:\n  model_name: m\n  optimizer: null", "policy.optimizer", 3, ["is null", "give an optimizer"]),
+    "scheduler name": ("policy:\n  model_name: m\n  scheduler: [{name: StepLR}]", "policy.scheduler.0", 3, ["LinearLR", "'StepLR'"]),
+    "milestones": ("policy:\n  model_name: m\n  scheduler: [{name: LinearLR}, {name: ConstantLR}]", "policy.scheduler", 3, ["need 1 milestones"]),
+    "multiplier without dynamic sampling": ("grpo:\n  batch_multiplier: 3", "grpo.batch_multiplier", 2, ["use_dynamic_sampling to true"]),
+    "keep surplus without dynamic sampling": ("grpo:\n  dynamic_sampling_keep_surplus: true", "grpo.dynamic_sampling_keep_surplus", 2, ["use_dynamic_sampling: true"]),
+    "groups of one": ("grpo:\n  use_dynamic_sampling: true\n  num_generations_per_prompt: 1", "grpo.num_generations_per_prompt", 3, ["set at least 2"]),
+    "two names, two values": ("grpo:\n  use_dynamic_sampling: true\n  batch_multiplier: 2\n  dapo_batch_multiplier: 3", "grpo.dapo_batch_multiplier", 4, ["another name of grpo.batch_multiplier", "keep one"]),
+    "half an early stop": ("grpo:\n  stop_at_validation_metric: accuracy", "grpo.stop_at_validation_threshold", 2, ["both or neither"]),
+    "pass_k of one": ("grpo:\n  stop_at_validation_metric: pass_k\n  stop_at_validation_threshold: 0.5", "grpo.stop_at_validation_metric", 2, ["val_num_generations_per_prompt"]),
+    "estimator": ("grpo:\n  adv_estimator: {name: gae}", "grpo.adv_estimator.name", 2, ["grpo, reinforce_plus_plus"]),
+    "scaling from nothing": ("grpo:\n  reward_scaling: {enabled: true, source_min: 1.0}", "grpo.reward_scaling.source_min", 2, ["must be below source_max"]),
+    "shaping without numbers": ("grpo:\n  reward_shaping: {enabled: true}", "grpo.reward_shaping.overlong_buffer_length", 2, ["is missing", "max_response_length"]),
+    "clip the wrong way round": ("grpo:\n  advantage_clip_low: 1\n  advantage_clip_high: -1", "grpo.advantage_clip_low", 2, ["swap them"]),
+    "async": ("grpo:\n  async_grpo: {enabled: true}", "grpo.async_grpo.enabled", 2, ["not supported", "set it to false"]),
+    "data set": ("data:\n  train: {dataset_name: arithmetics}", "data.train.dataset_name", 2, ["unknown", "did you mean arithmetic"]),
+    "data set key": ("data:\n  train: {dataset_name: arithmetic, max_nmber: 5}", "data.train.max_nmber", 2, ["did you mean max_number"]),
+    "data set without a file": ("data:\n  train: {dataset_name: ResponseDataset}", "data.train.data_path", 2, ["is missing"]),
+    "no data set": ("data:\n  shuffle: true", "data.train", 1, ["is missing"]),
+    "environment": ("data:\n  train: {dataset_name: arithmetic, env_name: arithmetik}", "data.train.env_name", 2, ["did you mean arithmetic"]),
+    "environment key": ("env:\n  math: {math_verify_imp: x}\n  arithmetic: {}", "env.math.math_verify_imp", 2, ["did you mean math_verify_impl"]),
+    "prompt file": ("data:\n  train: {dataset_name: arithmetic, prompt_file: examples/prompts/nope.txt}", "data.train.prompt_file", 2, ["does not exist"]),
+    "prompt longer than the context": ("data:\n  train: {dataset_name: arithmetic}\n  max_input_seq_length: 600", "data.max_input_seq_length", 3, ["512", "lower it"]),
+    "metric name": ("checkpointing:\n  metric_name: accuracy", "checkpointing.metric_name", 2, ["val:accuracy"]),
+    "deadline": ("checkpointing:\n  checkpoint_must_save_by: '3:00'", "checkpointing.checkpoint_must_save_by", 2, ["DD:HH:MM:SS"]),
+    "tracker": ("logger:\n  swanlab_enabled: true", "logger.swanlab_enabled", 2, ["not installed", "set it to false"]),
+    "ray": ("cluster:\n  executor: ray", "cluster.executor", 2, ["auto or in_process"]),
+    "devices": ("cluster:\n  gpus_per_node: 8", "cluster.gpus_per_node", 2, ["set it to 1"]),
+    "interpolation": ("grpo:\n  seed: ${grpo.sed}", "grpo.seed", 2, ["there is no key grpo.sed"]),
+    "deep override marker": ("policy:\n  model_name: m\n  optimizer: {_override_: true}", "policy.optimizer._override_", 3, ["at the top of the file"]),
+}  # fmt: skip
+
+
+def compose(change: str) -> str:
+    """GRPO with the sections of `change` in front, in place of its own."""
+    names = {line.partition(":")[0] for line in change.splitlines() if not line.startswith(" ")}
+    rest, keep = [], True
+    for line in GRPO.splitlines():
+        if not line.startswith(" "):
+            keep = line.partition(":")[0] not in names
+        if keep:
+            rest.append(line)
+    return change + "\n" + "\n".join(rest) + "\n"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_composed_file_is_good_without_a_change():
+    Path("good.yaml").write_text(GRPO)
+    assert load_grpo_config("good.yaml").grpo.num_prompts_per_step == 32
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file(case):
+    change, key, line, words = BAD_FILES[case]
+    Path("bad.yaml").write_text(compose(change))
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("bad.yaml")
+    [problem] = caught.value.problems
+    assert problem.key == key
+    assert problem.where == f"bad.yaml:{line}"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_there_are_more_than_forty():
+    assert len(BAD_FILES) >= 40
+
+
+def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
+    Path("bad.yaml").write_text(
+        textwrap.dedent("""\
+        grpo:
+          num_promts_per_step: 8
+          seed: many
+        loss_fn:
+          ratio_clip_c: 0.5
+          reference_policy_kl_type: k9
+        policy:
+          model_name: m
+          train_global_batch_size: 500
+          dtensor_cfg: {cpu_offload: true}
+        """)
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("bad.yaml", ["policy.precision=float16", "policy.nope=1", "a b"])
+    assert [(p.where, p.key) for p in caught.value.problems if p.where] == [
+        ("override 'a b'", ""),
+        ("override 'policy.nope=1'", "policy.nope"),
+        ("override 'policy.precision=float16'", "policy.precision"),
+        ("bad.yaml:2", "grpo.num_promts_per_step"),
+        ("bad.yaml:3", "grpo.seed"),
+        ("bad.yaml:5", "loss_fn.ratio_clip_c"),
+        ("bad.yaml:6", "loss_fn.reference_policy_kl_type"),
+        ("bad.yaml:9", "policy.train_global_batch_size"),
+        ("bad.yaml:10", "policy.dtensor_cfg.cpu_offload"),
+    ]
+    assert [p.key for p in caught.value.problems if not p.where] == ["data.train"]
+
+
+def test_a_mistake_in_a_parent_names_the_parent_and_one_in_an_override_the_override():
+    Path("parent.yaml").write_text(compose("grpo:\n  seed: 1.5"))
+    Path("child.yaml").write_text("defaults: parent.yaml\nloss_fn:\n  ratio_clip_c: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("child.yaml", ["grpo.val_period=often"])
+    assert {p.where for p in caught.value.problems} == {"parent.yaml:2", "child.yaml:3", "override 'grpo.val_period=often'"}
+
+
+def test_a_follow_up_of_a_mistake_is_not_reported_again():
+    Path("bad.yaml").write_text(compose("policy:\n  model_name: m\n  max_total_sequence_length: long"))
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("bad.yaml")
+    assert [p.key for p in caught.value.problems] == ["policy.max_total_sequence_length"]
+
+
+PPO_CASES = {
+    "value batch": ("value.train_global_batch_size=500", "value.train_global_batch_size", ["256 or 512"]),
+    "value length": ("value.max_total_sequence_length=512", "value.max_total_sequence_length", ["policy makes sequences"]),
+    "value backend": ("value.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled", ["both true"]),
+    "value parallel": ("value.megatron_cfg.tensor_model_parallel_size=2", "value.megatron_cfg.tensor_model_parallel_size", ["set it to 1"]),
+    "lambda": ("ppo.adv_estimator.gae_lambda=1.5", "ppo.adv_estimator.gae_lambda", ["at most 1"]),
+    "estimator": ("ppo.adv_estimator.name=grpo", "ppo.adv_estimator.name", ["gae, raw_reward"]),
+    "unknown value loss key": ("+value_loss_fn.clip=0.2", "value_loss_fn.clip", ["did you mean cliprange"]),
+    "KL without a reference": ("loss_fn.reference_policy_kl_penalty=0.1", "ppo.skip_reference_policy_logprobs_calculation", ["set the penalty to 0"]),
+    "GRPO's section": ("+grpo.seed=1", "grpo", ["did you mean ppo"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PPO_CASES)
+def test_bad_ppo_override(case):
+    override, key, words = PPO_CASES[case]
+    with pytest.raises(ConfigError) as caught:
+        load_ppo_config(overrides=[override])
+    [problem] = caught.value.problems
+    assert problem.key == key
+    assert problem.where == f"override '{override}'"
+    for word in words:
+        assert word in problem.message
+
+
+def test_raw_reward_needs_no_sound_value_section():
+    load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
+
+
+EVAL_CASES = {
+    "k": ("eval.k_value=2", "eval.k_value", ["eval.num_tests_per_prompt"]),
+    "greedy": ("eval.num_tests_per_prompt=4", "generation.temperature", ["above 0"]),
+    "metric": ("eval.metric=pass", "eval.metric", ["pass@k, cons@k"]),
+    "data set": ("data.dataset_name=AIME", "data.dataset_name", ["did you mean AIME20"]),
+}
+
+
+@pytest.mark.parametrize("case", EVAL_CASES)
+def test_bad_eval_override(case):
+    override, key, words = EVAL_CASES[case]
+    with pytest.raises(ConfigError) as caught:
+        load_eval_config(overrides=[override])
+    [problem] = caught.value.problems
+    assert (problem.key, problem.where) == (key, f"override '{override}'")
+    for word in words:
+        assert word in problem.message
+
+
+BROKEN_FILES = {
+    "missing parent": ("defaults: nope.yaml\n", ["bad.yaml:1", "nope.yaml does not exist"]),
+    "circle": ("defaults: [bad.yaml]\n", ["bad.yaml:1", "its own parent"]),
+    "twice": ("grpo:\n  seed: 1\n  seed: 2\n", ["bad.yaml:3", "'seed' is given twice (first in line 2)"]),
+    "list": ("- a\n", ["bad.yaml:1", "must hold a mapping"]),
+    "indentation": ("grpo:\n  seed: 1\n val_period: 2\n", ["bad.yaml:3", "indentation"]),
+    "open quote": ("grpo:\n  seed: 'x\n", ["bad.yaml", "not closed"]),
+    "no colon": ("grpo:\n  seed: 1\n  val_period 5\n", ["bad.yaml:3"]),
+    "two documents": ("a: 1\n---\nb: 2\n", ["bad.yaml", "one document"]),
+    "huge integer": ("grpo:\n  seed: 99999999999999999999\n", ["bad.yaml:2", "64 bits"]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FILES)
+def test_file_that_is_no_configuration(case):
+    text, words = BROKEN_FILES[case]
+    Path("bad.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("bad.yaml")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_unknown_file_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"grpo_maths_1B.yaml does not exist.*did you mean grpo_math_1B.yaml"):
+        load_grpo_config("configs/grpo_maths_1B.yaml")
+
+
+def test_mistakes_are_reported_within_a_second_and_without_torch():
+    Path("bad.yaml").write_text(compose("grpo:\n  num_promts_per_step: 8"))
+    code = (
+        "import sys\n"
+        "from nemo_rl_cpp.run_grpo_math import main\n"
+        "status = main(['--config', 'bad.yaml', 'policy.precision=float16'])\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'ray', 'vllm', 'wandb', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(status)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run.returncode == 2, run.stderr
+    assert "bad.yaml:2: grpo.num_promts_per_step is unknown; did you mean num_prompts_per_step?" in run.stderr
+    assert "policy.precision float16 is not supported" in run.stderr
+    # processor time: on an idle machine it is the wall-clock time, and other tests may share this one
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used <= 1.0

@@ -1,0 +1,98 @@
+"""The run scripts' command line: dry run, memory forecast, exit status, the check command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp import cli, run_grpo_math, run_ppo
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.memory import forecast, model_sizes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_dry_run_shows_configuration_and_forecast(capsys):
+    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", "policy.optimizer.kwargs.lr=1e-4"]) == 0
+    shown = capsys.readouterr().out
+    assert "      lr: 0.0001\n" in shown
+    assert "policy training" in shown and "KV cache" in shown and "peak" in shown
+
+
+def test_dry_run_says_when_sizes_are_unknown(capsys):
+    assert run_grpo_math.main(["--dry-run"]) == 0
+    assert "sizes of Qwen/Qwen2.5-1.5B are not on this machine" in capsys.readouterr().out
+    assert run_ppo.main(["--dry-run"]) == 0
+    assert "gae_lambda" in capsys.readouterr().out
+
+
+def test_mistakes_end_with_status_2(capsys):
+    assert run_ppo.main(["ppo.sed=3", "policy.precision=float16"]) == 2
+    errors = capsys.readouterr().err
+    assert "has 2 mistakes" in errors and "did you mean seed" in errors
+
+
+def test_check_command(capsys):
+    assert cli.main(["check", "--config", "prorlv2.yaml", "logger.wandb.project=x"]) == 0
+    assert "prorlv2.yaml: no mistakes (grpo)" in capsys.readouterr().out
+    assert cli.main(["check", "--config", "evals/eval.yaml"]) == 0
+    assert cli.main(["check", "--config", "ppo_math_1B.yaml", "ppo.nothing=1"]) == 2
+    assert "ppo.nothing is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["run_grpo_math.py", "run_ppo.py"])
+def test_examples_are_thin_wrappers(script):
+    run = subprocess.run([sys.executable, ROOT / "examples" / script, "policy.backend=hf"], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "policy.backend hf is not available yet; use native" in run.stderr
+
+
+SMOL = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=10, tie_word_embeddings=True)
+
+
+def test_parameter_count_by_hand():
+    sizes = model_sizes("nowhere", SMOL)
+    # a layer: q and o 8x8 each, k and v 8x4 each, three 8x16 of the MLP, two norms of 8
+    layer = 64 + 64 + 32 + 32 + 3 * 128 + 16
+    assert sizes.parameters == 2 * layer + 80 + 8
+    assert model_sizes("nowhere", SMOL | {"tie_word_embeddings": False}).parameters == 2 * layer + 160 + 8
+    assert model_sizes("nowhere", {}) is None
+
+
+def test_parameter_count_of_a_real_model():
+    sizes = model_sizes("smollm2-135m-instruct", {})
+    assert sizes.parameters == 134_515_008  # as transformers counts
+
+
+def _parts(phases, name):
+    return dict(next(phase for phase in phases if phase.name == name).parts)
+
+
+def test_forecast_by_hand(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
+        f"policy: {{model_name: m, hf_config_overrides: {SMOL!r}, max_total_sequence_length: 16, train_global_batch_size: 8, precision: bfloat16}}\n"
+        "data: {train: {dataset_name: arithmetic}}\n".replace("True", "true")
+    )
+    phases = forecast(load_grpo_config(tmp_path / "c.yaml"))
+    n = model_sizes("m", SMOL).parameters
+    generation = _parts(phases, "generation")
+    assert generation["policy weights"] == 2 * n
+    assert generation["policy master weights"] == 4 * n
+    assert generation["policy optimizer"] == 8 * n
+    assert generation["KV cache"] == 8 * 16 * 2 * 2 * 2 * 2 * 2  # 8 sequences of 16 tokens, k and v, 2 layers, 2 heads of 2, 2 bytes
+    assert "reference weights" not in generation
+    full = _parts(phases, "policy training")["activations"]
+    checkpointed = forecast(load_grpo_config(tmp_path / "c.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]))
+    assert _parts(checkpointed, "policy training")["activations"] < full
+    with_reference = forecast(load_grpo_config(tmp_path / "c.yaml", ["loss_fn.reference_policy_kl_penalty=0.1"]))
+    assert _parts(with_reference, "generation")["reference weights"] == 2 * n
+
+
+def test_forecast_of_ppo_holds_the_value_model():
+    overrides = [f"policy.hf_config_overrides={{{', '.join(f'{k}: {str(v).lower()}' for k, v in SMOL.items())}}}".replace("policy.hf", "++policy.hf")]
+    phases = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", overrides))
+    assert [phase.name for phase in phases][-1] == "value training"
+    without = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward"]))
+    assert all("value" not in part for phase in without for part, _ in phase.parts)

@@ -1,0 +1,160 @@
+"""The shipped configurations: they load, and hold NeMo RL's values but for stated exceptions."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp import _config
+from nemo_rl_cpp.config import ConfigError, find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.document import document
+from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+NEMO_RL = json.loads(Path(__file__).with_name("nemo_rl_values.json").read_text())
+EXCEPTIONS = {
+    "policy.generation.backend": "native",
+    "generation.backend": "native",
+    # the recipe's 16 machines of 8 GPUs: training is on one device
+    "policy.dtensor_cfg.context_parallel_size": 1,
+    "cluster.gpus_per_node": 1,
+    "cluster.num_nodes": 1,
+}
+
+
+def loader(path):
+    return load_eval_config if "evals" in path.parts else load_ppo_config if path.name.startswith("ppo") else load_grpo_config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_loads(path):
+    config = loader(path)(path)
+    assert config.model_dump() == config.resolved
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_a_dumped_configuration_loads_to_the_same(path, tmp_path):
+    from nemo_rl_cpp.config.dump import to_yaml
+
+    config = loader(path)(path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(to_yaml(config.resolved))
+    assert loader(path)(copy).resolved == config.resolved
+
+
+@pytest.mark.parametrize("name", NEMO_RL)
+def test_values_are_nemo_rls(name):
+    data = _config.load_file(str(ROOT / "configs" / name))
+    for key, theirs in NEMO_RL[name].items():
+        ours = data
+        for part in key.split("."):
+            ours = ours[part]
+        assert ours == (theirs if key not in EXCEPTIONS else EXCEPTIONS[key]), key
+
+
+def test_nemo_rls_own_file_needs_one_override(tmp_path):
+    text = (ROOT / "configs/grpo_math_1B.yaml").read_text().replace("backend: native                 # NeMo RL: vllm", "backend: vllm")
+    theirs = "\n".join(line for line in text.splitlines() if line.strip() != "backend: native")
+    (tmp_path / "theirs.yaml").write_text(theirs)
+    with pytest.raises(ConfigError, match="policy.generation.backend=native"):
+        load_grpo_config(tmp_path / "theirs.yaml")
+    load_grpo_config(tmp_path / "theirs.yaml", ["policy.generation.backend=native"])
+
+
+def test_shipped_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    math = ROOT / "configs/grpo_math_1B.yaml"
+    for name in ("grpo_math_1B.yaml", "configs/grpo_math_1B.yaml", "examples/configs/grpo_math_1B.yaml", "examples/configs/grpo.yaml", "grpo.yaml"):
+        assert find_config(name) == math
+    assert find_config("examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml") == ROOT / "configs/recipes/llm/dapo-qwen2.5-7b.yaml"
+    (tmp_path / "grpo.yaml").write_text("a: 1\n")
+    assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
+
+
+def test_prompts_are_found_from_anywhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("examples/prompts/cot.txt", "examples/prompts/math.txt"):
+        assert "{}" in find_prompt(name).read_text()
+    assert find_prompt("examples/prompts/none.txt") is None
+
+
+def test_the_page_about_configuration_is_current():
+    page = (ROOT / "docs/configuration.md").read_text()
+    assert page == document(), "run: python -m nemo_rl_cpp.config.document > docs/configuration.md"
+
+
+def test_guides_commands():
+    prorl = load_grpo_config(
+        "examples/configs/prorlv2.yaml",
+        ["policy.model_name=Qwen/Qwen2.5-1.5B", "logger.wandb.project=prorlv2-dev", "checkpointing.checkpoint_dir=results/prorlv2",
+         "grpo.reward_shaping.stop_properly_penalty_coef=null", "grpo.reward_shaping.overlong_buffer_length=4096",
+         "grpo.reward_shaping.overlong_buffer_penalty=1.0", "grpo.reward_shaping.max_response_length=20480"],
+    )  # fmt: skip
+    assert prorl.grpo.reward_shaping.max_response_length == 20480
+    dapo = load_grpo_config(
+        "examples/configs/recipes/llm/dapo-qwen2.5-7b.yaml",
+        ["grpo.dapo_batch_multiplier=3", "grpo.max_num_gen_batches=7", "grpo.reward_scaling.correct=1.0", "grpo.reward_scaling.incorrect=-1.0",
+         "policy.generation.max_model_len=2048"],
+    )  # fmt: skip
+    assert dapo.grpo.dynamic_sampling_max_gen_batches == 7
+    assert (dapo.grpo.reward_scaling.target_min, dapo.grpo.reward_scaling.target_max) == (-1.0, 1.0)
+    assert dapo.policy.generation.vllm_cfg.max_model_len == 2048
+    vapo = load_ppo_config("examples/configs/ppo_math_1B_megatron.yaml", ["ppo.adv_estimator.gae_lambda_value=1.0", "ppo.adv_estimator.length_adaptive_alpha=0.05"])
+    assert vapo.ppo.adv_estimator.gae_lambda_value == 1.0
+
+
+def test_an_alias_in_a_child_wins_over_the_parents_canonical_key(tmp_path):
+    (tmp_path / "dapo.yaml").write_text(
+        f"defaults: {ROOT}/configs/grpo_math_1B.yaml\n"
+        "grpo:\n  use_dynamic_sampling: true\n  dapo_batch_multiplier: 3\n  max_num_gen_batches: 5\n"
+        "  reward_scaling: {enabled: true, correct: 1.0, incorrect: -1.0}\n"
+    )
+    config = load_grpo_config(tmp_path / "dapo.yaml")
+    assert (config.grpo.batch_multiplier, config.grpo.dynamic_sampling_max_gen_batches) == (3, 5)
+    assert config.grpo.reward_scaling.target_min == -1.0
+
+
+def test_effective_settings_follow_the_enabled_backend():
+    dtensor = load_grpo_config("grpo_math_1B.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]).policy
+    assert dtensor.effective_optimizer().lr == 5e-6
+    assert dtensor.effective_scheduler() == TorchSchedule(
+        (TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}), TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})), (50,)
+    )
+    assert (dtensor.effective_max_grad_norm(), dtensor.activation_checkpointing) == (1.0, True)
+
+    megatron = load_ppo_config("ppo_math_1B_megatron.yaml", ["value.megatron_cfg.optimizer.clip_grad=0"])
+    assert megatron.value.effective_optimizer().lr == 2e-6
+    assert megatron.policy.effective_scheduler() == MegatronSchedule(1e-6, 1e-7, "constant", 1000, 10, 1e-7, 0.1, 0.1, "constant")
+    assert (megatron.policy.effective_max_grad_norm(), megatron.value.effective_max_grad_norm()) == (1.0, None)
+
+
+def test_what_is_left_out_follows_from_other_keys(tmp_path):
+    (tmp_path / "small.yaml").write_text(
+        "policy: {model_name: m, max_total_sequence_length: 64, train_micro_batch_size: 2}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
+        "data: {train: {dataset_name: arithmetic}}\n"
+    )
+    policy = load_grpo_config(tmp_path / "small.yaml").policy
+    assert policy.generation.max_new_tokens == policy.generation.vllm_cfg.max_model_len == 64
+    assert policy.sequence_packing.train_mb_tokens == policy.sequence_packing.logprob_mb_tokens == 128
+    assert (policy.logprob_batch_size, policy.tokenizer.name, policy.generation.val_temperature) == (2, "m", 1.0)
+    value = load_ppo_config(tmp_path / "small.yaml").value
+    assert (value.model_name, value.max_total_sequence_length, value.precision) == ("m", 64, "bfloat16")
+
+
+def test_sections_are_read_by_attribute_and_by_key():
+    config = load_grpo_config("grpo_tiny.yaml")
+    assert config.grpo.num_prompts_per_step == config["grpo"]["num_prompts_per_step"] == 32
+    assert config.policy["dtensor_cfg"]["_v2"] is True
+    assert config.data["train"]["num_digits"] == config.data.train.num_digits == 3
+    assert "seed" in config.grpo and "sed" not in config.grpo
+    assert config.policy.get("nothing", 5) == 5
+    assert dict(config.policy.tokenizer.items())["chat_template"] is None
+    with pytest.raises(KeyError):
+        config.policy["nothing"]
+
+
+def test_lax_values_as_in_nemo_rl(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPS", "8")
+    config = load_grpo_config("grpo_tiny.yaml", ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"])
+    assert (config.grpo.max_num_steps, config.grpo.seed, config.grpo.val_at_end) == (8, 8, True)

@@ -1,0 +1,121 @@
+"""What a training loop must remember to continue exactly where it was."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.utils.access import as_number, to_json
+from nemo_rl_cpp.utils.durable import write_atomic
+
+
+@dataclass
+class TrainState:
+    """Counters of a run. Saved as `training_info.json` of every checkpoint, with NeMo RL's field names.
+
+    Steps are counted from 0 here and logged from 1: `total_steps` optimizer-loop steps are done, step `total_steps + 1`
+    is next. `draw_counter` counts every prompt drawn over the whole run (dynamic sampling draws more than it trains on);
+    it keys the random numbers of generation, so a prompt that comes twice gets fresh samples.
+    """
+
+    consumed_samples: int = 0
+    current_step: int = 0
+    current_epoch: int = 0
+    total_steps: int = 0
+    total_valid_tokens: int = 0
+    val_reward: float | None = None
+    sampler_name: str | None = None
+    draw_counter: int = 0
+    best_metric: float | None = None
+    best_metric_step: int | None = None
+    log_dir: str | None = None
+    stop_reason: str | None = None
+    max_num_steps: int | None = field(default=None, metadata={"saved": False})
+    max_num_epochs: int | None = field(default=None, metadata={"saved": False})
+
+    @property
+    def step(self) -> int:
+        """The number of finished steps; also the version of the weights."""
+        return self.total_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether the loop should end; `stop_reason` says why."""
+        if self.stop_reason is None:
+            if self.max_num_steps is not None and self.total_steps >= self.max_num_steps:
+                self.stop_reason = "max_num_steps"
+            elif self.max_num_epochs is not None and self.current_epoch >= self.max_num_epochs:
+                self.stop_reason = "max_num_epochs"
+        return self.stop_reason is not None
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step that is running now is the last one by max_num_steps."""
+        return self.max_num_steps is not None and self.total_steps + 1 >= self.max_num_steps
+
+    def advance(self, num_prompts: int = 0, num_valid_tokens: int = 0) -> None:
+        """One step is done: it used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
+        self.total_steps += 1
+        self.current_step += 1
+        self.consumed_samples += num_prompts
+        self.total_valid_tokens += int(num_valid_tokens)
+
+    def next_epoch(self) -> None:
+        """The data loader has begun again."""
+        self.current_epoch += 1
+        self.current_step = 0
+
+    def draw(self, num_prompts: int) -> int:
+        """Takes the next `num_prompts` draw ids and returns the first of them."""
+        first = self.draw_counter
+        self.draw_counter += num_prompts
+        return first
+
+    def stop(self, reason: str) -> None:
+        """Ends the run at the next step boundary; the first reason stays."""
+        self.stop_reason = self.stop_reason or reason
+
+    def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
+        """Remembers the best value of the checkpoint metric; True when `value` is a new best. NaN never is."""
+        if value != value:
+            return False
+        best = self.best_metric
+        if best is None or (value > best if higher_is_better else value < best):
+            self.best_metric, self.best_metric_step = float(value), self.total_steps
+            return True
+        return False
+
+    def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, Any]:
+        """The content of training_info.json; `metric` (from `CheckpointManager.checkpoint_metric`) is added under its
+        full name. `val_reward` is left out before the first validation."""
+        info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
+        if info["val_reward"] is None:
+            del info["val_reward"]
+        return info | (metric or {})
+
+    @classmethod
+    def from_training_info(cls, info: dict[str, Any] | None) -> "TrainState":
+        """The saved state; a fresh one for None. Unknown names are dropped, missing ones keep their defaults, and a
+        run that had stopped may go on (its limits come from the configuration)."""
+        known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
+        values = {name: value for name, value in (info or {}).items() if name in known}
+        for name in ("val_reward", "best_metric"):
+            if name in values:
+                values[name] = as_number(values[name])
+        return cls(**values)
+
+    def save(self, path: Path | str) -> None:
+        """Writes the state as JSON, in one step."""
+        write_atomic(Path(path), json.dumps(to_json(self.to_training_info()), indent=1))
+
+    @classmethod
+    def load(cls, path: Path | str) -> "TrainState":
+        """The state written by `save`."""
+        return cls.from_training_info(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, limits included."""
+        return asdict(self)
+
+
+GRPOSaveState = TrainState

@@ -1,0 +1,72 @@
+"""Reads configurations that may be mappings or pydantic models, and turns values into plain JSON ones."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_MISSING = object()
+
+
+def cfg_get(config: Any, key: str, default: Any = None) -> Any:
+    """The value of `key` in a mapping, a pydantic model or any object with attributes; `default` where it is absent.
+
+    A dotted key walks down (`"wandb.project"`). A key that is present with the value None gives None.
+    """
+    node = config
+    for part in key.split("."):
+        if node is None:
+            return default
+        node = node.get(part, _MISSING) if isinstance(node, Mapping) else getattr(node, part, _MISSING)
+        if node is _MISSING:
+            return default
+    return node
+
+
+def to_plain(value: Any) -> Any:
+    """A copy made of dicts, lists, strings, numbers, booleans and None only (paths, enums and arrays are converted).
+
+    Non-finite floats stay floats; see `to_json` for their spelling in files.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # enum members that are also str or int are written as their value
+        return value.value if hasattr(value, "_value_") else value
+    if hasattr(value, "model_dump"):
+        return to_plain(value.model_dump())
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_plain(item) for item in value]
+    if hasattr(value, "_value_"):
+        return to_plain(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return to_plain(value.detach().cpu().tolist() if hasattr(value, "detach") else value.tolist())
+    return str(value)
+
+
+def to_json(value: Any) -> Any:
+    """`to_plain`, with non-finite floats as the strings "nan", "inf" and "-inf": JSON has no other spelling for them."""
+    return _spell_non_finite(to_plain(value))
+
+
+def _spell_non_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {key: _spell_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spell_non_finite(item) for item in value]
+    return value
+
+
+def as_number(value: Any) -> float | None:
+    """`value` as a float, also from the strings that `to_json` writes for non-finite numbers; None for anything else."""
+    if isinstance(value, bool):
+        return float(value)
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None

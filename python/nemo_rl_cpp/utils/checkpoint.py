@@ -1,0 +1,338 @@
+"""Checkpoints of a run: written aside, sealed, renamed into place, thinned out, and found again after any crash.
+
+    checkpoint_dir/
+      step_20/
+        training_info.json        state of the loop and the metric, see `algorithms/train_state.py`
+        config.yaml               the resolved configuration
+        policy/weights/           an ordinary Hugging Face folder: config.json, model.safetensors, tokenizer files
+        policy/optimizer/         absent with checkpointing.save_optimizer=false
+        value/weights/ ...        PPO
+        trainer_state/            data loader and whatever else the loop keeps
+        manifest.json             size and SHA-256 of every file; written last
+      latest_checkpoint_status.json
+
+A save fills `tmp_step_N`, syncs every file, writes the manifest and renames the folder to `step_N`. At any instant the
+newest `step_N` with a valid manifest is whole; `recover` finishes or removes what a crash left in between.
+"""
+
+import json
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_rl_cpp.utils import durable
+from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, to_plain
+from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
+from nemo_rl_cpp.utils.yaml_text import dump_yaml
+
+
+class CheckpointManager:
+    """Saves, keeps and finds checkpoints by `checkpointing.*`.
+
+    One save, from the loop:
+
+        with manager.saving(step, state.to_training_info(), config) as folder:
+            policy.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
+
+    An exception in the block (no space left, Ctrl-C) removes the unfinished folder; earlier checkpoints are untouched.
+    `init_tmp_checkpoint` and `finalize_checkpoint` are the same two halves for callers that cannot use a block.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """`config`: the `checkpointing` section, a mapping or a model. ValueError for values that cannot work."""
+        self.enabled = bool(cfg_get(config, "enabled", True))
+        directory = cfg_get(config, "checkpoint_dir")
+        if not directory:
+            raise ValueError("checkpointing.checkpoint_dir is empty: give the folder that will hold the checkpoints")
+        self.checkpoint_dir = Path(directory)
+        self.metric_name: str | None = cfg_get(config, "metric_name")
+        self.higher_is_better = bool(cfg_get(config, "higher_is_better", True))
+        self.save_period = int(cfg_get(config, "save_period", 10))
+        self.keep_top_k: int | None = cfg_get(config, "keep_top_k")
+        self.ft_keep_latest_k: int | None = cfg_get(config, "ft_keep_latest_k")
+        self.ft_save_period: int | None = cfg_get(config, "ft_save_period")
+        self.save_optimizer = bool(cfg_get(config, "save_optimizer", True))
+        self._check_config()
+        self._store = CheckpointStore(self.checkpoint_dir)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def _check_config(self) -> None:
+        if self.metric_name is not None and not re.fullmatch(r"(train|val):.+", self.metric_name):
+            raise ValueError(
+                f"checkpointing.metric_name={self.metric_name!r}: write train:NAME or val:NAME "
+                "(for example val:accuracy), or null to keep the newest checkpoints"
+            )
+        for key, least in (("save_period", 1), ("ft_save_period", 1), ("keep_top_k", 0), ("ft_keep_latest_k", 0)):
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ValueError(f"checkpointing.{key}={value}: give a number of at least {least}, or null")
+
+    # ---------------------------------------------------------------- when to save, and by what metric
+
+    def save_reason(
+        self, step: int, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False, interrupted: bool = False
+    ) -> str | None:
+        """Why a checkpoint is due after `step` (1-based), or None. Nothing is due when checkpointing is off."""
+        reasons = {
+            "interrupted": interrupted,
+            "timeout": timeout,
+            "early_stop": early_stop,
+            "last_step": is_last,
+            "save_period": step % self.save_period == 0,
+            "ft_save_period": self.ft_save_period is not None and step % self.ft_save_period == 0,
+        }
+        return next((name for name, holds in reasons.items() if holds), None) if self.enabled else None
+
+    def checkpoint_metric(
+        self, train_metrics: Mapping[str, Any] | None, val_metrics: Mapping[str, Any] | None
+    ) -> dict[str, float]:
+        """`{metric_name: value}` for training_info, or an empty dict.
+
+        Empty with `metric_name: null`, and, with a warning, when a `val:` metric is wanted but no validation ran on
+        this step. ValueError when the metrics are there but have no such name.
+        """
+        if self.metric_name is None:
+            return {}
+        kind, _, name = self.metric_name.partition(":")
+        metrics = val_metrics if kind == "val" else train_metrics
+        if not metrics:
+            warnings.warn(
+                f"checkpointing.metric_name={self.metric_name!r}, but this step has no {kind} metrics: the checkpoint is "
+                "saved without it. Make save_period a multiple of val_period, or set val_at_end.",
+                stacklevel=2,
+            )
+            return {}
+        if name not in metrics:
+            raise ValueError(
+                f"checkpointing.metric_name={self.metric_name!r}: the {kind} metrics have no {name!r}; "
+                f"there are {', '.join(sorted(metrics))}"
+            )
+        return {self.metric_name: float(metrics[name])}
+
+    # ---------------------------------------------------------------- saving
+
+    @contextmanager
+    def saving(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Iterator[Path]:
+        """Yields the temporary folder to fill; seals and publishes it when the block ends without an exception."""
+        folder = self.init_tmp_checkpoint(step, training_info, run_config)
+        try:
+            yield folder
+            self.finalize_checkpoint(folder)
+        except BaseException as error:
+            self.abandon(folder)
+            if isinstance(error, OSError):
+                error.add_note(f"saving step {step} into {self.checkpoint_dir} failed; earlier checkpoints are untouched")
+            raise
+
+    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
+        """Makes `tmp_step_N` with training_info.json and config.yaml; returns its absolute path.
+
+        RuntimeError when another process is saving into the same checkpoint_dir.
+        """
+        self.finalize_pending()
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        self._store.acquire()
+        folder = self._store.temporary(step)
+        try:
+            self._store.recover()
+            folder.mkdir()
+            durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
+            if run_config is not None:
+                durable.write_durable(folder / "config.yaml", dump_yaml(to_plain(run_config)))
+        except BaseException:
+            self.abandon(folder)
+            raise
+        return folder
+
+    def finalize_checkpoint(self, checkpoint_path: Path | str) -> None:
+        """Seals `tmp_step_N`, renames it to `step_N` (an older `step_N` makes way through `old_step_N`), updates the
+        status file and removes checkpoints that the retention rules do not keep."""
+        folder = Path(checkpoint_path).absolute()
+        step = step_of(folder, "tmp_")
+        self._store.acquire()
+        try:
+            durable.seal_folder(folder, step=step)
+            target = self._store.publish(folder)
+        except BaseException:
+            self.abandon(folder)
+            raise
+        try:
+            status = {"latest_step": step, "checkpoint": target.name}
+            durable.write_atomic(self.checkpoint_dir / STATUS, json.dumps(status, indent=1))
+            self._thin_out(exclude_latest=True)
+        except OSError as error:
+            # the checkpoint itself is safe: housekeeping must not end the run
+            warnings.warn(f"{self.checkpoint_dir}: {error} while tidying up after saving {target.name}", stacklevel=2)
+        finally:
+            self._store.release()
+
+    def abandon(self, checkpoint_path: Path | str) -> None:
+        """Removes an unfinished temporary checkpoint, never a published one."""
+        folder = Path(checkpoint_path)
+        if folder.name.startswith("tmp_"):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._store.release()
+
+    def begin_finalization(self, checkpoint_path: Path | str, wait_fn: Callable[[], None] | None = None) -> None:
+        """`finalize_checkpoint` on a background thread, after `wait_fn()`. Nothing may write to the folder any more,
+        except what `wait_fn` waits for. An error is raised by the next `finalize_pending`."""
+        self.finalize_pending()
+
+        def work() -> None:
+            try:
+                if wait_fn is not None:
+                    wait_fn()
+                self.finalize_checkpoint(checkpoint_path)
+            except BaseException as error:
+                self.abandon(checkpoint_path)
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint-finalization", daemon=True)
+        self._thread.start()
+
+    def finalize_pending(self) -> None:
+        """Waits for the background finalization, if any; RuntimeError when it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(f"the checkpoint could not be finished: {error}") from error
+
+    @property
+    def has_pending_finalization(self) -> bool:
+        """Whether a background finalization is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def shutdown(self) -> None:
+        """Waits for background work; may be called again."""
+        self.finalize_pending()
+        self._store.release()
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> Literal[False]:
+        try:
+            self.shutdown()
+        except RuntimeError as error:
+            if exc is None:
+                raise
+            warnings.warn(f"{error} (while another exception was being raised)", stacklevel=2)
+        return False
+
+    # ---------------------------------------------------------------- finding
+
+    def get_latest_checkpoint_path(self) -> str | None:
+        """Folder of the newest whole checkpoint, every SHA-256 verified; None when there is none.
+
+        Whatever a crash left behind is finished or removed first (see `recover`); a damaged checkpoint is passed over
+        with a warning.
+        """
+        self.recover()
+        for record in reversed(self._store.history()):
+            problem = self._store.problem(record.path)
+            if problem is None:
+                return str(record.path)
+            warnings.warn(f"checkpoint {record.path} is passed over: {problem}", stacklevel=2)
+        return None
+
+    def get_best_checkpoint_path(self) -> str | None:
+        """Folder of the checkpoint with the best metric (ties: the newer); those without it are left out with a
+        warning. The latest when none has it or no metric is configured, None when there is none at all."""
+        self.recover()
+        records = self._store.history()
+        ranked = [record for record in records if self._metric(record) is not None]
+        missing = [record.step for record in records if self._metric(record) is None]
+        if self.metric_name and missing:
+            instead = "" if ranked else ": the latest checkpoint is taken instead"
+            warnings.warn(f"checkpoints of steps {missing} have no {self.metric_name}{instead}", stacklevel=2)
+        whole = (record for record in self._best_first(ranked) if self._store.problem(record.path) is None)
+        best = next(whole, None)
+        return str(best.path) if best is not None else self.get_latest_checkpoint_path()
+
+    def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
+        """training_info.json of a checkpoint; None for None."""
+        if checkpoint_path is None:
+            return None
+        return json.loads((Path(checkpoint_path) / TRAINING_INFO).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def get_resume_paths(
+        last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
+    ) -> tuple[Path | None, Path | None]:
+        """(weights folder, optimizer folder) of a checkpoint: both None for None; the second None, with a warning,
+        when the optimizer was not saved."""
+        if not last_checkpoint_path:
+            return None, None
+        component = Path(last_checkpoint_path) / model_component
+        optimizer = component / "optimizer"
+        if not optimizer.exists():
+            warnings.warn(f"{optimizer} does not exist: the {model_component} optimizer starts fresh", stacklevel=2)
+            return component / "weights", None
+        return component / "weights", optimizer
+
+    # ---------------------------------------------------------------- keeping order
+
+    def recover(self) -> list[str]:
+        """Finishes or removes what a crash in mid-save left behind; returns what it did, in words.
+
+        A sealed `tmp_step_N` is published; an unsealed one is removed. An `old_step_N` whose `step_N` is missing goes
+        back in its place. A `step_N` that is not whole by manifest and sizes is set aside as `corrupt_step_N`. Does
+        nothing while a save is going on there, or where the folder cannot be written.
+        """
+        if not self.checkpoint_dir.is_dir() or self._store.locked or self.has_pending_finalization:
+            return []
+        try:
+            self._store.acquire()
+        except (OSError, RuntimeError):
+            return []
+        try:
+            return self._store.recover()
+        finally:
+            self._store.release()
+
+    def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
+        """Removes what no rule keeps.
+
+        Kept are: the latest (with `exclude_latest`); the `keep_top_k` best among the steps that are multiples of
+        `save_period` (all of them with null), by metric, or the newest without one; the newest `ft_keep_latest_k` of
+        any step. With both limits null nothing is removed. A missing metric counts as the worst, ties go to the newer.
+        """
+        self._store.acquire()
+        try:
+            self._thin_out(exclude_latest)
+        finally:
+            self._store.release()
+
+    def _thin_out(self, exclude_latest: bool) -> None:
+        records = self._store.history()
+        if not records or (self.keep_top_k is None and self.ft_keep_latest_k is None):
+            return
+        newest_first = sorted((record.step for record in records), reverse=True)
+        keep = set(newest_first[:1] if exclude_latest else [])
+        periodic = [record for record in records if record.step % self.save_period == 0]
+        keep.update(record.step for record in self._best_first(periodic)[: self.keep_top_k])
+        keep.update(newest_first[: self.ft_keep_latest_k or 0])
+        for record in records:
+            if record.step not in keep:
+                self._store.remove(record.path)
+
+    def _metric(self, record: CheckpointRecord) -> float | None:
+        value = as_number(record.info.get(self.metric_name)) if self.metric_name else None
+        return None if value is None or value != value else value
+
+    def _best_first(self, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
+        def rank(record: CheckpointRecord) -> tuple[bool, float, int]:
+            value = self._metric(record)
+            if value is None:
+                return (False, 0.0, record.step)
+            return (True, value if self.higher_is_better else -value, record.step)
+
+        return sorted(records, key=rank, reverse=True)

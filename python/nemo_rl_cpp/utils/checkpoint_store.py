@@ -1,0 +1,144 @@
+"""The folder that holds checkpoints: publishing a finished one, repairing after a crash, listing the whole ones.
+
+Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` makes way for a new `step_N`, `del_step_N` is
+being removed, `corrupt_step_N` was set aside.
+"""
+
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_rl_cpp.utils import durable
+from nemo_rl_cpp.utils.folder_lock import FolderLock
+
+TRAINING_INFO = "training_info.json"
+STATUS = "latest_checkpoint_status.json"
+_FOLDER = re.compile(r"(tmp_|old_|del_|)step_(\d+)")
+
+
+class CheckpointRecord(NamedTuple):
+    """One whole checkpoint: its step, folder and training_info."""
+
+    step: int
+    path: Path
+    info: dict[str, Any]
+
+
+class CheckpointStore:
+    """File operations on `root`. Everything that changes it needs the lock (`acquire`), so two processes cannot mix."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock: FolderLock | None = None
+        self._verified: dict[tuple[Path, int], str | None] = {}
+
+    @property
+    def locked(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._lock is not None
+
+    def acquire(self) -> None:
+        """Takes the lock (again: no effect); RuntimeError when another process has it."""
+        if self._lock is None:
+            self._lock = FolderLock(self.root, "checkpointing.checkpoint_dir")
+
+    def release(self) -> None:
+        """Gives the lock back; may be called again."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def temporary(self, step: int) -> Path:
+        """Absolute path of `tmp_step_N`."""
+        return self.root.absolute() / f"tmp_step_{step}"
+
+    def publish(self, folder: Path) -> Path:
+        """Renames a sealed `tmp_step_N` to `step_N` and returns that. When it fails, an older `step_N` stays."""
+        step = step_of(folder, "tmp_")
+        target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
+        if not target.exists():
+            durable.rename(folder, target)
+            return target
+        if old.exists():
+            shutil.rmtree(old)
+        try:
+            durable.rename(target, old)
+            durable.rename(folder, target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                durable.rename(old, target)
+            raise
+        shutil.rmtree(old)
+        return target
+
+    def remove(self, folder: Path) -> None:
+        """Removes a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
+        doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
+        durable.rename(folder, doomed)
+        shutil.rmtree(doomed)
+
+    def recover(self) -> list[str]:
+        """Finishes or removes what a crash in mid-save left; returns (and warns of) what it did, in words."""
+        done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
+        for prefix, step, path in self.folders():
+            if prefix == "" and (problem := durable.folder_problem(path, contents=False)) is not None:
+                aside = path.with_name(f"corrupt_step_{step}")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                durable.rename(path, aside)
+                done.append(f"set {path.name} aside as {aside.name}: {problem}")
+        for text in done:
+            warnings.warn(f"{self.root}: {text}", stacklevel=4)
+        return done
+
+    def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
+        """`folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
+        target = path.with_name(f"step_{step}")
+        if prefix == "tmp_" and durable.folder_problem(path, contents=True) is None:
+            self.publish(path)
+            return f"published the finished {path.name}"
+        if prefix == "old_" and not target.exists():
+            durable.rename(path, target)
+            return f"put {path.name} back as {target.name}"
+        if prefix:
+            shutil.rmtree(path, ignore_errors=True)
+            return f"removed the left-over {path.name}"
+        return None
+
+    def history(self) -> list[CheckpointRecord]:
+        """Every step_N that is whole by manifest and sizes."""
+        return [
+            CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
+            for prefix, step, path in self.folders()
+            if prefix == "" and durable.folder_problem(path, contents=False) is None
+        ]
+
+    def problem(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint's contents, or None; each sealed folder is read once."""
+        try:
+            key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
+        except OSError as error:
+            return f"{durable.MANIFEST} cannot be read ({error.strerror})"
+        if key not in self._verified:
+            self._verified[key] = durable.folder_problem(folder, contents=True)
+        return self._verified[key]
+
+    def folders(self) -> list[tuple[str, int, Path]]:
+        """(prefix, step, path) of every folder with one of our names: del, then tmp, then old, then published."""
+        if not self.root.is_dir():
+            return []
+        order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
+        found = ((_FOLDER.fullmatch(path.name), path) for path in self.root.absolute().iterdir())
+        listed = [(match[1], int(match[2]), path) for match, path in found if match and path.is_dir()]
+        return sorted(listed, key=lambda entry: (order[entry[0]], entry[1]))
+
+
+def step_of(folder: Path, prefix: str) -> int:
+    """N of a folder named `<prefix>step_N`; ValueError for another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None or match[1] != prefix:
+        raise ValueError(f"{folder}: a checkpoint folder named {prefix}step_N is expected here")
+    return int(match[2])

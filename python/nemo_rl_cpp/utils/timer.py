@@ -1,0 +1,268 @@
+"""Named stage times of a training step, and the wall-clock limit of a run."""
+
+import logging
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+TOTAL = "total_step_time"
+
+
+@dataclass(frozen=True)
+class StepAccounting:
+    """How much of a step's wall-clock time its stages explain. Seconds; `share` is between 0 and 1.
+
+    Only the outermost stages count (a stage inside another one is already part of it), so `accounted <= total` on one
+    thread.
+    """
+
+    total: float
+    accounted: float
+    by_label: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        return self.accounted / self.total if self.total > 0 else 1.0
+
+    @property
+    def unaccounted(self) -> float:
+        return max(self.total - self.accounted, 0.0)
+
+
+class Timer:
+    """Measures named stages: `with timer("generation"): ...`, `timer.start(...)`/`timer.stop(...)`, or `record`.
+
+    A label may be measured many times; `reduce` and `get_timing_metrics` summarise. `with timer.step(n) as timer:`
+    begins a training step: it forgets the last step's times and measures `total_step_time`. Times are seconds of a
+    monotonic clock. Safe to use from several threads (each has its own nesting).
+    """
+
+    _REDUCTION_FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+        "mean": statistics.fmean,
+        "median": statistics.median,
+        "min": min,
+        "max": max,
+        "std": statistics.pstdev,
+        "sum": sum,
+        "count": len,
+    }
+
+    def __init__(self, context: dict[str, object] | None = None) -> None:
+        """`context` identifies this timer (rank, worker, ...) in its DEBUG log lines."""
+        self._context = dict(context or {})
+        self._timers: dict[str, list[float]] = {}
+        self._start_times: dict[str, float] = {}
+        self._markers: dict[str, list[tuple[float, dict | None]]] = {}
+        self._outermost: dict[str, float] = {}
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._observers: list[Any] = []
+        self.current_step: int | None = None
+
+    def start(self, label: str, should_log: bool = True) -> None:
+        """Starts `label`; ValueError when it is running already."""
+        with self._lock:
+            if label in self._start_times:
+                raise ValueError(f"timer {label!r} is already running: stop it first, or use another label")
+            self._start_times[label] = time.perf_counter()
+        outer = self._outer_stages(label)
+        self._stack().append(label)
+        self._tell("stage_started", label, len(outer))
+        self._debug(should_log, label, "start")
+
+    def stop(self, label: str, should_log: bool = True) -> float:
+        """Stops `label` and returns the seconds since its start; ValueError when it is not running."""
+        now = time.perf_counter()
+        with self._lock:
+            if label not in self._start_times:
+                raise ValueError(f"timer {label!r} is not running; running: {sorted(self._start_times) or 'none'}")
+            elapsed = now - self._start_times.pop(label)
+            self._timers.setdefault(label, []).append(elapsed)
+            stack, outer = self._stack(), self._outer_stages(label)
+            if label != TOTAL and not outer and TOTAL in stack:
+                self._outermost[label] = self._outermost.get(label, 0.0) + elapsed
+            if label in stack:
+                stack.remove(label)
+        self._tell("stage_stopped", label, len(outer))
+        self._debug(should_log, label, f"end elapsed={elapsed:.4f}s")
+        return elapsed
+
+    def record(self, label: str, elapsed: float, should_log: bool = True) -> None:
+        """Adds a duration in seconds that the caller measured itself. It does not enter `accounting`."""
+        with self._lock:
+            self._timers.setdefault(label, []).append(elapsed)
+        self._debug(should_log, label, f"record elapsed={elapsed:.4f}s")
+
+    def mark(self, label: str, metadata: dict | None = None) -> float:
+        """Notes that something happened now; returns the Unix time in seconds."""
+        now = time.time()
+        with self._lock:
+            self._markers.setdefault(label, []).append((now, metadata))
+        self._debug(True, label, f"mark meta={metadata}" if metadata else "mark")
+        return now
+
+    def get_markers(self, label: str | None = None) -> dict[str, list[tuple[float, dict | None]]]:
+        """All marks by label, or only those of `label`."""
+        with self._lock:
+            labels = self._markers if label is None else [label]
+            return {name: list(self._markers.get(name, [])) for name in labels}
+
+    @contextmanager
+    def time(self, label: str, should_log: bool = True) -> Iterator[None]:
+        """Measures the block, also when it raises."""
+        self.start(label, should_log)
+        try:
+            yield
+        finally:
+            self.stop(label, should_log)
+
+    __call__ = time
+
+    @contextmanager
+    def step(self, step: int) -> Iterator["Timer"]:
+        """One training step: forgets the times of the one before, measures `total_step_time`, yields this timer.
+
+        The times stay readable until the next step begins, and stages measured after the block (checkpointing,
+        validation) still belong to it.
+        """
+        self.reset()
+        self.current_step = step
+        with self.time(TOTAL):
+            yield self
+
+    def accounting(self) -> StepAccounting:
+        """How much of `total_step_time` the outermost stages inside it account for."""
+        with self._lock:
+            return StepAccounting(sum(self._timers.get(TOTAL, [])), sum(self._outermost.values()), dict(self._outermost))
+
+    def step_timing_metrics(self) -> dict[str, float]:
+        """The `timing/train/*` values of the step: the sum of each label, and `accounted_share` (1.0: every moment of
+        the step belongs to a named stage)."""
+        metrics = dict(self.get_timing_metrics("sum"))
+        if TOTAL in metrics:
+            metrics["accounted_share"] = min(self.accounting().share, 1.0)
+        return metrics
+
+    def subscribe(self, observer: Any) -> None:
+        """Calls `observer.stage_started(label, depth)` and `stage_stopped(label, depth)`, where it has them.
+
+        `depth` counts the stages around this one, the step itself not counted: 0 is an outermost stage.
+        """
+        self._observers.append(observer)
+
+    def get_elapsed(self, label: str) -> list[float]:
+        """All measurements of `label`; KeyError when there are none."""
+        with self._lock:
+            if label not in self._timers:
+                raise KeyError(f"no timings recorded for {label!r}")
+            return self._timers[label]
+
+    def get_latest_elapsed(self, label: str) -> float:
+        """The newest measurement of `label`; KeyError when there is none."""
+        return self.get_elapsed(label)[-1]
+
+    def reduce(self, label: str, operation: str = "mean") -> float:
+        """One number for all measurements of `label`: mean, median, min, max, std (population), sum or count."""
+        if operation not in self._REDUCTION_FUNCTIONS:
+            raise ValueError(f"invalid operation {operation!r}: use one of {', '.join(self._REDUCTION_FUNCTIONS)}")
+        return self._REDUCTION_FUNCTIONS[operation](self.get_elapsed(label))
+
+    def get_timing_metrics(self, reduction_op: str | dict[str, str] = "mean") -> dict[str, float | list[float]]:
+        """All labels, reduced by one operation, or each by its own (labels without one give their list)."""
+        with self._lock:
+            operations = dict.fromkeys(self._timers, reduction_op) if isinstance(reduction_op, str) else reduction_op
+            return {
+                label: self.reduce(label, operations[label]) if label in operations else list(values)
+                for label, values in self._timers.items()
+            }
+
+    def reset(self, label: str | None = None) -> None:
+        """Forgets one label, or everything."""
+        with self._lock:
+            for store in (self._timers, self._start_times, self._markers, self._outermost):
+                store.clear() if label is None else store.pop(label, None)
+            stack = self._stack()
+            stack[:] = [] if label is None else [other for other in stack if other != label]
+
+    def _stack(self) -> list[str]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack
+
+    def _outer_stages(self, label: str) -> list[str]:
+        """The running stages of this thread around `label`, without the step itself."""
+        stack = self._stack()
+        around = stack[: stack.index(label)] if label in stack else stack
+        return [other for other in around if other != TOTAL]
+
+    def _tell(self, event: str, label: str, depth: int) -> None:
+        for observer in self._observers:
+            if (method := getattr(observer, event, None)) is not None:
+                method(label, depth)
+
+    def _debug(self, should_log: bool, label: str, event: str) -> None:
+        if should_log and _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s %s ts=%.6f %s", label, event, time.time(), self._context)
+
+
+ThreadSafeTimer = Timer
+
+
+def convert_to_seconds(time_string: str) -> int:
+    """Seconds of a duration written `DD:HH:MM:SS`, for example 13500 for `00:03:45:00`. ValueError otherwise."""
+    parts = str(time_string).split(":")
+    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"{time_string!r} is not a duration of the form DD:HH:MM:SS, for example 00:03:45:00")
+    days, hours, minutes, seconds = map(int, parts)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+class TimeoutChecker:
+    """Says once when a run should save and end, because its time is up or the next step would not fit any more.
+
+    `timeout` is `DD:HH:MM:SS` from the moment this object is made (`checkpointing.checkpoint_must_save_by`), None for
+    no limit. With `fit_last_save_time` the slowest step seen so far must still fit before the limit.
+    """
+
+    def __init__(self, timeout: str | None = "00:03:45:00", fit_last_save_time: bool = False) -> None:
+        self.last_save_time = float("inf") if timeout is None else float(convert_to_seconds(timeout))
+        self.fit_last_save_time = fit_last_save_time
+        self.start_time = time.monotonic()
+        self.last_saved = False
+        self.iteration_times: list[float] = []
+        self.previous_iteration_time: float | None = None
+
+    def would_save(self, extra_s: float = 0.0) -> bool:
+        """Like `check_save`, without using up the answer. `extra_s`: seconds the next step needs beyond the slowest."""
+        if self.last_saved:
+            return False
+        elapsed = time.monotonic() - self.start_time
+        if self.fit_last_save_time and self.iteration_times:
+            elapsed += max(self.iteration_times) + max(extra_s, 0.0)
+        return elapsed >= self.last_save_time
+
+    def check_save(self, extra_s: float = 0.0) -> bool:
+        """True exactly once: when the limit is reached."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        due = self.would_save(extra_s)
+        self.last_saved = self.last_saved or due
+        return due
+
+    def start_iterations(self) -> None:
+        """Begins to measure steps."""
+        self.previous_iteration_time = time.monotonic()
+
+    def mark_iteration(self) -> None:
+        """A step has ended."""
+        now = time.monotonic()
+        if self.previous_iteration_time is not None:
+            self.iteration_times.append(now - self.previous_iteration_time)
+        self.previous_iteration_time = now

@@ -1,0 +1,60 @@
+import pytest
+
+from nemo_rl_cpp.algorithms.train_state import TrainState
+
+
+def test_counters():
+    state = TrainState(max_num_steps=2)
+    assert state.draw(8) == 0 and state.draw(4) == 8 and state.draw_counter == 12
+    assert not state.finished and not state.is_last_step
+    state.advance(num_prompts=8, num_valid_tokens=100)
+    assert (state.step, state.current_step, state.consumed_samples, state.total_valid_tokens) == (1, 1, 8, 100)
+    assert state.is_last_step and not state.finished
+    state.next_epoch()
+    assert (state.current_epoch, state.current_step, state.total_steps) == (1, 0, 1)
+    state.advance()
+    assert state.finished and state.stop_reason == "max_num_steps"
+
+
+def test_epochs_end_a_run_and_the_first_reason_stays():
+    state = TrainState(max_num_epochs=1)
+    state.next_epoch()
+    assert state.finished and state.stop_reason == "max_num_epochs"
+    state.stop("interrupted")
+    assert state.stop_reason == "max_num_epochs"
+    other = TrainState()
+    other.stop("early_stop")
+    assert other.finished and other.stop_reason == "early_stop"
+
+
+def test_best_metric():
+    state = TrainState(total_steps=10)
+    assert not state.note_metric(float("nan"))
+    assert state.note_metric(0.5) and not state.note_metric(0.5) and state.note_metric(0.7)
+    assert (state.best_metric, state.best_metric_step) == (0.7, 10)
+    assert TrainState(best_metric=0.5).note_metric(0.4, higher_is_better=False)
+
+
+def test_round_trip_through_training_info(tmp_path):
+    state = TrainState(consumed_samples=64, total_steps=3, draw_counter=80, log_dir="logs/exp_001", max_num_steps=5)
+    state.stop("interrupted")
+    info = state.to_training_info({"val:accuracy": 0.5})
+    assert info["val:accuracy"] == 0.5 and info["stop_reason"] == "interrupted"
+    assert "val_reward" not in info and "max_num_steps" not in info
+    again = TrainState.from_training_info(info)
+    assert again == TrainState(consumed_samples=64, total_steps=3, draw_counter=80, log_dir="logs/exp_001")
+    assert not again.finished, "a run that was interrupted may go on"
+    state.val_reward = float("inf")
+    state.save(tmp_path / "state.json")
+    assert TrainState.load(tmp_path / "state.json").val_reward == float("inf")
+
+
+def test_unknown_names_are_dropped_and_missing_ones_keep_defaults():
+    state = TrainState.from_training_info({"total_steps": 7, "from_a_newer_version": 1, "val:accuracy": 0.1})
+    assert state == TrainState(total_steps=7)
+    assert TrainState.from_training_info(None) == TrainState()
+
+
+@pytest.mark.parametrize("info", [{"val_reward": "nan"}, {"val_reward": 0.25}])
+def test_val_reward_is_a_number_again(info):
+    assert isinstance(TrainState.from_training_info(info).val_reward, float)

@@ -1,6 +1,7 @@
 """Reads configurations that may be mappings or pydantic models, and turns values into plain JSON ones."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,18 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     return None
+
+
+_SECRET = re.compile(r"(api_?key|password|secret|auth_?token|access_?token|hf_token|credential)", re.IGNORECASE)
+
+
+def redact(value: Any) -> Any:
+    """A copy of plain data in which values whose key names a secret (api_key, password, hf_token, ...) are `***`."""
+    if isinstance(value, dict):
+        return {
+            key: "***" if _SECRET.search(key) and isinstance(item, str) and item else redact(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [redact(item) for item in value]
+    return value

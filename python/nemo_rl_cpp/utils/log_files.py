@@ -1,0 +1,216 @@
+"""Logs that are files of the run: metrics.jsonl, system.jsonl, TensorBoard events, plots, rollouts.
+
+All of them can be cut back to a step, so that a run that resumes from the checkpoint of that step leaves the same files
+as one that was never interrupted (but for times).
+"""
+
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_cpp.utils import tb_events
+from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain
+from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefixed, scalar_of
+from nemo_rl_cpp.utils.tb_events import EventFile
+from nemo_rl_cpp.utils.yaml_text import dump_yaml
+
+METRICS = "metrics.jsonl"
+SYSTEM = "system.jsonl"
+HYPERPARAMS = "hyperparams.json"
+_STEP_FILE = re.compile(r".*_step(\d+)\.(jsonl|svg)")
+_TIME_PREFIXES = ("timing/", "performance/", "memory/")
+
+
+class JsonlLogger(LoggerInterface):
+    """One line a call in metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, names sorted, non-finite values as strings.
+
+    Metrics with an x axis of their own (`step_metric`, such as GPU samples by second) go to system.jsonl instead. A line
+    is one write, so a killed process leaves at most the last line torn; readers skip such a line.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self._files: dict[str, int] = {}
+
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Appends one line."""
+        flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
+        row = {"step": int(step)} | {name: to_json(flat[name]) for name in sorted(flat)}
+        own_axis = step_metric is not None and step_metric in metrics
+        self._append(SYSTEM if own_axis else METRICS, json.dumps(row, allow_nan=False))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Writes hyperparams.json."""
+        (self.log_dir / HYPERPARAMS).write_text(json.dumps(to_json(params), indent=1), encoding="utf-8")
+
+    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+        """Nothing: the per-step rollout files hold every value."""
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """Writes plots/NAME_stepN.svg."""
+        path = self.log_dir / "plots" / f"{name}_step{step}.svg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if hasattr(figure, "to_svg"):
+            path.write_text(figure.to_svg(), encoding="utf-8")
+        else:
+            figure.savefig(path, format="svg", bbox_inches="tight")
+
+    def flush(self) -> None:
+        """Syncs the files to the disk."""
+        for descriptor in self._files.values():
+            os.fsync(descriptor)
+
+    def finish(self) -> None:
+        """Closes the files; a later call opens them again."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+
+    def truncate_after(self, step: int) -> None:
+        """Cuts metrics.jsonl back and removes rollout and plot files of later steps."""
+        self.finish()
+        truncate_jsonl(self.log_dir / METRICS, step)
+        for path in self.log_dir.rglob("*_step*"):
+            match = _STEP_FILE.fullmatch(path.name)
+            if match and int(match[1]) > step:
+                path.unlink()
+
+    def _append(self, name: str, line: str) -> None:
+        if name not in self._files:
+            path = self.log_dir / name
+            drop_torn_line(path)
+            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        os.write(self._files[name], (line + "\n").encode())
+
+
+class TensorboardLogger(LoggerInterface):
+    """TensorBoard events (see `tb_events`): neither TensorBoard nor torch is needed to write them."""
+
+    def __init__(self, cfg: Any, log_dir: str | Path | None = None) -> None:
+        """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument."""
+        self.log_dir = Path(cfg_get(cfg, "log_dir") or log_dir or "tensorboard")
+        self._file = EventFile(self.log_dir)
+        self._skipped: set[str] = set()
+
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Adds a scalar for every number; other values are skipped, with one message a name."""
+        values = []
+        for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
+            number = scalar_of(value)
+            if number is not None and not isinstance(number, str):
+                values.append(tb_events.scalar(name, float(number)))
+            elif name not in self._skipped:
+                self._skipped.add(name)
+                print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
+        self._file.add(step, values)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Adds the configuration as text."""
+        self._file.add(0, [tb_events.text("hyperparams", f"```yaml\n{dump_yaml(to_plain(params))}```")])
+
+    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+        """Adds a histogram of the finite values."""
+        values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
+        values = values[np.isfinite(values)]
+        if values.size:
+            self._file.add(step, [tb_events.histogram(name, values.tolist())])
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """Adds a matplotlib figure as an image; other plots are files only."""
+        if (drawing := matplotlib_figure(figure)) is not None:
+            buffer = io.BytesIO()
+            drawing.savefig(buffer, format="png", dpi=100)
+            width, height = (round(100 * inches) for inches in drawing.get_size_inches())
+            self._file.add(step, [tb_events.image(name, buffer.getvalue(), width, height)])
+
+    def flush(self) -> None:
+        """Syncs the event file to the disk."""
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Closes the event file."""
+        self._file.close()
+
+    def truncate_after(self, step: int) -> None:
+        """Removes the events of later steps from all event files of the run."""
+        self._file.close()
+        for path in self.log_dir.glob(tb_events.PATTERN):
+            tb_events.truncate_events(path, step)
+        self._file = EventFile(self.log_dir)
+
+
+def matplotlib_figure(figure: Any) -> Any:
+    """A matplotlib Figure of a figure or `LinePlot`; None when a LinePlot meets no matplotlib."""
+    return figure.to_matplotlib() if hasattr(figure, "to_matplotlib") else figure
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file; a torn or foreign line is skipped, a missing file has none."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and line.endswith(b"\n"):
+                yield row
+
+
+def deterministic_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without what depends on time and memory: `timing/`, `performance/` and `memory/` names.
+
+    Two runs that did the same have equal lists.
+    """
+    rows = ({k: v for k, v in row.items() if not k.startswith(_TIME_PREFIXES)} for row in read_jsonl(path))
+    return [row for row in rows if set(row) != {"step"}]
+
+
+def truncate_jsonl(path: Path, step: int) -> None:
+    """Keeps the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
+    if not path.exists():
+        return
+
+    def kept(line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(path, "rb") as source, open(temporary, "wb") as target:
+        target.writelines(line for line in source if kept(line))
+        target.flush()
+        os.fsync(target.fileno())
+    os.replace(temporary, path)
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cuts off what follows the last newline: the rest of a write that a kill interrupted."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)

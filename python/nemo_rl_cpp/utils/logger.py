@@ -1,0 +1,221 @@
+"""The logger of a run: files always, trackers when enabled, rollouts and plots beside them."""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.utils import log_backends
+from nemo_rl_cpp.utils.access import cfg_get, redact, to_json, to_plain
+from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict
+from nemo_rl_cpp.utils.log_samples import print_message_log_samples
+from nemo_rl_cpp.utils.monitor import GpuMonitor
+from nemo_rl_cpp.utils.plots import logprob_error_plot, timeline_plots
+
+__all__ = [
+    "Logger", "LoggerInterface", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir",
+    "print_message_log_samples",
+]
+
+_TRACKERS: dict[str, type[LoggerInterface]] = {
+    "wandb": log_backends.WandbLogger,
+    "swanlab": log_backends.SwanlabLogger,
+    "mlflow": log_backends.MLflowLogger,
+    "trackio": log_backends.TrackioLogger,
+}
+
+
+class Logger(LoggerInterface):
+    """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers.
+
+    `cfg` is the `logger` section (a mapping or a model). `metrics_jsonl_enabled` and `tensorboard_enabled` are on unless
+    set to false; `wandb_enabled`, `swanlab_enabled`, `mlflow_enabled` and `trackio_enabled` are off unless set to true.
+    A tracker that fails while the run goes on is warned about once and does not end the run; a file that cannot be
+    written does.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        """ValueError when an enabled tracker is not installed."""
+        log_dir = cfg_get(cfg, "log_dir")
+        if not log_dir:
+            raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
+        self.base_log_dir = str(log_dir)
+        self.log_dir = Path(log_dir)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.loggers: list[LoggerInterface] = []
+        self.wandb_logger: LoggerInterface | None = None
+        self.swanlab_logger: LoggerInterface | None = None
+        self._failed: set[str] = set()
+        self._files: list[LoggerInterface] = []
+        if cfg_get(cfg, "metrics_jsonl_enabled", True):
+            self._files.append(JsonlLogger(self.log_dir))
+        if cfg_get(cfg, "tensorboard_enabled", True):
+            self._files.append(TensorboardLogger(cfg_get(cfg, "tensorboard"), self.log_dir / "tensorboard"))
+        self.loggers.extend(self._files)
+        for name, backend in _TRACKERS.items():
+            if cfg_get(cfg, f"{name}_enabled", False):
+                folder = self.log_dir / name
+                folder.mkdir(exist_ok=True)
+                self.loggers.append(backend(cfg_get(cfg, name), log_dir=str(folder)))
+                if hasattr(self, f"{name}_logger"):
+                    setattr(self, f"{name}_logger", self.loggers[-1])
+        self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
+
+    def _start_monitor(self, cfg: Any) -> GpuMonitor | None:
+        monitor = GpuMonitor(
+            cfg_get(cfg, "gpu_monitoring.collection_interval", 10),
+            cfg_get(cfg, "gpu_monitoring.flush_interval", 10),
+            parent_logger=self,
+        )
+        if not monitor.available:
+            return None
+        if self.wandb_logger is not None:
+            self.wandb_logger.define_metric(f"{monitor.metric_prefix}/*", step_metric=monitor.step_metric)
+        monitor.start()
+        return monitor
+
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Logs `prefix/name` for every entry, at `step` (counted from 1)."""
+        self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Logs the configuration (a mapping or a model) once; values of keys that name a secret are left out."""
+        plain = redact(to_plain(params))
+        self._each(lambda logger: logger.log_hyperparams(plain))
+
+    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+        """Logs a distribution of values."""
+        self._each(lambda logger: logger.log_histogram(histogram, step, name))
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        """Logs a matplotlib Figure or a `plots.LinePlot`; it is also saved as plots/NAME_stepN.svg."""
+        self._each(lambda logger: logger.log_plot(figure, step, name))
+
+    def log_plot_per_worker_timeline_metrics(
+        self, metrics: dict[int, list[Any]], step: int, prefix: str, name: str, timeline_interval: float
+    ) -> None:
+        """Plots one line a worker and their average. `metrics`: worker -> values `timeline_interval` seconds apart."""
+        for kind, plot in timeline_plots(metrics, name, timeline_interval).items():
+            self.log_plot(plot, step, f"{prefix}/{kind}_{name}")
+
+    def log_plot_token_mult_prob_error(self, data: Mapping[str, Any], step: int, name: str) -> None:
+        """Plots the log-probabilities of the sample in which generator and trainer differ most.
+
+        `data`: token_mask, generation_logprobs, prev_logprobs [B, S], sample_mask, prompt_lengths, full_lengths [B].
+        Nothing is plotted when no sample counts.
+        """
+        if (plot := logprob_error_plot(data)) is not None:
+            self.log_plot(plot, step, name)
+
+    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
+        """Writes one line a sample, with its `idx`, into a file of the log folder (replacing it).
+
+        Every value holds one entry a sample (tensor, array or list). ValueError when their lengths differ.
+        """
+        columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
+        lengths = {key: len(value) for key, value in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"{filename}: every column needs one entry a sample, but their lengths are {lengths}")
+        count = next(iter(lengths.values()), 0)
+        rows = ({key: value[i] for key, value in columns.items()} | {"idx": i} for i in range(count))
+        self._write_lines(filename, (_json_line(row) for row in rows))
+
+    def log_string_list_as_jsonl(self, to_log: list[str], filename: str) -> None:
+        """Appends strings, which are JSON already, as lines to a file of the log folder."""
+        path = self.log_dir / filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in to_log)
+
+    def _write_lines(self, filename: str, lines: Any) -> None:
+        path = self.log_dir / filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(lines)
+        os.replace(temporary, path)
+
+    def flush(self) -> None:
+        """Syncs the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
+        self._each(lambda logger: logger.flush())
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets every metric, event, rollout and plot of a step later than `step`: the run resumes there.
+
+        Trackers that keep their data elsewhere continue their own run instead.
+        """
+        self._each(lambda logger: logger.truncate_after(step))
+
+    def finish(self) -> None:
+        """Stops the monitor and closes all backends; may be called again."""
+        if self.gpu_monitor is not None:
+            self.gpu_monitor.stop()
+            self.gpu_monitor = None
+        self._each(lambda logger: logger.finish())
+
+    def _each(self, action: Callable[[LoggerInterface], None]) -> None:
+        for logger in self.loggers:
+            try:
+                action(logger)
+            except Exception as error:
+                if logger in self._files:
+                    raise
+                name = type(logger).__name__
+                if name not in self._failed:
+                    self._failed.add(name)
+                    warnings.warn(f"{name} failed ({error}): the run goes on, later failures are not shown", stacklevel=3)
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.finish()
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    try:
+        # the common case at C speed: plain values, all finite
+        return json.dumps(row, allow_nan=False) + "\n"
+    except (TypeError, ValueError):
+        return json.dumps(to_json(row), allow_nan=False) + "\n"
+
+
+def get_next_experiment_dir(base_log_dir: str) -> str:
+    """Makes and returns `<base_log_dir>/exp_NNN` with the next free number."""
+    base = Path(base_log_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    taken = [int(match[1]) for path in base.iterdir() if (match := re.fullmatch(r"exp_(\d+)", path.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        try:
+            (base / f"exp_{number:03d}").mkdir()
+            return str(base / f"exp_{number:03d}")
+        except FileExistsError:  # another run started at the same moment
+            number += 1
+
+
+def get_experiment_dir(base_log_dir: str, training_info: Mapping[str, Any] | None = None) -> str:
+    """The log folder of a run: the one its checkpoint recorded (`log_dir` of training_info), else a new one.
+
+    A recorded folder that has moved is looked for by its name under `base_log_dir`; when it is nowhere, a new one is
+    made, with a warning.
+    """
+    recorded = (training_info or {}).get("log_dir")
+    if not recorded:
+        return get_next_experiment_dir(base_log_dir)
+    for candidate in (Path(recorded), Path(base_log_dir) / Path(recorded).name):
+        if candidate.is_dir():
+            return str(candidate)
+    warnings.warn(f"the checkpoint's log folder {recorded} is gone: the logs go on in a new one", stacklevel=2)
+    return get_next_experiment_dir(base_log_dir)

@@ -1,0 +1,104 @@
+"""Samples GPU and host memory use by the second, on a thread of its own."""
+
+import shutil
+import subprocess
+import threading
+import time
+from typing import Any
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+
+
+class GpuMonitor:
+    """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
+    `ray/node.0.mem_total_gb` (NeMo RL's names) against `ray/ray_step`, the seconds since the start."""
+
+    metric_prefix = "ray"
+    step_metric = "ray/ray_step"
+
+    def __init__(self, collection_interval: float, flush_interval: float, parent_logger: Any = None) -> None:
+        """Intervals in seconds: of sampling, and of handing the samples to `parent_logger`."""
+        if collection_interval <= 0 or flush_interval <= 0:
+            raise ValueError("logger.gpu_monitoring: collection_interval and flush_interval must be positive seconds")
+        self.collection_interval = float(collection_interval)
+        self.flush_interval = float(flush_interval)
+        self.parent_logger = parent_logger
+        self._samples: list[tuple[int, dict[str, float]]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether this machine has GPUs that can be asked."""
+        return shutil.which(_QUERY[0]) is not None and bool(self._gpu_metrics())
+
+    def start(self) -> None:
+        """Begins to sample; again: no effect."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends sampling and logs what is left."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Hands all samples to the logger."""
+        with self._lock:
+            samples, self._samples = self._samples, []
+        for second, metrics in samples:
+            if self.parent_logger is not None:
+                self.parent_logger.log_metrics(
+                    metrics | {self.step_metric: second}, second, prefix=self.metric_prefix, step_metric=self.step_metric
+                )
+
+    def _loop(self) -> None:
+        started = flushed = time.monotonic()
+        while not self._stop.wait(self.collection_interval):
+            now = time.monotonic()
+            with self._lock:
+                self._samples.append((int(now - started), self.collect()))
+            if now - flushed >= self.flush_interval:
+                self.flush()
+                flushed = now
+
+    def collect(self) -> dict[str, float]:
+        """One sample."""
+        return self._gpu_metrics() | _host_metrics()
+
+    def _gpu_metrics(self) -> dict[str, float]:
+        try:
+            text = subprocess.run(_QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        return parse_gpu_table(text)
+
+
+def parse_gpu_table(text: str) -> dict[str, float]:
+    """Metrics of lines `index, utilization in percent, used MiB`; values that a GPU does not report are left out."""
+    metrics = {}
+    for line in text.splitlines():
+        index, _, rest = line.partition(",")
+        utilization, _, used = rest.partition(",")
+        for name, value, unit in (("util", utilization, 1.0), ("mem_gb", used, 1024.0)):
+            try:
+                metrics[f"node.0.gpu.{int(index)}.{name}"] = float(value) / unit
+            except ValueError:
+                continue
+    return metrics
+
+
+def _host_metrics() -> dict[str, float]:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            kib = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    except OSError:
+        return {}
+    total, free = kib["MemTotal"] / (1 << 20), kib["MemAvailable"] / (1 << 20)
+    return {"node.0.mem_gb": total - free, "node.0.mem_total_gb": total}

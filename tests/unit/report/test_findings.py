@@ -1,0 +1,125 @@
+"""Each finding has a history that triggers it and one, as close as makes sense, that does not."""
+
+import math
+import random
+
+import pytest
+
+from nemo_rl_cpp.utils.report import findings_health as health
+from nemo_rl_cpp.utils.report import findings_learning as learning
+from nemo_rl_cpp.utils.report.findings import LEVELS, Finding, count, find, percent, rules
+from nemo_rl_cpp.utils.report.history import MetricHistory
+
+H = MetricHistory.of
+
+
+def noisy(values, size=0.02, seed=1):
+    rng = random.Random(seed)
+    return [value + rng.gauss(0, size) for value in values]
+
+
+def ramp(low, high, steps=40):
+    return [low + (high - low) * i / (steps - 1) for i in range(steps)]
+
+
+def timed(total, **stages):
+    history = H(timing__train__total_step_time=total)
+    for name, values in stages.items():
+        for step, value in enumerate(values, start=1):
+            history.add({"step": step, "timing/train/" + name.replace("__", "/"): value})
+    return history
+
+
+# rule, history that triggers it, level, words of the title, history that does not
+CASES = [
+    (learning.reward_trend, H(train__reward=noisy(ramp(0.1, 0.6))), "good", "The reward rose from 0.1", H(train__reward=[0.1] * 5)),
+    (learning.reward_trend, H(train__reward=noisy(ramp(0.6, 0.1))), "bad", "The reward fell", H(other=ramp(0, 1))),
+    (learning.reward_trend, H(train__reward=noisy([0.3] * 40)), "warn", "has not clearly moved", H(train__reward=[0.3] * 5)),
+    (learning.validation_trend, H(validation__accuracy=[0.1, 0.7, 0.6]), "good", "rose from 0.1 (step 1) to 0.6", H(validation__accuracy=[0.1])),
+    (learning.validation_trend, H(validation__accuracy=[0.5, 0.4]), "warn", "fell", H()),
+    (learning.validation_trend, H(validation__accuracy=[0.5, 0.5]), "info", "is unchanged", H()),
+    (learning.past_its_best, H(validation__accuracy=[0.1, 0.6, 0.3], train__reward=noisy(ramp(0, 1))), "warn", "down from 0.6 at step 2",
+     H(validation__accuracy=[0.1, 0.6, 0.56], train__reward=noisy(ramp(0, 1)))),
+    (learning.equal_rewards, H(train__groups__pct_equal=[71.0] * 5, train__groups__pct_equal_best=[60.0] * 5,
+                               train__groups__pct_equal_worst=[11.0] * 5), "warn", "71 % of groups had equal rewards",
+     H(train__groups__pct_equal=[39.0] * 5)),
+    (learning.equal_rewards, H(train__baseline_reward__pct_mixed=[5.0], train__baseline_reward__pct_0=[95.0]), "bad",
+     "95 % of groups", H(train__baseline_reward__pct_mixed=[80.0])),
+    (learning.no_signal, H(train__advantages__min=[0.0, -1.0, 0.0], train__advantages__max=[0.0, 1.0, 0.0]), "bad",
+     "2 of 3 steps had no learning signal", H(train__advantages__min=[-1.0], train__advantages__max=[0.0])),
+    (learning.truncation, H(train__truncation_rate=[0.3] * 10), "warn", "30 % of responses were cut off",
+     H(train__truncation_rate=[0.9] * 5 + [0.1] * 10)),
+    (learning.truncation, H(train__truncation_rate=[0.7]), "bad", "70 %", H(train__truncation_rate=[0.19])),
+    (learning.entropy_collapse, H(train__approx_entropy=ramp(1.2, 0.02)), "warn", "The entropy collapsed",
+     H(train__approx_entropy=ramp(1.2, 0.5))),
+    (learning.entropy_collapse, H(train__approx_entropy=ramp(0.5, 0.01)), "warn", "collapsed", H(train__approx_entropy=[0.05] * 40)),
+    (learning.entropy_explosion, H(train__approx_entropy=noisy(ramp(0.5, 4.0))), "warn", "The entropy grew",
+     H(train__approx_entropy=noisy(ramp(0.5, 0.9)))),
+    (learning.kl_drift, H(train__kl_penalty=[0.8]), "warn", "far from its reference: KL 0.8", H(train__kl_penalty=[0.1])),
+    (learning.length_change, H(train__mean_gen_tokens_per_sample=noisy(ramp(20, 60), 1)), "info", "became longer",
+     H(train__mean_gen_tokens_per_sample=noisy(ramp(20, 25), 1))),
+    (learning.length_change, H(train__mean_gen_tokens_per_sample=noisy(ramp(60, 20), 1)), "info", "became shorter",
+     H(train__mean_gen_tokens_per_sample=noisy([40] * 40, 15))),
+    (learning.warming_up, H(train__lr=[1e-6, 2e-6, 3e-6]), "info", "still warming up: 3e-6", H(train__lr=[1e-6, 2e-6, 2e-6])),
+    (learning.value_quality, H(train__critic__explained_var=[-0.5]), "warn", "explains nothing", H()),
+    (learning.value_quality, H(train__critic__explained_var=[0.8]), "good", "80 % of the variance", H(train__reward=[1.0])),
+    (learning.sampling_cost, H(train__dynamic_sampling_num_gen_batches=[4.0, 6.0]), "warn", "needed 5 generation batches",
+     H(train__dynamic_sampling_num_gen_batches=[1.0, 2.0])),
+    (health.exactness, H(train__token_mult_prob_error=[1.0, 1.0]), "good", "exactly 1.0: trainer and generator agree bit for bit", H()),
+    (health.exactness, H(train__token_mult_prob_error=[1.0, 1.0000001]), "info", "in 1 of 2 steps", H(train__loss=[1.0])),
+    (health.exactness, H(train__token_mult_prob_error=[1.0, 1.2]), "bad", "reached 1.2", H()),
+    (health.not_finite, H(train__loss=[0.1, math.nan]), "bad", "train/loss was not finite in 1 step, first in step 2",
+     H(train__probs_ratio_min=[math.inf], train__loss=[0.1])),
+    (health.gradient_spikes, H(train__grad_norm=[1.0] * 11 + [20.0]), "warn", "spiked in 1 step (12): up to 20, usually 1",
+     H(train__grad_norm=[1.0] * 11 + [7.0])),
+    (health.vanishing_gradient, H(train__grad_norm=[1.0, 0.0] + [0.0] * 10), "bad", "was 0 in the last 10 steps",
+     H(train__grad_norm=[0.0, 0.0, 0.1])),
+    (health.masked_sequences, H(train__num_masked_seqs_by_logprob_error=[0.0, 3.0]), "warn", "Left out: 3 sequences",
+     H(train__num_masked_seqs_by_logprob_error=[0.0])),
+    (health.stale_samples, H(train__stale_samples=[0.0, 8.0]), "info", "8 samples came from an older version", H(train__stale_samples=[0.0])),
+    (health.verifier_timeouts, H(train__math__num_timeouts=[0.0, 2.0]), "warn", "2 answers could not be verified",
+     H(train__math__num_timeouts=[0.0], timing__train__timeout=[5.0])),
+    (health.where_time_goes, timed([10.0, 10.0], generation=[7.0, 7.0], policy_training=[2.0, 2.0]), "info", "generation takes 70 %",
+     timed([10.0], generation=[4.0], policy_training=[4.0])),
+    (health.unexplained_time, timed([10.0], accounted_share=[0.7]), "warn", "30 % of a step's time", timed([10.0], accounted_share=[0.97])),
+    (health.slowing_down, H(timing__train__total_step_time=noisy(ramp(2, 6)), train__total_num_tokens=[1000.0] * 40), "warn",
+     "Steps became slower", H(timing__train__total_step_time=noisy(ramp(2, 6)), train__total_num_tokens=ramp(1000, 3000))),
+    (health.memory_growth, H(memory__rss_gb=ramp(1.0, 4.0)), "warn", "Memory keeps growing", H(memory__rss_gb=[1.0] * 10 + [2.0] * 30)),
+    (health.logprob_fallback, H(train__logprob_fallback=[0.0, 1.0]), "warn", "did not match 1 time and", H(train__logprob_fallback=[0.0])),
+]
+
+
+@pytest.mark.parametrize("function, triggers, level, words, silent", CASES, ids=[f"{c[0].__name__}-{c[2]}-{i}" for i, c in enumerate(CASES)])
+def test_finding(function, triggers, level, words, silent):
+    finding = function(triggers)
+    assert finding is not None, "the history should trigger it"
+    assert finding.level == level and words in finding.title, finding
+    assert finding.metric and "{" not in finding.title + finding.advice
+    assert function(silent) is None
+
+
+def test_every_rule_has_a_case_and_survives_empty_and_odd_histories():
+    assert {case[0] for case in CASES} == set(rules())
+    names = {name for case in CASES for name in case[1].names()}
+    for values in ([], [0.0], [math.nan], [math.inf] * 30, [0.0] * 30, [-1.0] * 30):
+        history = MetricHistory({"step": step, **dict.fromkeys(names, value)} for step, value in enumerate(values))
+        for finding in find(history):
+            assert finding.level in LEVELS
+
+
+def test_the_worst_comes_first():
+    history = H(train__token_mult_prob_error=[1.0] * 12, train__grad_norm=[1.0] * 11 + [20.0], train__loss=[math.nan] * 12)
+    assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
+
+
+def test_equal_rewards_say_why():
+    easy = learning.equal_rewards(H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[65.0], train__groups__pct_equal_worst=[6.0]))
+    hard = learning.equal_rewards(H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[6.0], train__groups__pct_equal_worst=[65.0]))
+    both = learning.equal_rewards(H(train__groups__pct_equal=[70.0], train__groups__pct_equal_best=[35.0], train__groups__pct_equal_worst=[35.0]))
+    assert "too easy" in easy.advice and "too hard" in hard.advice and "others too hard" in both.advice
+
+
+def test_small_words():
+    assert percent(0.714) == "71 %" and percent(0.0712) == "7.1 %" and percent(0.0) == "0 %" and percent(1.0) == "100 %"
+    assert count(1, "step") == "1 step" and count(3.0, "step") == "3 steps"
+    assert isinstance(find(H())[:1], list) and Finding("bad", "t", "a", "m").level == "bad"

@@ -1,0 +1,58 @@
+"""Results of calls that run beside the caller: what `.remote(...)` gives and `get` waits for."""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Future:
+    """The result of a call that may still be running."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def completed(cls, value: Any) -> "Future":
+        """A future that holds `value` already."""
+        future = cls()
+        future._value = value
+        future._done.set()
+        return future
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Makes the call and keeps its value, or the exception it raised."""
+        try:
+            self._value = call()
+        except BaseException as error:  # whatever it is, it belongs to the one who asks for the result
+            self._error = error
+        self._done.set()
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the value; raises what the call raised, or TimeoutError after `timeout` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"no result after {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def get(result: Any, timeout: float | None = None) -> Any:
+    """The value behind a future; of a list of them, the list of values; anything else as it is.
+
+    Ray's object references are resolved too, where Ray is in use.
+    """
+    if isinstance(result, Future):
+        return result.result(timeout)
+    if isinstance(result, list):
+        return [get(item, timeout) for item in result]
+    ray = sys.modules.get("ray")
+    if ray is not None and isinstance(result, ray.ObjectRef):
+        return ray.get(result, timeout=timeout)
+    return result

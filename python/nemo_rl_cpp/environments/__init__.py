@@ -1,0 +1,1 @@
+"""Environments: they answer the model's messages with observations and rewards."""

@@ -1,0 +1,65 @@
+"""Sums and the like whose answer is one number on one line."""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
+
+_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+_BARE_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
+_LONGEST_ANSWER = 4096  # characters that are looked at: a number on one line needs no more
+
+
+def first_number(text: str) -> Decimal | None:
+    """The first number in the text, thousands commas allowed; None if there is none."""
+    found = _NUMBER.search(text[:_LONGEST_ANSWER])
+    return Decimal(found.group().replace(",", "")) if found else None
+
+
+def is_well_formed(text: str) -> bool:
+    """Whether the response is a line that ended (the stop string is in it) or nothing but an integer."""
+    return "\n" in text[:_LONGEST_ANSWER] or _BARE_INTEGER.fullmatch(text[:_LONGEST_ANSWER]) is not None
+
+
+def _expected(info: dict[str, Any]) -> Decimal:
+    try:
+        return Decimal(str(info["ground_truth"]).strip().replace(",", ""))
+    except InvalidOperation:
+        raise ValueError(f"ground_truth is {info['ground_truth']!r}; the arithmetic environment needs a number") from None
+
+
+class ArithmeticEnvironment(SingleTurnEnvironment):
+    """Reward 1 when the response's first number equals `metadata["ground_truth"]` and the response is well-formed.
+
+    Metrics: `well_formed`, the share of well-formed responses, and `accuracy_of_well_formed`.
+    """
+
+    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+        self._responses = self._well_formed = self._right = 0
+
+    def step(
+        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        rewards, answers = [], []
+        for message_log, info in zip(message_log_batch, metadata):
+            text = assistant_text(message_log)
+            number, formed = first_number(text), is_well_formed(text)
+            right = formed and number is not None and number == _expected(info)
+            self._responses += 1
+            self._well_formed += formed
+            self._right += right
+            rewards.append(float(right))
+            answers.append(None if number is None else str(number))
+        return self._finish(rewards, metadata, answers=answers)
+
+    def pop_metrics(self) -> dict[str, float]:
+        metrics = {
+            "well_formed": self._well_formed / max(self._responses, 1),
+            "accuracy_of_well_formed": self._right / max(self._well_formed, 1),
+        }
+        if not self._responses:
+            return {}
+        self._responses = self._well_formed = self._right = 0
+        return metrics

@@ -1,0 +1,59 @@
+"""What the rollout asks of an environment."""
+
+import abc
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from nemo_rl_cpp.environments.remote import Remotable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_rl_cpp.data.interfaces import LLMMessageLogType
+    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+MetadataT = TypeVar("MetadataT")
+
+
+class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
+    """What an environment answers to a batch of conversations.
+
+    Attributes:
+        observations: [B] the message that follows: {"role", "content"}. Empty content adds no token.
+        metadata: [B] the state of each conversation, handed back at the next step.
+        next_stop_strings: [B] stop strings of the next turn, None for those of the generation configuration.
+        rewards: [B] reward of this turn (turns add up), or a dictionary of named components [B].
+        terminateds: [B] true where the conversation has ended.
+        answers: [B] the answers found in the responses, or None when they were not asked for.
+    """
+
+    observations: list[dict[str, str]]
+    metadata: list[MetadataT]
+    next_stop_strings: "list[list[str] | None] | list[None]"
+    rewards: "Tensor | dict[str, Tensor]"
+    terminateds: "Tensor"
+    answers: "list[str | None] | None"
+
+
+class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
+    """Receives conversations, returns observations and rewards.
+
+    `Environment.remote(...)` gives a handle whose methods can be started beside the caller:
+    `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. An object made directly works in its place.
+    """
+
+    @abc.abstractmethod
+    def step(
+        self, message_log_batch: "list[LLMMessageLogType]", metadata: list[MetadataT]
+    ) -> EnvironmentReturn[MetadataT]:
+        """One turn for conversations that end with the model's message (role "assistant")."""
+
+    @abc.abstractmethod
+    def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
+        """Finishes a whole batch of rollouts and gives its metrics."""
+
+    def pop_metrics(self) -> dict[str, Any]:
+        """Metrics gathered over the steps since the last call, which they are logged with; none by default."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Ends the environment's processes; safe to call twice."""

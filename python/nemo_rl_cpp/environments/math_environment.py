@@ -1,0 +1,94 @@
+"""Mathematics and multiple choice: one response, right or wrong."""
+
+from typing import Any, NotRequired, TypedDict
+
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.verifiers import (
+    EnglishMultichoiceVerifyWorker,
+    HFVerifyWorker,
+    MultilingualMultichoiceVerifyWorker,
+)
+from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
+
+__all__ = [
+    "BaseMathEnvironment",
+    "EnglishMultichoiceVerifyWorker",
+    "HFVerifyWorker",
+    "MathEnvConfig",
+    "MathEnvironment",
+    "MathEnvironmentMetadata",
+    "MultilingualMultichoiceVerifyWorker",
+]
+
+
+class MathEnvConfig(TypedDict):
+    """Section `env.math` of a configuration.
+
+    num_workers: verifier processes (no more than cores are started).
+    stop_strings: handed back as the stop strings of a next turn.
+    verifier_type: "math" (default), "english_multichoice" or "multilingual_multichoice".
+    math_verify_impl: for "math": "hf_math_verify" (default) or "dapo_math_verify".
+    verifier_deadline_s: seconds for one response (5), after which its process is killed and it scores 0.
+    verifier_memory_mb: memory for one verifier process beyond its start (2048); null for no limit.
+    max_answer_chars: longer responses score 0 unread (1,000,000).
+    """
+
+    num_workers: int
+    stop_strings: NotRequired[list[str] | None]
+    verifier_type: NotRequired[str | None]
+    math_verify_impl: NotRequired[str | None]
+    verifier_deadline_s: NotRequired[float]
+    verifier_memory_mb: NotRequired[int | None]
+    max_answer_chars: NotRequired[int]
+
+
+class MathEnvironmentMetadata(TypedDict):
+    """What the environment knows of a sample."""
+
+    ground_truth: str
+    extracted_answer: str | None
+
+
+class BaseMathEnvironment(VerifyingEnvironment):
+    """Owns the verifiers of `cfg["verifier_type"]`. Raises ValueError for an unknown type or implementation."""
+
+    WORKER_CLASS_DICT: dict[str, type] = {
+        "math": HFVerifyWorker,
+        "english_multichoice": EnglishMultichoiceVerifyWorker,
+        "multilingual_multichoice": MultilingualMultichoiceVerifyWorker,
+    }
+    _IMPLEMENTATIONS = ("hf_math_verify", "dapo_math_verify")
+
+    def __init__(self, cfg: MathEnvConfig) -> None:
+        self.cfg = cfg
+        kind = cfg.get("verifier_type") or "math"
+        if kind not in self.WORKER_CLASS_DICT:
+            raise ValueError(f"env.math.verifier_type is {kind!r}; it must be one of {sorted(self.WORKER_CLASS_DICT)}")
+        implementation = cfg.get("math_verify_impl") or "hf_math_verify"
+        if implementation not in self._IMPLEMENTATIONS:
+            raise ValueError(f"env.math.math_verify_impl is {implementation!r}; it must be one of {self._IMPLEMENTATIONS}")
+        self._verify_kwargs = {"math_verify_impl": implementation} if kind == "math" else {}
+        super().__init__(self.WORKER_CLASS_DICT[kind], cfg, warm_up=self._verify_kwargs)
+
+
+class MathEnvironment(BaseMathEnvironment):
+    """Scores the model's messages, joined, against `metadata["ground_truth"]`: 1 or 0, and the conversation ends."""
+
+    def step(
+        self,
+        message_log_batch: list[list[dict[str, Any]]],
+        metadata: list[MathEnvironmentMetadata],
+        return_extracted_answer: bool = False,
+    ) -> EnvironmentReturn[MathEnvironmentMetadata]:
+        """Observations say "Environment: correct" or "Environment: incorrect"; `answers` only when asked for."""
+        responses = [assistant_text(message_log) for message_log in message_log_batch]
+        truths = [str(info["ground_truth"]) for info in metadata]
+        verdicts = self._verify(responses, truths, **self._verify_kwargs)
+        observations = [
+            {"role": "environment", "content": "Environment: correct" if score else "Environment: incorrect"}
+            for score in verdicts.scores
+        ]
+        answers = verdicts.answers if return_extracted_answer else None
+        result = self._finish(verdicts.scores, metadata, observations, answers)
+        return result._replace(next_stop_strings=[self.cfg.get("stop_strings")] * len(metadata))

@@ -1,0 +1,62 @@
+"""Tasks of the reasoning_gym package, scored by its own scorers."""
+
+import importlib.util
+import re
+from typing import Any
+
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.verifiers import ReasoningGymVerifyWorker
+from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def extract_answer(text: str, answer_format: str = "auto") -> str:
+    """The answer in a response: the last `<answer>...</answer>` ("tag"), the first line that is not empty ("line"), or
+    the tag if there is one and else the line ("auto"). Empty when there is none.
+    """
+    tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
+    if tagged:
+        return tagged[-1].strip()
+    if answer_format == "tag":
+        return ""
+    return text.strip().partition("\n")[0].strip()
+
+
+class ReasoningGymEnvironment(VerifyingEnvironment):
+    """Reward: the score in [0, 1] that reasoning_gym gives the answer.
+
+    `metadata["entry"]` is the entry of the reasoning_gym data set ({"question", "answer", "metadata"}); the data set's
+    name is `metadata["dataset"]`, or the entry's own `source_dataset`.
+
+    cfg: answer_format "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of `PoolOptions`.
+    """
+
+    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")
+        self.cfg = dict(cfg or {})
+        self._format = self.cfg.get("answer_format", "auto")
+        if self._format not in ("auto", "tag", "line"):
+            raise ValueError(f"env.reasoning_gym.answer_format is {self._format!r}; it must be auto, tag or line")
+        super().__init__(ReasoningGymVerifyWorker, self.cfg)
+
+    def step(
+        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        texts = [extract_answer(assistant_text(message_log), self._format) for message_log in message_log_batch]
+        scores = [0.0] * len(texts)
+        answers: list[str | None] = list(texts)
+        rows_of: dict[str, list[int]] = {}
+        for row, info in enumerate(metadata):
+            if "entry" not in info:
+                raise ValueError(f"extra_env_info needs 'entry', the reasoning_gym entry, but has {sorted(info)}")
+            name = info.get("dataset") or info["entry"]["metadata"]["source_dataset"]
+            rows_of.setdefault(name, []).append(row)
+        for name, rows in rows_of.items():
+            entries = [metadata[row]["entry"] for row in rows]
+            verdicts = self._verify([texts[row] for row in rows], entries, dataset=name)
+            for row, score in zip(rows, verdicts.scores):
+                scores[row] = score
+        return self._finish(scores, metadata, answers=answers)

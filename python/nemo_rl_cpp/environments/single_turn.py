@@ -1,0 +1,68 @@
+"""What environments share that answer one response and are done."""
+
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.environments.metrics import calculate_pass_rate_per_prompt
+
+NO_OBSERVATION = {"role": "environment", "content": ""}
+
+
+def assistant_text(message_log: list[dict[str, Any]]) -> str:
+    """All of the model's messages of a conversation, joined."""
+    return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
+
+
+def prompt_text(message_log: list[dict[str, Any]]) -> str:
+    """What stands before the model's first message."""
+    texts = []
+    for message in message_log:
+        if message["role"] == "assistant":
+            break
+        texts.append(str(message["content"]))
+    return "".join(texts)
+
+
+class SingleTurnEnvironment(EnvironmentInterface[dict[str, Any]]):
+    """Scores one response a conversation, which ends with it."""
+
+    def _finish(
+        self,
+        rewards: "list[float] | torch.Tensor",
+        metadata: list[dict[str, Any]],
+        observations: list[dict[str, str]] | None = None,
+        answers: list[str | None] | None = None,
+    ) -> EnvironmentReturn:
+        scores = torch.as_tensor(rewards, dtype=torch.float32)
+        return EnvironmentReturn(
+            observations=observations or [dict(NO_OBSERVATION) for _ in metadata],
+            metadata=metadata,
+            next_stop_strings=[None] * len(metadata),
+            rewards=scores,
+            terminateds=torch.ones_like(scores),
+            answers=answers,
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """Sets the reward of samples that did not end properly to 0 and gives the batch's metrics.
+
+        Reads rewards, is_end, generation_lengths, prompt_lengths [B] and text [B, S] (the prompts' tokens).
+        """
+        batch["rewards"] = batch["rewards"] * batch["is_end"]
+        rewards, is_end = batch["rewards"], batch["is_end"].float()
+        correct = rewards == 1
+        lengths = (batch["generation_lengths"] - batch["prompt_lengths"])[correct].float()
+        return batch, {
+            "accuracy": rewards.float().mean().item(),
+            "pass@samples_per_prompt": calculate_pass_rate_per_prompt(batch["text"], rewards),
+            "fraction_of_samples_properly_ended": is_end.mean().item(),
+            "num_problems_in_batch": is_end.shape[0],
+            "generation_lengths": batch["generation_lengths"].float().mean().item(),
+            "prompt_lengths": batch["prompt_lengths"].float().mean().item(),
+            "correct_solution_generation_lengths": lengths.mean().item() if len(lengths) else 0,
+        }

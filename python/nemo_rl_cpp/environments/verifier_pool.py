@@ -1,0 +1,247 @@
+"""Verifiers in processes that can be killed: a response that hangs or crashes its verifier scores 0, and work goes on."""
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl_cpp.environments.worker_process import WorkerProcess, wait_for_any
+
+DEFAULT_DEADLINE_S = 5.0
+DEFAULT_MEMORY_MB = 2048
+DEFAULT_MAX_ANSWER_CHARS = 1_000_000
+_START_SECONDS = 300.0
+
+
+@dataclass
+class Verdicts:
+    """Results of one call, in the order of the responses.
+
+    Attributes:
+        scores: [B], 0 where the verifier gave up.
+        answers: [B] the answers found, None where there is none.
+        timed_out: responses whose worker missed its deadline and was killed.
+        crashed: responses whose worker ended by itself (out of memory, for instance).
+        oversized: responses longer than the limit, which no worker looks at.
+    """
+
+    scores: list[float]
+    answers: list[str | None]
+    timed_out: int = 0
+    crashed: int = 0
+    oversized: int = 0
+
+
+@dataclass
+class PoolOptions:
+    """How a pool runs its workers.
+
+    Attributes:
+        num_workers: processes at most; there are no more than the machine has cores (but two).
+        deadline_s: seconds for one response, after which its worker is killed.
+        memory_mb: address space a worker may take beyond what it starts with; None for no limit.
+        max_answer_chars: longer responses score 0 unread.
+    """
+
+    num_workers: int = 1
+    deadline_s: float = DEFAULT_DEADLINE_S
+    memory_mb: int | None = DEFAULT_MEMORY_MB
+    max_answer_chars: int = DEFAULT_MAX_ANSWER_CHARS
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers is {self.num_workers}; at least 1 verifier process is needed")
+        if not self.deadline_s > 0:
+            raise ValueError(f"verifier_deadline_s is {self.deadline_s}; it must be positive")
+        if self.memory_mb is not None and self.memory_mb < 1:
+            raise ValueError(f"verifier_memory_mb is {self.memory_mb}; it must be positive, or null for no limit")
+        if self.max_answer_chars < 1:
+            raise ValueError(f"max_answer_chars is {self.max_answer_chars}; it must be positive")
+
+    @classmethod
+    def from_config(cls, cfg: dict[str, Any]) -> "PoolOptions":
+        """From an environment's section: num_workers, verifier_deadline_s, verifier_memory_mb, max_answer_chars."""
+        return cls(
+            num_workers=cfg.get("num_workers", 1),
+            deadline_s=cfg.get("verifier_deadline_s", DEFAULT_DEADLINE_S),
+            memory_mb=cfg.get("verifier_memory_mb", DEFAULT_MEMORY_MB),
+            max_answer_chars=cfg.get("max_answer_chars", DEFAULT_MAX_ANSWER_CHARS),
+        )
+
+
+class VerifierPool:
+    """Judges responses with a verifier class in worker processes.
+
+    The processes start at once and are ready when the first call needs them. A worker that misses its deadline or
+    ends is replaced. `shutdown`, the end of the program and the pool's own end kill them all.
+    """
+
+    def __init__(self, verifier: type, options: PoolOptions, warm_up: dict[str, Any] | None = None) -> None:
+        if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
+            raise ValueError(
+                f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"
+            )
+        self._target = f"{verifier.__module__}:{verifier.__qualname__}"
+        self._shortcut = getattr(verifier, "shortcut", None)
+        self.options = options
+        self._worker_options = {
+            "deadline_s": options.deadline_s,
+            "memory_mb": options.memory_mb,
+            "warm_up": warm_up or {},
+        }
+        self._size = min(options.num_workers, max(2, os.cpu_count() or 1))
+        self._lock = threading.Lock()
+        self._workers: list[WorkerProcess] = []
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        while len(self._workers) < self._size:
+            self._start_worker()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.pid for worker in self._workers]
+
+    def verify(self, responses: list[str], ground_truths: list[Any], **kwargs: Any) -> Verdicts:
+        """Judges every response against its truth; `kwargs` go to the verifier.
+
+        Raises RuntimeError when workers cannot start, with what they wrote, or after `shutdown`.
+        """
+        verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
+        waiting: deque[int] = deque()
+        for i, (response, truth) in enumerate(zip(responses, ground_truths)):
+            if len(response) > self.options.max_answer_chars:
+                verdicts.oversized += 1
+            elif self._shortcut is not None and (verdict := self._shortcut(response, truth, **kwargs)) is not None:
+                verdicts.scores[i], verdicts.answers[i] = verdict
+            else:
+                waiting.append(i)
+        if waiting:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("the verifier pool has been shut down")
+                run = _Run(self, responses, ground_truths, kwargs, waiting, verdicts)
+                try:
+                    run.to_end()
+                except BaseException:  # Ctrl-C: whoever is at work would answer to the wrong question later
+                    for worker in [w for w in self._workers if w.task is not None]:
+                        self._replace(worker)
+                    raise
+        return verdicts
+
+    def shutdown(self) -> None:
+        """Kills all workers. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            self._finalizer()
+
+    def _start_worker(self) -> None:
+        self._workers.append(WorkerProcess(self._target, self._worker_options))
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        worker.kill()
+        self._workers.remove(worker)
+        self._start_worker()
+
+
+@dataclass
+class _Run:
+    """One call of `verify`: responses wait, are given to free workers, and come back as verdicts."""
+
+    pool: VerifierPool
+    responses: list[str]
+    truths: list[Any]
+    kwargs: dict[str, Any]
+    waiting: deque[int]
+    verdicts: Verdicts
+    at_work: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def to_end(self) -> None:
+        while self.waiting or self.at_work:
+            self._hand_out()
+            workers = self.pool._workers
+            now = time.monotonic()
+            soonest = min((w.deadline for w in workers if w.task is not None), default=now + 1.0)
+            for worker in wait_for_any(list(workers), max(0.0, min(soonest - now, 1.0))):
+                self._listen(worker)
+            self._enforce_deadlines()
+
+    def _hand_out(self) -> None:
+        for worker in self.pool._workers:
+            if not self.waiting:
+                return
+            if worker.ready and worker.task is None:
+                i = self.waiting.popleft()
+                request = [self.responses[i], self.truths[i], self.kwargs]
+                worker.start_task(i, request, self.pool.options.deadline_s)
+                self.at_work += 1
+
+    def _listen(self, worker: WorkerProcess) -> None:
+        try:
+            messages = worker.receive()
+        except EOFError:
+            self._ended(worker)
+            return
+        for message in messages:
+            if "ready" in message:
+                worker.ready = True
+            elif "error" in message:
+                self._free(worker)
+                raise ValueError(f"the verifier {self.pool._target} failed: {message['error']}")
+            elif worker.task is not None:
+                self.verdicts.scores[worker.task] = message["score"]
+                self.verdicts.answers[worker.task] = message["answer"]
+                self._free(worker)
+
+    def _ended(self, worker: WorkerProcess) -> None:
+        if not worker.ready:
+            raise RuntimeError(f"a verifier process could not start: {worker.error_text().strip() or 'no message'}")
+        if worker.task is not None:
+            self.verdicts.crashed += 1
+            self._free(worker)
+        self.pool._replace(worker)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for worker in [w for w in self.pool._workers if w.task is not None and now >= w.deadline]:
+            self.verdicts.timed_out += 1
+            self._free(worker)
+            self.pool._replace(worker)
+        if now - self.started > _START_SECONDS and not any(w.ready for w in self.pool._workers):
+            raise RuntimeError(f"no verifier process was ready within {_START_SECONDS:.0f} s")
+
+    def _free(self, worker: WorkerProcess) -> None:
+        worker.task = None
+        worker.deadline = float("inf")
+        self.at_work -= 1
+
+
+class RemoteVerifier:
+    """One verifier in a worker process, with the verifier's own `verify`."""
+
+    def __init__(self, verifier: type, **options: Any) -> None:
+        self._pool = VerifierPool(verifier, PoolOptions(**options))
+
+    def verify(
+        self,
+        pred_responses: list[str],
+        ground_truths: list[Any],
+        return_extracted_answer: bool = False,
+        **kwargs: Any,
+    ) -> list[float] | tuple[list[float], list[str | None]]:
+        """As the verifier's; a response that takes too long scores 0."""
+        verdicts = self._pool.verify(pred_responses, ground_truths, **kwargs)
+        return (verdicts.scores, verdicts.answers) if return_extracted_answer else verdicts.scores
+
+    def shutdown(self) -> None:
+        """Kills the worker process."""
+        self._pool.shutdown()
+
+
+def _kill_all(workers: list[WorkerProcess]) -> None:
+    while workers:
+        workers.pop().kill()

@@ -1,0 +1,103 @@
+"""The worker process behind `verifier_pool`: `python -m nemo_rl_cpp.environments.verifier_process module:Class options`.
+
+Requests come pickled on standard input; answers go as JSON to standard output, each after its length. The texts that are
+judged come from a model: whatever they make this process do, its answers cannot make the other side run anything.
+"""
+
+import importlib
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import sys
+from typing import Any, BinaryIO
+
+HEADER = struct.Struct("<Q")
+PARENT_CHECK_SECONDS = 5.0
+
+
+def write_message(stream: BinaryIO, message: Any) -> None:
+    """Length and JSON, flushed."""
+    payload = json.dumps(message).encode()
+    stream.write(HEADER.pack(len(payload)) + payload)
+    stream.flush()
+
+
+def read_request(raw: Any) -> Any:
+    """The next request; EOFError when the other side has closed."""
+    return pickle.loads(_read_exactly(raw, HEADER.unpack(_read_exactly(raw, HEADER.size))[0]))
+
+
+def _read_exactly(raw: Any, size: int) -> bytes:
+    """Exactly so many bytes from a raw pipe: a buffer would hide from select what it has read ahead."""
+    parts = []
+    while size > 0:
+        part = raw.read(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _wait_for_parent(parent: int, fd: int) -> None:
+    """Until there is something to read; ends the process when the parent is gone without closing its pipe."""
+    while not select.select([fd], [], [], PARENT_CHECK_SECONDS)[0]:
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Address space beyond what the process has now; allocations above fail with MemoryError."""
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(target: str, options_json: str) -> None:
+    """Constructs the verifier, says that it is ready, and judges one response a request until its input closes."""
+    options = json.loads(options_json)
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a verifier that prints must not write into the answers
+
+    module, _, name = target.partition(":")
+    verifier: Any = importlib.import_module(module)
+    for part in name.split("."):
+        verifier = getattr(verifier, part)
+    verifier = verifier()
+    if hasattr(verifier, "warm_up"):
+        verifier.warm_up(**options["warm_up"])
+    if options["memory_mb"] is not None and os.path.exists("/proc/self/statm"):
+        _limit_memory(options["memory_mb"])
+    write_message(answers, {"ready": os.getpid()})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(2, 1)
+
+    while True:
+        _wait_for_parent(parent, requests.fileno())
+        try:
+            response, truth, kwargs = read_request(requests)
+        except EOFError:
+            os._exit(0)
+        # The kernel ends a process that computes long past its deadline, should nobody be left to kill it.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
+        try:
+            scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
+            answer = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
+        except Exception as error:  # a verifier scores what goes wrong with a response 0; this is a mistake in its use
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_message(answers, answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

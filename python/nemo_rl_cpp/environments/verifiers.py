@@ -1,0 +1,239 @@
+"""Verifiers: right or wrong for a response. They run in worker processes (`verifier_pool`), so no torch here.
+
+A verifier class has `verify(pred_responses, ground_truths, return_extracted_answer=False, **kwargs)`, which gives one
+score a response, and with `return_extracted_answer` the answers found as well.
+"""
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nemo_rl_cpp.environments import dapo_math_verifier
+from nemo_rl_cpp.environments.remote import LocalActor
+
+Verdict = tuple[float, str | None]
+_LONGEST_EXTRACTED = 1000  # characters of an extracted answer that are handed on
+
+
+class VerifierUseError(ValueError):
+    """The verifier was asked for something it does not have: a mistake of the caller, not of the response."""
+
+
+class VerifierBase:
+    """Scores responses one by one; whatever goes wrong with one of them scores it 0."""
+
+    # What may surface besides Exception: a library's own timeout, say.
+    caught: tuple[type[BaseException], ...] = (Exception,)
+
+    @classmethod
+    def remote(cls, **pool_options: Any) -> LocalActor:
+        """A handle on this verifier in a worker process that is killed when it misses its deadline."""
+        from nemo_rl_cpp.environments.verifier_pool import RemoteVerifier
+
+        return LocalActor(RemoteVerifier(cls, **pool_options))
+
+    def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
+        """(score, answer found or None) of one response."""
+        raise NotImplementedError
+
+    def verify(
+        self,
+        pred_responses: list[str],
+        ground_truths: list[str],
+        return_extracted_answer: bool = False,
+        **kwargs: Any,
+    ) -> list[float] | tuple[list[float], list[str | None]]:
+        """Scores [B], and with `return_extracted_answer` also the answers found [B] (None where there is none)."""
+        verdicts = []
+        for response, truth in zip(pred_responses, ground_truths):
+            try:
+                verdicts.append(self.judge(response, truth, **kwargs))
+            except VerifierUseError:
+                raise
+            except self.caught:
+                verdicts.append((0.0, None))
+        scores = [score for score, _ in verdicts]
+        return (scores, [answer for _, answer in verdicts]) if return_extracted_answer else scores
+
+
+class HFVerifyWorker(VerifierBase):
+    r"""Mathematics: `math_verify_impl` is "hf_math_verify" (default) or "dapo_math_verify".
+
+    hf_math_verify is the math-verify package: the truth, wrapped in `\boxed{}`, is read as LaTeX; the response as
+    LaTeX or plain expression; equal values are right. With several boxes in the response all of them count as a set.
+    Its own time limits need the main thread: elsewhere use `HFVerifyWorker.remote()` or MathEnvironment.
+    """
+
+    def __init__(self) -> None:
+        self._metric: Callable[..., Any] | None = None
+
+    def judge(self, response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict:
+        if math_verify_impl == "dapo_math_verify":
+            result = dapo_math_verifier.compute_score(response, ground_truth)
+            return float(result["score"]), result["pred"]
+        if math_verify_impl != "hf_math_verify":
+            raise ValueError(f"math_verify_impl is {math_verify_impl!r}: use hf_math_verify or dapo_math_verify")
+        return self._hf_verdict(response, ground_truth)
+
+    def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
+        """Loads what the first verdict would otherwise wait for."""
+        if math_verify_impl == "hf_math_verify":
+            self._hf_verdict("\\boxed{1}", "1")
+
+    def _hf_verdict(self, response: str, ground_truth: str) -> Verdict:
+        if self._metric is None:
+            self._load()
+        with _muted():
+            score, extracted = self._metric(["\\boxed{" + ground_truth + "}"], [response])
+        if extracted is None or not extracted[1]:
+            return float(score), None
+        golds, predictions = extracted
+        answer = next((prediction for prediction in predictions if prediction in golds), predictions[0])
+        return float(score), answer[:_LONGEST_EXTRACTED]
+
+    def _load(self) -> None:
+        from math_verify.errors import TimeoutException
+        from math_verify.metric import math_metric
+        from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+        self.caught = (Exception, TimeoutException)
+        self._metric = math_metric(
+            gold_extraction_target=(LatexExtractionConfig(),),
+            pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
+        )
+
+    @staticmethod
+    def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
+        r"""The verdict without a worker where it is certain: an integer as truth, and a response whose only LaTeX is one
+        `\boxed{integer}`. None where it is not.
+        """
+        if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
+            return None
+        if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:
+            return None
+        boxed = _BOXED_INTEGER.search(response)
+        if boxed is None or _OTHER_EXTRACTIONS.search(response):
+            return None
+        return float(boxed[1] == ground_truth), boxed[1]
+
+
+_PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,8}")
+_BOXED_INTEGER = re.compile(r"\\boxed\{(0|-?[1-9][0-9]{0,8})\}")
+# What math-verify may read before or instead of a box: other LaTeX, and a number after "final answer".
+_OTHER_EXTRACTIONS = re.compile(r"[$\[\]]|final\s+answer", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+class EnglishMultichoiceVerifyWorker(VerifierBase):
+    """Multiple choice: the letter after the first "Answer:" equals the truth."""
+
+    _PATTERN = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
+
+    def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
+        found = self._PATTERN.search(normalize_response(response))
+        answer = normalize_extracted_answer(found[1]) if found else None
+        return float(answer == normalize_response(ground_truth)), answer
+
+
+class MultilingualMultichoiceVerifyWorker(VerifierBase):
+    """Multiple choice in many languages: a letter A-D (also Arabic, Bengali, full width) after a word for "answer"."""
+
+    def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
+        text = normalize_response(response)
+        found = next((match for pattern in _MULTILINGUAL_PATTERNS if (match := pattern.search(text))), None)
+        answer = normalize_extracted_answer(found[1]) if found else None
+        return float(answer == normalize_response(ground_truth)), answer
+
+
+_DRESS = ["**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"]
+
+_LETTERS = {
+    "A": "أاঅＡ",
+    "B": "بবＢ",
+    "C": "جসＣ",
+    "D": "دডＤ",
+}
+_TO_LATIN = {foreign: latin for latin, others in _LETTERS.items() for foreign in others}
+
+# "answer" with its colon; the first one that is found decides, so longer forms stand before their parts
+_ANSWER_WORDS = [
+    r"Answer\s*:",
+    r"উত্তর\s*:",
+    r"উত্তরঃ",
+    r"उत्तर\s*:",
+    r"Antwort\s*:",
+    r"답변\s*:",
+    r"정답\s*:",
+    r"답\s*:",
+    r"答案\s*[：:]",
+    r"答复\s*[：:]",
+    r"答曰\s*[：:]",
+    r"回答\s*[：:]",
+    r"答え\s*[：:]",
+    r"答\s*[：:]",
+    r"الإجابة النهائية\s*:",
+    r"الإجابة الصحيحة\s*:",
+    r"الإجابة هي\s*:",
+    r"الإجابة\s*:",
+    r"الجواب النهائي\s*:",
+    r"الجواب\s*:",
+    r"إجابة\s*:",
+    r"Respuesta\s*:",
+    r"Risposta\s*:",
+    r"Resposta\s*:",
+    r"Réponse\s*:",
+    r"Jawaban\s*:",
+    r"Jibu\s*:",
+    r"Idahun\s*:",
+    r"Ìdáhùn\s*:",
+    r"Idáhùn\s*:",
+    r"Àmọ̀nà\s*:",
+    r"Àdáhùn\s*:",
+    r"Ànúgọ\s*:",
+    r"Àṣàyàn\s*:",
+]
+_MULTILINGUAL_PATTERNS = [
+    re.compile(f"{word}[ \t]*([A-D]|[{''.join(_TO_LATIN)}])", re.IGNORECASE) for word in _ANSWER_WORDS
+]
+
+
+def normalize_response(response: str) -> str:
+    """The text without Markdown stars and the LaTeX that models wrap letters in."""
+    for dress in _DRESS:
+        response = response.replace(dress, "")
+    return response
+
+
+def normalize_extracted_answer(answer: str) -> str:
+    """An answer letter in Latin script, upper case as found, without spaces around."""
+    return _TO_LATIN.get(answer.strip(), answer.strip())
+
+
+class ReasoningGymVerifyWorker(VerifierBase):
+    """reasoning_gym's own scorer: `ground_truth` is the entry {"question", "answer", "metadata"} of the data set."""
+
+    def __init__(self) -> None:
+        self._scorers: dict[str, Callable[..., float]] = {}
+
+    def warm_up(self, **kwargs: Any) -> None:
+        """Imports reasoning_gym, which takes seconds."""
+        import reasoning_gym  # noqa: F401
+
+    def judge(self, response: str, ground_truth: dict[str, Any], dataset: str | None = None) -> Verdict:
+        import reasoning_gym
+
+        name = dataset or ground_truth["metadata"]["source_dataset"]
+        if name not in self._scorers:
+            if name not in reasoning_gym.factory.DATASETS:
+                raise VerifierUseError(f"reasoning_gym has no data set called {name!r}")
+            self._scorers[name] = reasoning_gym.get_score_answer_fn(name)
+        return float(self._scorers[name](response, ground_truth)), response[:_LONGEST_EXTRACTED]

@@ -1,0 +1,48 @@
+"""Single-turn environments that score with a verifier in worker processes."""
+
+from typing import Any
+
+from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions, Verdicts, VerifierPool
+
+
+class VerifyingEnvironment(SingleTurnEnvironment):
+    """Owns a `VerifierPool` and counts what its verifiers gave up on.
+
+    Metrics: `verifier_timeouts`, responses scored 0 because the verifier gave up on them (deadline missed, worker
+    ended, or longer than `max_answer_chars`); of these `verifier_crashes` and `verifier_oversized`, when there are any.
+    """
+
+    def __init__(self, verifier: type, cfg: dict[str, Any], warm_up: dict[str, Any] | None = None) -> None:
+        self._pool = VerifierPool(verifier, PoolOptions.from_config(cfg), warm_up)
+        self._reset_counts()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the verifiers."""
+        return self._pool.worker_pids
+
+    def _verify(self, responses: list[str], ground_truths: list[Any], **kwargs: Any) -> Verdicts:
+        verdicts = self._pool.verify(responses, ground_truths, **kwargs)
+        self._steps += 1
+        self._timed_out += verdicts.timed_out
+        self._crashed += verdicts.crashed
+        self._oversized += verdicts.oversized
+        return verdicts
+
+    def pop_metrics(self) -> dict[str, float]:
+        if not self._steps:
+            return {}
+        metrics = {"verifier_timeouts": self._timed_out + self._crashed + self._oversized}
+        if self._crashed:
+            metrics["verifier_crashes"] = self._crashed
+        if self._oversized:
+            metrics["verifier_oversized"] = self._oversized
+        self._reset_counts()
+        return metrics
+
+    def shutdown(self) -> None:
+        self._pool.shutdown()
+
+    def _reset_counts(self) -> None:
+        self._steps = self._timed_out = self._crashed = self._oversized = 0

@@ -1,0 +1,1 @@
+"""Rollouts: prompts, generations and environments brought together."""

@@ -1,0 +1,71 @@
+"""What is counted of each rollout, and NeMo RL's metrics of a batch of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class SampleStats:
+    """Counts of one sample.
+
+    Attributes:
+        turns: generations, each with the environment's answer.
+        total_tokens: tokens behind the prompt: generated ones and the environment's.
+        done: the environment ended it, or an observation did not fit.
+        truncated: a response or an observation ran out of room.
+        max_turns_reached: it was still going when the last allowed turn was over.
+    """
+
+    turns: int = 0
+    assistant_tokens: int = 0
+    env_tokens: int = 0
+    done: bool = False
+    truncated: bool = False
+    max_turns_reached: bool = False
+
+    @property
+    def total_tokens(self) -> int:
+        return self.assistant_tokens + self.env_tokens
+
+
+def rollout_metrics(samples: list[SampleStats]) -> dict[str, Any]:
+    """NeMo RL's rollout metrics; rates are shares of the samples."""
+    n = len(samples)
+    if n == 0:
+        raise ValueError("no rollout was made: the batch of prompts is empty")
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / n
+
+    return {
+        "total_turns": sum(s.turns for s in samples),
+        "avg_turns_per_sample": mean([s.turns for s in samples]),
+        "max_turns_per_sample": max(s.turns for s in samples),
+        "natural_termination_rate": mean([s.done for s in samples]),
+        "truncation_rate": mean([s.truncated for s in samples]),
+        "max_turns_reached_rate": mean([s.max_turns_reached for s in samples]),
+        "mean_total_tokens_per_sample": mean([s.total_tokens for s in samples]),
+        "mean_gen_tokens_per_sample": mean([s.assistant_tokens for s in samples]),
+        "max_gen_tokens_per_sample": max(s.assistant_tokens for s in samples),
+        "mean_env_tokens_per_sample": mean([s.env_tokens for s in samples]),
+    }
+
+
+def environment_metrics(task_to_env: dict[str, Any]) -> dict[str, Any]:
+    """What the environments counted since the last call (`pop_metrics`).
+
+    Under plain names for one environment; for several, `task/name`, and `verifier_timeouts` also as their sum.
+    """
+    environments: dict[int, tuple[str, Any]] = {}
+    for task, environment in task_to_env.items():
+        environments.setdefault(id(environment), (task, environment))
+    gathered = {
+        task: metrics
+        for task, environment in environments.values()
+        if hasattr(environment, "pop_metrics") and (metrics := environment.pop_metrics())
+    }
+    if len(environments) == 1:
+        return dict(next(iter(gathered.values()), {}))
+    result = {f"{task}/{name}": value for task, metrics in gathered.items() for name, value in metrics.items()}
+    timeouts = [metrics["verifier_timeouts"] for metrics in gathered.values() if "verifier_timeouts" in metrics]
+    return result | ({"verifier_timeouts": sum(timeouts)} if timeouts else {})

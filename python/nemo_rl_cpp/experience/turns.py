@@ -1,0 +1,161 @@
+"""One turn of a rollout: generate, append, let the environments answer, append their observations."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.futures import get
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.environments.remote import call_remote
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
+    from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+
+
+def generate_responses(
+    policy_generation: "GenerationInterface",
+    generation_input_data: "BatchedDataDict[GenerationDatumSpec]",
+    batch: "BatchedDataDict[DatumSpec]",
+    tokenizer: "TokenizerType",
+    input_lengths: torch.Tensor,
+    include_logprobs: bool = True,
+    greedy: bool = False,
+) -> "tuple[BatchedDataDict[DatumSpec], list[torch.Tensor], dict[str, float | int]]":
+    """Generates once for every row and appends the assistant's messages to `batch["message_log"]`, in place.
+
+    A message holds the text without special tokens, `token_ids`, and with `include_logprobs` `generation_logprobs`.
+    `batch["truncated"]` [B] says which responses ran out of room, where the engine reports it.
+
+    Returns (batch, the generated ids of each row, {"mean_generation_length", "total_generated_tokens"}).
+    """
+    generation_input_data["stop_strings"] = batch.get("stop_strings", [None] * len(input_lengths))
+    outputs = policy_generation.generate(generation_input_data, greedy=greedy)
+    return attach_responses(outputs, batch, tokenizer, input_lengths, include_logprobs)
+
+
+def attach_responses(
+    outputs: "BatchedDataDict[GenerationOutputSpec]",
+    batch: "BatchedDataDict[DatumSpec]",
+    tokenizer: "TokenizerType",
+    input_lengths: torch.Tensor,
+    include_logprobs: bool = True,
+) -> "tuple[BatchedDataDict[DatumSpec], list[torch.Tensor], dict[str, float | int]]":
+    """Appends what an engine generated to the message logs; see `generate_responses`."""
+    ids, ends = outputs["output_ids"], outputs["unpadded_sequence_lengths"].tolist()
+    spans = list(zip(input_lengths.tolist(), ends))
+    generated = [ids[row, start:end] for row, (start, end) in enumerate(spans)]
+    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    for row, (start, end) in enumerate(spans):
+        message = {"role": "assistant", "content": texts[row], "token_ids": generated[row]}
+        if include_logprobs and "logprobs" in outputs:
+            message["generation_logprobs"] = outputs["logprobs"][row, start:end]
+        batch["message_log"][row].append(message)
+    if "truncated" in outputs:
+        batch["truncated"] = outputs["truncated"].bool()
+    lengths = outputs["generation_lengths"]
+    metrics = {
+        "mean_generation_length": lengths.float().mean().item(),
+        "total_generated_tokens": int(lengths.sum().item()),
+    }
+    return batch, generated, metrics
+
+
+def calculate_rewards(
+    batch: "BatchedDataDict[DatumSpec]", task_to_env: dict[str, EnvironmentInterface]
+) -> EnvironmentReturn:
+    """Lets every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
+
+    Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
+    dictionary of them when the environments give components.
+
+    Raises ValueError for a task without an environment, or when some environments give components and others do not.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, task in enumerate(batch["task_name"]):
+        if task not in task_to_env:
+            raise ValueError(f"no environment for task {task!r}; there are environments for {sorted(map(str, task_to_env))}")
+        rows_of.setdefault(task, []).append(row)
+    started = []
+    for task, rows in rows_of.items():
+        logs = [[{key: m[key] for key in ("role", "content")} for m in batch["message_log"][row]] for row in rows]
+        infos = [batch["extra_env_info"][row] for row in rows]
+        started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
+    return _merge([(rows, get(result)) for rows, result in started], len(batch["message_log"]))
+
+
+def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
+    """The environments' answers as one, in the rows' own order."""
+    if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
+        raise _MixedRewards("some environments of this batch give one reward, others a dictionary of them")
+    order = [row for rows, _ in parts for row in rows]
+
+    def scattered(values: Sequence[Any]) -> list[Any]:
+        result = [None] * size
+        for row, value in zip(order, values):
+            result[row] = value
+        return result
+
+    def tensor(pieces: list[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+        joined = torch.cat([torch.as_tensor(piece, dtype=dtype).cpu() for piece in pieces])
+        return torch.empty_like(joined).index_copy_(0, torch.tensor(order, dtype=torch.long), joined)
+
+    def listed(name: str) -> list[Any]:
+        values = [getattr(part, name) for _, part in parts]
+        return scattered([v for (rows, _), value in zip(parts, values) for v in (value or [None] * len(rows))])
+
+    rewards: Any
+    if parts and isinstance(parts[0][1].rewards, dict):
+        names = {name: None for _, part in parts for name in part.rewards}
+        rewards = {
+            name: tensor([part.rewards.get(name, torch.zeros(len(rows))) for rows, part in parts], torch.float32)
+            for name in names
+        }
+    else:
+        rewards = tensor([part.rewards for _, part in parts], torch.float32)
+    return EnvironmentReturn(
+        observations=listed("observations"),
+        metadata=listed("metadata"),
+        next_stop_strings=listed("next_stop_strings"),
+        rewards=rewards,
+        terminateds=tensor([part.terminateds for _, part in parts]),
+        answers=listed("answers"),
+    )
+
+
+class _MixedRewards(ValueError, AssertionError):
+    """NeMo RL raises an AssertionError here."""
+
+
+class Observed(NamedTuple):
+    """What appending an observation came to."""
+
+    tokens: int
+    overflowed: bool
+
+
+def append_observation(
+    message_log: list[dict[str, Any]],
+    observation: dict[str, str],
+    tokenizer: "TokenizerType",
+    used_tokens: int,
+    max_seq_len: int,
+) -> Observed:
+    """Appends the environment's message, tokenised as it is (no chat template), as far as `max_seq_len` allows.
+
+    An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot go on.
+    """
+    ids = tokenizer(observation["content"], return_tensors="pt", add_special_tokens=False)["input_ids"][0]
+    ids = ids.to(torch.int64)  # some tokenizers give floats for an empty text
+    overflowed = used_tokens + len(ids) >= max_seq_len
+    if overflowed:
+        if used_tokens > max_seq_len:
+            raise RuntimeError(
+                f"prompt and response have {used_tokens} tokens, more than max_seq_len {max_seq_len}: set "
+                "policy.generation.vllm_cfg.max_model_len to at most policy.max_total_sequence_length"
+            )
+        ids = ids[: max_seq_len - used_tokens]
+    message_log.append({"role": observation["role"], "content": observation["content"], "token_ids": ids})
+    return Observed(len(ids), overflowed)

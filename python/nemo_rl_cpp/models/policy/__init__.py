@@ -1,0 +1,1 @@
+"""The policy: the model that is trained and that generates."""

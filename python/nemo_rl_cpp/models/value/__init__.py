@@ -1,0 +1,1 @@
+"""The value model of PPO."""

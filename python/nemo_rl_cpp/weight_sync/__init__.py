@@ -1,0 +1,1 @@
+"""How new weights reach the generation engine."""

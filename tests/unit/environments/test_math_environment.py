@@ -1,0 +1,177 @@
+import random
+
+import pytest
+import torch
+
+from nemo_rl_cpp.distributed import get
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.math_environment import (
+    EnglishMultichoiceVerifyWorker,
+    HFVerifyWorker,
+    MathEnvironment,
+    MultilingualMultichoiceVerifyWorker,
+)
+from nemo_rl_cpp.environments.metrics import calculate_pass_rate_per_prompt
+
+
+def says(*texts):
+    return [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in texts]
+
+
+def truths(*values):
+    return [{"ground_truth": value} for value in values]
+
+
+@pytest.fixture(scope="module")
+def env():
+    environment = MathEnvironment.remote({"num_workers": 2})
+    yield environment
+    environment.shutdown()
+
+
+CASES = [
+    (r"so \boxed{42}", "42", 1),
+    (r"so \boxed{41}", "42", 0),
+    (r"$\frac{1}{2}$", "0.5", 1),
+    ("the answer is 0.3333333", r"\frac{1}{3}", 1),  # six digits after the point are compared
+    ("the answer is 0.333", r"\frac{1}{3}", 0),
+    (r"\boxed{1} then \boxed{2}", "2", 0),  # all boxes count, as a set
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+    ("no number at all", "3", 0),
+    ("", "3", 0),
+    ("The final answer is 7. I hope it is correct.", "7", 1),
+]
+
+
+def test_mathematics(env):
+    result = get(env.step.remote(says(*(c[0] for c in CASES)), truths(*(c[1] for c in CASES)), True))
+    assert result.rewards.tolist() == [case[2] for case in CASES]
+    assert result.observations[0] == {"role": "environment", "content": "Environment: correct"}
+    assert result.observations[1]["content"] == "Environment: incorrect"
+    assert result.terminateds.tolist() == [1.0] * len(CASES) and result.rewards.dtype == torch.float32
+    assert result.answers[0] == "42" and result.answers[CASES.index(("", "3", 0))] is None
+    assert env.step(says("1"), truths("1")).answers is None
+
+
+def test_all_assistant_messages_count(env):
+    log = [{"role": "assistant", "content": r"\boxed{1"}, {"role": "user", "content": "go on"}]
+    log.append({"role": "assistant", "content": "2}"})
+    assert env.step([log], truths("12")).rewards.tolist() == [1.0]
+
+
+def test_same_scores_as_the_library_called_directly(env):
+    from math_verify import parse, verify
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    texts = [case[0] for case in CASES]
+    golds = [case[1] for case in CASES]
+    got = env.step(says(*texts), truths(*golds)).rewards.tolist()
+    for text, gold, score in zip(texts, golds, got):
+        parsed = parse(text, [ExprExtractionConfig(), LatexExtractionConfig()])
+        assert score == float(verify(parse(f"\\boxed{{{gold}}}", [LatexExtractionConfig()]), parsed, 6)), text
+
+
+def test_shortcut_agrees_with_the_library():
+    worker = HFVerifyWorker()
+    rng = random.Random(0)
+    words = ["the answer", "is", "12", "=", "-3", "1/2", "so", "50%", "Final", "x", "3.5", "\n", "(2)", "answer: 9", "and", "#"]
+    taken = 0
+    for _ in range(400):
+        number = str(rng.choice([0, 1, -1, 7, 12, -45, 10**8, rng.randint(-(10**9) + 1, 10**9 - 1)]))
+        truth = number if rng.random() < 0.5 else str(rng.randint(-50, 50))
+        before = " ".join(rng.choices(words, k=rng.randint(0, 8)))
+        after = " ".join(rng.choices(words, k=rng.randint(0, 8)))
+        text = f"{before} \\boxed{{{number}}} {after}"
+        verdict = worker.shortcut(text, truth)
+        if verdict is not None:
+            taken += 1
+            scores, answers = worker.verify([text], [truth], return_extracted_answer=True)
+            assert verdict == (scores[0], answers[0]), (text, truth)
+    assert taken > 300
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        (r"\boxed{1} $2$", "1"),
+        (r"\boxed{1} \boxed{2}", "1"),
+        (r"\boxed{01}", "1"),
+        (r"\boxed{1}", "1.0"),
+        (r"final answer is 3 \boxed{1}", "1"),
+        (r"\boxed{1{2}}", "1"),
+        (r"\[ \boxed{1} \]", "1"),
+        ("1", "1"),
+    ],
+)
+def test_shortcut_declines_what_is_not_certain(text, truth):
+    assert HFVerifyWorker.shortcut(text, truth) is None
+
+
+def test_dapo_and_multiple_choice_through_the_environment():
+    for cfg, text, truth, wrong in [
+        ({"math_verify_impl": "dapo_math_verify"}, "Answer: $3$", "3", "4"),
+        ({"verifier_type": "english_multichoice"}, "Answer: b", "b", "C"),
+        ({"verifier_type": "multilingual_multichoice"}, "答案：Ｃ", "C", "D"),
+    ]:
+        env = MathEnvironment({"num_workers": 1, **cfg})
+        result = env.step(says(text, text), truths(truth, wrong), return_extracted_answer=True)
+        assert result.rewards.tolist() == [1.0, 0.0] and result.answers == [truth, truth]
+        env.shutdown()
+
+
+def test_english_multiple_choice():
+    worker = EnglishMultichoiceVerifyWorker()
+    texts = ["Answer: A", "**Answer**: B and Answer: C", "answer : $\\boxed{D}$", "A", "Answer:\nA"]
+    scores, answers = worker.verify(texts, ["A", "B", "D", "A", "A"], return_extracted_answer=True)
+    assert scores == [1, 1, 1, 0, 0] and answers == ["A", "B", "D", None, None]
+
+
+def test_multilingual_multiple_choice():
+    worker = MultilingualMultichoiceVerifyWorker()
+    texts = ["Antwort: C", "Respuesta: D", "الإجابة: ب", "উত্তর: অ", "回答：Ｄ", "Réponse : B", "Jibu: A", "E"]
+    assert worker.verify(texts, ["C", "D", "B", "A", "D", "B", "A", "E"]) == [1, 1, 1, 1, 1, 1, 1, 0]
+
+
+def test_a_worker_with_remote_runs_in_a_process_of_its_own():
+    worker = HFVerifyWorker.remote(deadline_s=3.0)
+    scores, answers = get(worker.verify.remote([r"$\frac12$", "$5^{5^{5^{5^5}}}$"], ["1/2", "1"], return_extracted_answer=True))
+    assert scores == [1.0, 0.0] and answers == ["1/2", None]
+    worker.shutdown()
+
+
+def test_unknown_settings_are_errors():
+    with pytest.raises(ValueError, match="verifier_type"):
+        MathEnvironment({"num_workers": 1, "verifier_type": "physics"})
+    with pytest.raises(ValueError, match="math_verify_impl"):
+        MathEnvironment.remote({"num_workers": 1, "math_verify_impl": "mine"})
+    with pytest.raises(ValueError, match="num_workers"):
+        MathEnvironment({"num_workers": 0})
+    with pytest.raises(ValueError, match="GPUs"):
+        MathEnvironment.options(num_gpus=1)
+    assert HFVerifyWorker().verify(["1"], ["1"], math_verify_impl="mine") == [0.0]  # as in NeMo RL
+
+
+def test_global_metrics(env):
+    batch = BatchedDataDict(
+        rewards=torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        is_end=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        generation_lengths=torch.tensor([10, 20, 30, 40]),
+        prompt_lengths=torch.tensor([4, 4, 6, 6]),
+        text=torch.tensor([[1, 2], [1, 2], [3, 4], [5, 6]]),
+    )
+    batch, metrics = env.global_post_process_and_metrics(batch)
+    assert batch["rewards"].tolist() == [1, 0, 0, 1]
+    assert metrics == {
+        "accuracy": 0.5,
+        "pass@samples_per_prompt": pytest.approx(2 / 3),
+        "fraction_of_samples_properly_ended": 0.75,
+        "num_problems_in_batch": 4,
+        "generation_lengths": 25.0,
+        "prompt_lengths": 5.0,
+        "correct_solution_generation_lengths": ((10 - 4) + (40 - 6)) / 2,
+    }
+
+
+def test_pass_rate_per_prompt():
+    prompts = torch.tensor([[1, 2], [1, 2], [1, 3], [1, 3]])
+    assert calculate_pass_rate_per_prompt(prompts, torch.tensor([0.0, 1.0, 0.0, 0.0])) == 0.5

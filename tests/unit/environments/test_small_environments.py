@@ -1,0 +1,159 @@
+import pytest
+import torch
+
+from nemo_rl_cpp.distributed import get
+from nemo_rl_cpp.environments import utils
+from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+from nemo_rl_cpp.environments.remote import LocalActor
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.environments.utils import chunk_list_to_workers, create_env, register_env
+
+
+def says(*texts):
+    return [[{"role": "user", "content": "3 + 4 = "}, {"role": "assistant", "content": text}] for text in texts]
+
+
+def test_arithmetic():
+    env = ArithmeticEnvironment()
+    texts = ["7\n", " 7", "7 apples\n", "7 apples", "so 7", "-7\n", "1,234\n", "", "07\n", "7.0\n", "8\n7\n", "٧\n"]
+    gold = ["7", "7", 7, "7", "7", "-7", "1234", "7", "7", "7", "7", "7"]
+    result = env.step(says(*texts), [{"ground_truth": g} for g in gold])
+    assert result.rewards.tolist() == [1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0]
+    assert result.answers[6] == "1234" and result.answers[7] is None
+    assert all(o["content"] == "" for o in result.observations) and bool(result.terminateds.all())
+    metrics = env.pop_metrics()
+    assert metrics["well_formed"] == pytest.approx(9 / 12)  # not: "7 apples", "so 7", ""
+    assert metrics["accuracy_of_well_formed"] == pytest.approx(7 / 9)
+    assert env.pop_metrics() == {}
+    with pytest.raises(ValueError, match="ground_truth is 'seven'"):
+        env.step(says("7"), [{"ground_truth": "seven"}])
+
+
+def test_reverse_digits():
+    env = create_env("reverse_digits")
+    result = get(env.step.remote(says("321", "331", "3", " 321 9", "123"), [{"ground_truth": "321"}] * 5))
+    assert result.rewards.tolist() == pytest.approx([1, 2 / 3, 1 / 3, 1, 1 / 3])
+    assert env.pop_metrics() == {"exactly_right": 0.4}
+
+
+def test_reward_functions_as_trl_calls_them():
+    seen = {}
+
+    def length(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [len(completion) for completion in completions]
+
+    def right(completions, ground_truth):
+        return [float(c == g) if g else None for c, g in zip(completions, ground_truth)]
+
+    metadata = [{"ground_truth": "ab", "level": 1}, {"ground_truth": ""}]
+    result = RewardFunctionEnvironment(length).step(says("ab", "abc"), metadata)
+    assert result.rewards.tolist() == [2, 3] and result.rewards.dtype == torch.float32
+    assert seen == {"prompts": ["3 + 4 = "] * 2, "completions": ["ab", "abc"], "ground_truth": ["ab", ""], "level": [1, None]}
+
+    env = RewardFunctionEnvironment.remote(reward_funcs=[length, right], weights=[0.5, 10])
+    assert env.step(says("ab", "abc"), metadata).rewards.tolist() == [11.0, 1.5]
+    assert env.pop_metrics() == {"rewards/length": 2.5, "rewards/right": 1.0}
+
+
+def word_count(completions):
+    return [len(completion.split()) for completion in completions]
+
+
+def test_reward_functions_by_name_in_a_configuration():
+    env = create_env("reward_functions", {"functions": [f"{__name__}.word_count"]})
+    assert env.step(says("a b c"), [{}]).rewards.tolist() == [3.0]
+    with pytest.raises(ValueError, match="functions and weights"):
+        create_env("reward_functions", {"function": "x.y"})
+    with pytest.raises(ValueError, match="dotted name"):
+        RewardFunctionEnvironment("word_count")
+
+
+def test_bad_rewards_are_named():
+    with pytest.raises(ValueError, match="<lambda> returned 1 rewards for 2"):
+        RewardFunctionEnvironment(lambda completions: [1.0]).step(says("a", "b"), [{}, {}])
+    with pytest.raises(ValueError, match="nan for completion 1"):
+        RewardFunctionEnvironment(lambda completions: [1.0, float("nan")]).step(says("a", "b"), [{}, {}])
+    with pytest.raises(ZeroDivisionError):
+        RewardFunctionEnvironment(lambda completions: [1 / 0]).step(says("a"), [{}])
+
+
+def test_reasoning_gym():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entries = [reasoning_gym.create_dataset("chain_sum", size=3, seed=1)[i] for i in range(3)]
+    entries.append(reasoning_gym.create_dataset("letter_counting", size=1, seed=1)[0])
+    env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
+    answers = [e["answer"] for e in entries]
+    texts = [f" {answers[0]}\nQuestion: more", f"<answer>{answers[1]}</answer>", "999999", f"well <answer>{answers[3]}</answer>."]
+    result = env.step(says(*texts), [{"entry": entry} for entry in entries])
+    assert result.rewards.tolist() == [1.0, 1.0, pytest.approx(result.rewards[2].item()), 1.0]
+    assert result.rewards[2] < 0.1
+    scorer = reasoning_gym.get_score_answer_fn("chain_sum")
+    assert result.rewards[2].item() == pytest.approx(scorer("999999", entries[2]))
+    assert result.answers[3] == answers[3]
+    with pytest.raises(ValueError, match="no data set called 'nonsense'"):
+        env.step(says("1"), [{"entry": entries[0], "dataset": "nonsense"}])
+    with pytest.raises(ValueError, match="'entry'"):
+        env.step(says("1"), [{"ground_truth": "1"}])
+    env.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("items", "workers", "parts"),
+    [
+        (5, 3, [[0, 1], [2, 3], [4]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [1], [], []]),
+        (0, 3, [[], [], []]),
+        (5, 4, [[0, 1], [2, 3], [4]]),
+    ],
+)
+def test_chunks(items, workers, parts):
+    assert chunk_list_to_workers(list(range(items)), workers) == parts
+
+
+def test_registry(monkeypatch):
+    monkeypatch.setattr(utils, "ENV_REGISTRY", dict(utils.ENV_REGISTRY))
+    register_env("echo", "fakes.EchoEnvironment")
+    env = create_env("echo", {"next_stop_strings": ["x"]})
+    assert isinstance(env, LocalActor) and env.cfg == {"next_stop_strings": ["x"]}
+    assert create_env("fakes.EchoEnvironment").steps == 0
+    with pytest.raises(ValueError, match="already registered"):
+        register_env("math", "a.B")
+    with pytest.raises(ValueError, match="known: arithmetic"):
+        create_env("mathematics")
+
+
+class Slow(EnvironmentInterface):
+    def __init__(self):
+        import threading
+
+        self.go = threading.Event()
+        self.order = []
+
+    def step(self, message_log_batch, metadata):
+        self.go.wait(20)
+        self.order.append(metadata)
+        if metadata == "bad":
+            raise LookupError("bad")
+        return metadata
+
+    def global_post_process_and_metrics(self, batch):
+        return self.step(None, batch), {}
+
+
+def test_remote_calls_run_beside_the_caller_and_in_order():
+    env = Slow.remote()
+    first, second, third = env.step.remote([], 1), env.step.remote([], "bad"), env.global_post_process_and_metrics.remote(3)
+    assert not first.done()
+    with pytest.raises(TimeoutError):
+        get(first, timeout=0.01)
+    env.go.set()
+    assert get([first, third]) == [1, (3, {})]
+    with pytest.raises(LookupError, match="bad"):
+        get(second)
+    assert env.order == [1, "bad", 3]
+    assert get("a value") == "a value"
+    with pytest.raises(AttributeError):
+        env.missing

@@ -1,0 +1,187 @@
+"""Hostile responses: whatever they do to a verifier, they score 0, the pool goes on, and no process stays behind."""
+
+import os
+import subprocess
+import sys
+import time
+
+import hostile_verifier
+import pytest
+from hostile_verifier import HostileVerifier, NeverStarts
+
+from nemo_rl_cpp.environments.math_environment import MathEnvironment
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds=20.0):
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return [pid for pid in pids if alive(pid)]
+
+
+@pytest.fixture
+def pool():
+    pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=1.0, memory_mb=256))
+    yield pool
+    pool.shutdown()
+
+
+def test_hangs_are_killed_and_work_goes_on(pool):
+    before = set(pool.worker_pids)
+    verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
+    assert verdicts.scores == [1, 0, 1, 0, 1, 0, 0]
+    assert (verdicts.timed_out, verdicts.crashed, verdicts.oversized) == (3, 0, 0)
+    assert verdicts.answers[0] == "ok" and verdicts.answers[1] is None
+    assert len(pool.worker_pids) == 2 and wait_until_gone(before - set(pool.worker_pids)) == []
+    assert pool.verify(["ok"] * 50, ["ok"] * 50).scores == [1] * 50
+
+
+def test_crashes_and_memory(pool):
+    verdicts = pool.verify(["abort", "exit", "memory", "ok"], ["ok"] * 4)
+    assert verdicts.scores == [0, 0, 0, 1] and verdicts.timed_out == 0
+    assert verdicts.crashed == 2  # too much memory is an exception inside the verifier, which scores 0
+
+
+def test_prints_do_not_disturb_and_children_die_with_their_worker(pool):
+    assert pool.verify(["print", "ok"], ["ok", "ok"]).scores == [0, 1]
+    verdicts = pool.verify(["child"], ["ok"])
+    assert verdicts.timed_out == 1
+    with open(hostile_verifier.child_pid_file(os.getpid())) as written:
+        child = int(written.read())
+    os.unlink(hostile_verifier.child_pid_file(os.getpid()))
+    assert wait_until_gone([child]) == []
+
+
+def test_oversized_responses_are_not_read(pool):
+    pool.options.max_answer_chars = 10
+    verdicts = pool.verify(["x" * 11, "ok"], ["ok", "ok"])
+    assert verdicts.scores == [0, 1] and verdicts.oversized == 1
+
+
+def test_long_responses_pass_through_the_pipe(pool):
+    assert pool.verify(["y" * 900_000, "ok"], ["y" * 900_000, "ok"]).scores == [1, 1]
+
+
+def test_misuse_is_an_error_not_a_score(pool):
+    with pytest.raises(ValueError, match="unknown option"):
+        pool.verify(["misuse"], ["ok"])
+    assert pool.verify(["ok"], ["ok"]).scores == [1]
+
+
+def test_shutdown_leaves_no_process(pool):
+    pids = pool.worker_pids
+    pool.shutdown()
+    pool.shutdown()
+    assert wait_until_gone(pids) == []
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.verify(["ok"], ["ok"])
+
+
+def test_a_forgotten_pool_leaves_no_process():
+    pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=1))
+    pids = pool.worker_pids
+    del pool
+    assert wait_until_gone(pids) == []
+
+
+def test_a_verifier_that_cannot_start_says_why():
+    pool = VerifierPool(NeverStarts, PoolOptions())
+    with pytest.raises(RuntimeError, match="the dictionary is missing"):
+        pool.verify(["a"], ["a"])
+    pool.shutdown()
+
+
+def test_verifiers_must_be_importable():
+    class Local:
+        pass
+
+    with pytest.raises(ValueError, match="importable"):
+        VerifierPool(Local, PoolOptions())
+    for options in ({"num_workers": 0}, {"deadline_s": 0}, {"memory_mb": 0}, {"max_answer_chars": 0}):
+        with pytest.raises(ValueError, match="must be|at least"):
+            PoolOptions(**options)
+
+
+SCRIPT = """
+import sys
+from hostile_verifier import HostileVerifier
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
+pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=1.0))
+assert pool.verify(["ok"], ["ok"]).scores == [1]
+print(*pool.worker_pids, flush=True)
+if sys.argv[1] == "busy":
+    pool.verify(["bigint", "bigint"], ["ok", "ok"])
+elif sys.argv[1] == "idle":
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "idle", "busy"])
+def test_no_orphan_when_the_program_ends_or_is_killed(how, tmp_path):
+    """A script without a main guard works too; killed with SIGKILL it can tell nobody, and still nothing stays."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = subprocess.Popen(
+        [sys.executable, str(script), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 2
+    if how == "exit":
+        assert program.wait(timeout=60) == 0
+    else:
+        if how == "busy":
+            end = time.monotonic() + 10
+            while not all(_cpu_ticks(pid) > 20 for pid in pids) and time.monotonic() < end:
+                time.sleep(0.02)
+        program.kill()
+        program.wait()
+    assert wait_until_gone(pids) == []
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+    except FileNotFoundError:
+        return 10**9
+
+
+HOSTILE = [
+    r"$5^{5^{5^{5^5}}}$",
+    r"\boxed{5^{5^{5^{5^5}}}}",
+    r"\boxed{9999999999!!}",
+    r"$\sum_{k=1}^{10^{12}} k!$",
+    "(" * 50_000 + ")" * 50_000,
+    r"\boxed{" * 20_000,
+    "$" * 30_001,
+    r"\frac{" * 5_000 + "1" + "}{2}" * 5_000,
+    "9" * 200_000,
+    "answer is \x00\ud800 $x$",
+    r"\boxed{__import__('os').system('kill -9 0')}",
+    "x" * 10_000_000,
+    "",
+]
+
+
+def test_hostile_mathematics():
+    env = MathEnvironment.remote({"num_workers": 2, "verifier_deadline_s": 1.0})
+    logs = [[{"role": "assistant", "content": text}] for text in [*HOSTILE, r"$\boxed{7}$"]]
+    result = env.step(logs, [{"ground_truth": "7"}] * len(logs))
+    assert result.rewards.tolist() == [0.0] * len(HOSTILE) + [1.0]
+    metrics = env.pop_metrics()
+    assert metrics["verifier_timeouts"] >= 2 and metrics["verifier_oversized"] == 1
+    assert env.pop_metrics() == {}
+    pids = env.worker_pids
+    env.shutdown()
+    assert wait_until_gone(pids) == []

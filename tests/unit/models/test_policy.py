@@ -1,0 +1,137 @@
+"""The policy: training contract, Python losses, reuse of generation's log-probabilities, bad numbers, checkpoints."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+
+
+def make_policy(precision="float32", **changes):
+    values = dict(model_name="tiny-random", precision=precision, train_global_batch_size=12, train_micro_batch_size=12, max_total_sequence_length=16,
+                  optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1}})  # fmt: skip
+    paths = {k: changes.pop(k) for k in ("weights_path", "optimizer_path", "init_reference_model") if k in changes}
+    config = PolicyConfig(**{**values, **changes})
+    config.fill_defaults()
+    return Policy(None, config, tiny_tokenizer(), seed=1, **paths)
+
+
+def make_data(policy, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 14, (12, 9), generator=random)
+    lengths = torch.randint(5, 10, (12,), generator=random)
+    position = torch.arange(9)[None]
+    mask = ((position >= 4) & (position < lengths[:, None])).float()
+    data = {
+        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(12),
+        "advantages": torch.randn(12, 1, generator=random).expand(12, 9).contiguous(), "group_id": torch.arange(12) // 4,
+    }  # fmt: skip
+    data["input_ids"][:, :4] = data["input_ids"][::4].repeat_interleave(4, 0)[:, :4]
+    data["generation_logprobs"] = policy.get_logprobs(data)["logprobs"]
+    return data
+
+
+LOSS = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+
+
+def pg_loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    ratio = torch.exp(next_token_logprobs - data["prev_logprobs"][:, 1:])
+    surrogate = torch.minimum(ratio * data["advantages"][:, 1:], ratio.clamp(0.8, 1.2) * data["advantages"][:, 1:])
+    return -(surrogate * mask).sum() / (global_valid_toks + 1e-8), {}
+
+
+def test_a_python_loss_trains_as_the_native_one():
+    native, python = make_policy(), make_policy()
+    for step in range(3):
+        data = make_data(native, step)
+        native.train(data, LOSS)
+        python.train({**data, "generation_logprobs": python.get_logprobs(data)["logprobs"]}, pg_loss)
+    for name, weight in native.state_dict().items():
+        torch.testing.assert_close(python.state_dict()[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gbs", [12, 4])
+def test_reused_and_recomputed_old_logprobs_give_identical_weights(precision, gbs):
+    reused, recomputed = make_policy(precision), make_policy(precision, reuse_generation_logprobs="never")
+    assert reused.skips_prev_logprobs and not recomputed.skips_prev_logprobs
+    for step in range(3):
+        data = make_data(reused, step)
+        result = reused.train(data, LOSS, gbs=gbs)
+        assert result["exactness"].mismatched_tokens == 0 and result["exactness"].tokens > 0
+        assert all(v == 1.0 for v in [sum(result["all_mb_metrics"]["token_mult_prob_error"])]) or gbs != 12
+        recomputed.train({**data, "prev_logprobs": recomputed.get_logprobs(data)["logprobs"]}, LOSS, gbs=gbs)
+        assert reused.weight_digest() == recomputed.weight_digest()
+
+
+def test_generation_that_is_not_exact_is_counted_and_falls_back():
+    wrong, right = make_policy(), make_policy(reuse_generation_logprobs="never")
+    data = make_data(wrong)
+    prev = wrong.get_logprobs(data)["logprobs"]
+    data["generation_logprobs"] = data["generation_logprobs"].clone()
+    data["generation_logprobs"][3, 4] += 0.25
+    result = wrong.train(data, LOSS, gbs=6)
+    assert result["exactness"].mismatched_tokens == 1
+    assert result["exactness"].max_gap == pytest.approx(0.25, rel=1e-5)
+    assert sum(result["all_mb_metrics"]["token_mult_prob_error"]) > 1.0
+    right.train({**data, "prev_logprobs": prev}, LOSS, gbs=6)
+    assert wrong.weight_digest() == right.weight_digest()
+
+
+def test_a_flipped_weight_bit_shows_in_both_metrics():
+    policy = make_policy("bfloat16")
+    data = make_data(policy)
+    before = policy.weight_digest()
+    bits = policy.state_dict()["model.layers.0.mlp.down_proj.weight"].view(torch.int16)
+    bits[0, 0] ^= 1 << 13
+    assert policy.weight_digest() != before
+    result = policy.train(data, LOSS)
+    assert result["exactness"].mismatched_tokens > 0 and result["exactness"].max_gap > 0
+    assert sum(result["all_mb_metrics"]["token_mult_prob_error"]) > 1.0
+
+
+def test_a_bad_number_stops_before_the_step_and_names_sample_and_token(tmp_path):
+    policy = make_policy()
+    policy.replay_dir = tmp_path
+    data = make_data(policy)
+    data["advantages"][5, 4] = float("nan")
+    before = policy.weight_digest()
+    with pytest.raises(NonFiniteError, match=r"sample 5, token 4 .*nonfinite_batch.pt"):
+        policy.train(data, LOSS)
+    assert policy.weight_digest() == before
+    assert torch.isnan(torch.load(tmp_path / "nonfinite_batch.pt")["advantages"][5, 4])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
+    policy = make_policy(precision, scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}])
+    policy.train(make_data(policy, 0), LOSS)
+    policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    again = make_policy(precision, scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}],
+                        weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")  # fmt: skip
+    for step in (1, 2):
+        data = make_data(policy, step)
+        policy.train(data, LOSS)
+        again.train(data, LOSS)
+        assert policy.weight_digest() == again.weight_digest()
+        assert policy.learning_rate == again.learning_rate
+
+
+def test_the_reference_stays_at_the_initial_weights():
+    policy = make_policy()
+    data = make_data(policy)
+    before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    assert torch.equal(before, policy.get_logprobs(data)["logprobs"])
+    policy.train(data, LOSS)
+    assert torch.equal(before, policy.get_reference_policy_logprobs(data)["reference_logprobs"])
+    assert not torch.equal(before, policy.get_logprobs(data)["logprobs"])
+
+
+def test_a_batch_that_is_no_multiple_of_the_global_batch_is_refused():
+    policy = make_policy()
+    with pytest.raises(ValueError, match="train_global_batch_size=5"):
+        policy.train(make_data(policy), LOSS, gbs=5)

@@ -1,0 +1,79 @@
+"""Learning-rate schedules: torch's numbers by torch's names, Megatron's by hand, and a resume in the middle."""
+
+import json
+
+import pytest
+import torch
+
+from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
+from nemo_rl_cpp.models.policy.schedule import MegatronLearningRate, TorchLearningRate
+
+WARMUP = TorchSchedule(
+    (TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5}), TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})),
+    (5,),
+)  # fmt: skip
+COSINE = TorchSchedule((TorchStage("CosineAnnealingLR", {"T_max": 8, "eta_min": 1e-5}),), ())
+
+
+def torch_rates(schedule, steps):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    make = torch.optim.lr_scheduler
+    stages = [getattr(make, s.name)(optimizer, **s.kwargs) for s in schedule.stages]
+    scheduler = stages[0] if len(stages) == 1 else make.SequentialLR(optimizer, stages, list(schedule.milestones))
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("schedule", [WARMUP, COSINE])
+def test_torch_schedules_equal_torch_also_after_a_resume(schedule):
+    expected = torch_rates(schedule, 12)
+    ours = TorchLearningRate(1e-3, 0.01, schedule)
+    rates = []
+    for step in range(12):
+        if step in (3, 7):
+            state = json.loads(json.dumps(ours.state_dict()))
+            ours = TorchLearningRate(1e-3, 0.01, schedule)
+            ours.load_state_dict(state)
+        rates.append(ours.lr)
+        ours.step()
+    assert rates == expected
+
+
+def test_no_schedule_is_constant():
+    ours = TorchLearningRate(3e-4, 0.01, None)
+    ours.step()
+    assert (ours.lr, ours.weight_decay) == (3e-4, 0.01)
+
+
+def megatron(style, **changes):
+    values = dict(max_lr=1.0, min_lr=0.1, lr_decay_style=style, lr_decay_iters=10, lr_warmup_iters=2, lr_warmup_init=0.5, start_weight_decay=0.0,
+                  end_weight_decay=0.2, weight_decay_incr_style="linear")  # fmt: skip
+    return MegatronSchedule(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "style,at_six,at_twelve", [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("cosine", 0.1 + 0.9 * 0.5, 0.1)]
+)
+def test_megatron_warms_up_and_decays(style, at_six, at_twelve):
+    ours = MegatronLearningRate(megatron(style))
+    rates, decays = [], []
+    for _ in range(13):
+        rates.append(ours.lr)
+        decays.append(ours.weight_decay)
+        ours.step()
+    assert rates[:3] == [0.5, 0.75, 1.0]
+    assert rates[6] == pytest.approx(at_six)
+    assert rates[12] == pytest.approx(at_twelve)
+    assert decays[5] == pytest.approx(0.1) and decays[12] == pytest.approx(0.2)
+
+
+def test_megatron_resumes():
+    ours, again = MegatronLearningRate(megatron("linear")), MegatronLearningRate(megatron("linear"))
+    for _ in range(5):
+        ours.step()
+    again.load_state_dict(ours.state_dict())
+    assert again.lr == ours.lr

@@ -1,0 +1,313 @@
+"""Dynamic sampling (DAPO): train only on prompts whose generations are neither all right nor all wrong.
+
+A group of generations with equal rewards has advantages of zero: it costs a training step's time and teaches nothing.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import DatumSpec
+    from nemo_rl_cpp.utils.timer import Timer
+
+
+class DynamicSamplingExhausted(ValueError):
+    """So many batches were generated, and still too few groups of prompts have mixed rewards."""
+
+
+def raw_rewards(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Rewards [B] before shaping, where the batch has them: shaping must not make an unmixed group look mixed."""
+    return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
+
+
+def group_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+    """int64 [B]: groups of generations of one prompt numbered by first appearance, from `group_id`, else `idx`."""
+    ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
+    if ids is None:
+        raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")
+    numbers: dict[int, int] = {}
+    return torch.tensor([numbers.setdefault(int(i), len(numbers)) for i in ids], dtype=torch.long)
+
+
+def mixed_rows(batch: Mapping[str, Any]) -> torch.Tensor:
+    """bool [B]: rows whose group has different raw rewards (max != min, exactly)."""
+    groups, rewards = group_numbers(batch), raw_rewards(batch)
+    lowest, highest = _extremes(groups, rewards)
+    return (lowest != highest)[groups]
+
+
+def _extremes(groups: torch.Tensor, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest reward of every group."""
+    count = int(groups.max()) + 1 if len(groups) else 0
+    empty = torch.zeros(count, dtype=rewards.dtype)
+    values = rewards.cpu()
+    return (
+        empty.scatter_reduce(0, groups, values, "amin", include_self=False),
+        empty.scatter_reduce(0, groups, values, "amax", include_self=False),
+    )
+
+
+def dynamic_sampling(
+    repeated_batch: "BatchedDataDict[DatumSpec]",
+    std: torch.Tensor,
+    baseline: torch.Tensor,
+    dynamic_sampling_num_gen_batches: int,
+    master_config: Any,
+    timer: "Timer | None",
+    batch_cache: "BatchedDataDict[DatumSpec] | None" = None,
+    unit: Literal["group", "sample"] = "group",
+) -> "tuple[BatchedDataDict[DatumSpec], bool, BatchedDataDict[DatumSpec] | None, dict[str, Any]]":
+    """One round of dynamic sampling, with NeMo RL's signature and results. The loop here uses `GroupSampler`.
+
+    Args:
+        repeated_batch: rollouts of this round; gets `baseline` and `std`.
+        std, baseline: [B] of each row's group.
+        dynamic_sampling_num_gen_batches: batches generated for this step, this one included.
+        master_config: a configuration (or dictionary) with section `grpo` or `ppo`.
+        batch_cache: what earlier rounds kept.
+        unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches was
+            generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more.
+
+    Returns (batch, whether it is complete, cache for the next round, metrics). With dynamic sampling off: the batch,
+    True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
+    all rows of all rounds, and so longer than the other entries until the batch is complete and cut.
+
+    Raises DynamicSamplingExhausted (a ValueError) when the batches allowed are used up.
+    """
+    if unit not in ("group", "sample"):
+        raise ValueError(f"unit is {unit!r}; it must be 'group' or 'sample'")
+    section_name, section = _section(master_config)
+    repeated_batch["baseline"], repeated_batch["std"] = baseline, std
+    if not _get(section, "use_dynamic_sampling"):
+        return repeated_batch, True, None, {}
+    with timer.time("dynamic_sampling") if timer is not None else nullcontext():
+        kept = mixed_rows(repeated_batch) if unit == "group" else std != 0.0
+        batch = repeated_batch.select_indices(kept)
+        batch["filtered_reward"] = batch["total_reward"]
+        batch["total_reward"] = repeated_batch["total_reward"]
+        if bool(kept.any()):
+            batch_cache = batch if batch_cache is None else BatchedDataDict.from_batches([batch_cache, batch])
+            batch = batch_cache
+        wanted = _get(section, "num_prompts_per_step") * _get(section, "num_generations_per_prompt")
+        available = len(batch["filtered_reward"])
+        if available < wanted:
+            limit = _get(section, "dynamic_sampling_max_gen_batches")
+            if limit <= 0:
+                raise _BadLimit(f"{section_name}.dynamic_sampling_max_gen_batches is {limit}; it must be positive")
+            used = dynamic_sampling_num_gen_batches
+            if used > limit or (used == limit and unit == "group"):
+                raise DynamicSamplingExhausted(
+                    f"dynamic sampling has {available} of {wanted} samples after {used} generation batches "
+                    f"({section_name}.dynamic_sampling_max_gen_batches={limit}). {_ADVICE}"
+                )
+            return batch, False, batch_cache, {}
+        metrics = {"dynamic_sampling_num_discarded_valid_samples": available - wanted}
+        return batch.slice(0, wanted), True, batch_cache, metrics
+
+
+class _BadLimit(ValueError, AssertionError):
+    """NeMo RL raises an AssertionError here."""
+
+
+_ADVICE = (
+    "Use data that the model solves sometimes, generate more samples a prompt (num_generations_per_prompt), raise "
+    "dynamic_sampling_max_gen_batches or batch_multiplier, or set use_dynamic_sampling=false"
+)
+
+
+def _get(section: Any, key: str) -> Any:
+    return section[key] if isinstance(section, Mapping) else getattr(section, key)
+
+
+def _section(config: Any) -> tuple[str, Any]:
+    for name in ("grpo", "ppo"):
+        found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if found is not None:
+            return name, found
+    raise ValueError("the configuration has neither a grpo nor a ppo section")
+
+
+@dataclass
+class GroupCounts:
+    """Groups of one step so far, by their raw rewards: all equal and above zero, all equal and not, or mixed."""
+
+    all_right: int = 0
+    all_wrong: int = 0
+    mixed: int = 0
+
+
+class GroupSampler:
+    """Collects rollouts until a step has enough groups of prompts to train on.
+
+    Off, it takes whatever one batch brings. On, it keeps the groups whose raw rewards differ, asks for further batches
+    while they are too few (`full` is false), and gives exactly `num_groups` of them. A group is never broken up.
+
+    Args:
+        num_groups: prompts of a training step.
+        enabled: whether groups with equal rewards are dropped.
+        max_gen_batches: batches that a step may generate.
+        keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
+    """
+
+    def __init__(
+        self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False
+    ) -> None:
+        if enabled and max_gen_batches < 1:
+            raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
+        if num_groups < 1:
+            raise ValueError(f"num_prompts_per_step is {num_groups}; it must be at least 1")
+        self.num_groups = num_groups
+        self.enabled = enabled
+        self.max_gen_batches = max_gen_batches
+        self.keep_surplus = keep_surplus
+        self.metrics: dict[str, float] = {}
+        """of the step last taken"""
+        self._cache: BatchedDataDict | None = None
+        self._start_step()
+
+    @classmethod
+    def from_config(cls, section: Any) -> "GroupSampler":
+        """From section `grpo` or `ppo` of a configuration (a model or a dictionary)."""
+
+        def get(key: str, default: Any) -> Any:
+            return section.get(key, default) if isinstance(section, Mapping) else getattr(section, key, default)
+
+        return cls(
+            num_groups=get("num_prompts_per_step", 1),
+            enabled=bool(get("use_dynamic_sampling", False)),
+            max_gen_batches=get("dynamic_sampling_max_gen_batches", 10),
+            keep_surplus=bool(get("dynamic_sampling_keep_surplus", False)),
+        )
+
+    def _start_step(self) -> None:
+        self._batches = 0
+        self._counts = GroupCounts()
+        self._reward_sum = 0.0
+        self._samples = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether a step can be taken."""
+        return self.cached_groups >= self.num_groups if self.enabled else self._cache is not None
+
+    @property
+    def cached_groups(self) -> int:
+        """Groups that wait to be taken."""
+        return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
+
+    def add(self, rollouts: "BatchedDataDict[DatumSpec]", weight_version: int = 0) -> None:
+        """Takes in one batch of rollouts with `group_id`, `total_reward` and, when shaped, `unshaped_total_reward`.
+
+        Rows get `weight_version` int64 [B], the version of the policy that sampled them, unless they have it.
+
+        Raises ValueError for a reward that is not finite, and DynamicSamplingExhausted when this was the last batch
+        allowed and the step is still short of groups.
+        """
+        rewards = raw_rewards(rollouts)
+        _check_finite(rewards)
+        rollouts = rollouts.copy()
+        rollouts["group_id"] = groups = group_numbers(rollouts)
+        if "weight_version" not in rollouts:
+            rollouts["weight_version"] = torch.full((len(groups),), weight_version, dtype=torch.long)
+        lowest, highest = _extremes(groups, rewards)
+        mixed = lowest != highest
+        self._batches += 1
+        self._samples += len(rewards)
+        self._reward_sum += rollouts["total_reward"].double().sum().item()
+        self._counts.mixed += int(mixed.sum())
+        self._counts.all_right += int((~mixed & (highest > 0)).sum())
+        self._counts.all_wrong += int((~mixed & (highest <= 0)).sum())
+        if not self.enabled:
+            self._keep(rollouts)
+            return
+        kept = rollouts.select_indices(mixed[groups])
+        if kept.size:
+            kept["group_id"] = group_numbers(kept)
+            self._keep(kept)
+        if not self.full and self._batches >= self.max_gen_batches:
+            raise self._exhausted()
+
+    def _keep(self, rollouts: BatchedDataDict) -> None:
+        rollouts["group_id"] = rollouts["group_id"] + self.cached_groups
+        self._cache = rollouts if self._cache is None else BatchedDataDict.from_batches([self._cache, rollouts])
+
+    def take(self, weight_version: int | None = None) -> "BatchedDataDict[DatumSpec]":
+        """The rollouts to train on, `group_id` numbered from 0; `metrics` then describes how they were come by.
+
+        `weight_version` is the policy's current one: rows that an older one sampled count as `stale_samples`.
+        Raises RuntimeError unless `full`.
+        """
+        if not self.full:
+            raise RuntimeError(f"only {self.cached_groups} of {self.num_groups} groups are there: add rollouts until full")
+        cache, surplus = self._cache, 0
+        self._cache = None
+        batch = cache
+        if self.enabled:
+            mine = cache["group_id"] < self.num_groups
+            batch, rest = cache.select_indices(mine), cache.select_indices(~mine)
+            surplus = rest.size
+            if surplus and self.keep_surplus:
+                rest["group_id"] = rest["group_id"] - self.num_groups
+                self._cache = rest
+        current = int(batch["weight_version"].max()) if weight_version is None else weight_version
+        stale = int((batch["weight_version"] < current).sum())
+        if self.enabled:
+            self.metrics = self._step_metrics(batch, surplus, stale)
+        else:
+            self.metrics = {}
+        self._start_step()
+        return batch
+
+    def _step_metrics(self, batch: BatchedDataDict, surplus: int, stale: int) -> dict[str, float]:
+        return {
+            "dynamic_sampling_num_gen_batches": self._batches,
+            "dynamic_sampling_num_discarded_valid_samples": 0 if self.keep_surplus else surplus,
+            "dynamic_sampling_num_kept_surplus_samples": surplus if self.keep_surplus else 0,
+            "dynamic_sampling_kept_groups": self.num_groups,
+            "dynamic_sampling_discarded_groups": self._counts.all_right + self._counts.all_wrong,
+            "dynamic_sampling_all_right_groups": self._counts.all_right,
+            "dynamic_sampling_all_wrong_groups": self._counts.all_wrong,
+            "dynamic_sampling_mixed_groups": self._counts.mixed,
+            "stale_samples": stale,
+            "reward": self._reward_sum / self._samples if self._samples else batch["total_reward"].mean().item(),
+            "filtered_reward": batch["total_reward"].double().mean().item(),
+        }
+
+    def _exhausted(self) -> DynamicSamplingExhausted:
+        counts = self._counts
+        total = counts.all_right + counts.all_wrong + counts.mixed
+        return DynamicSamplingExhausted(
+            f"dynamic sampling found {self.cached_groups} of the {self.num_groups} groups that a step needs in "
+            f"{self._batches} generation batches (dynamic_sampling_max_gen_batches={self.max_gen_batches}): of {total} "
+            f"groups {counts.all_right} were all right, {counts.all_wrong} all wrong and {counts.mixed} mixed. {_ADVICE}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next call depends on: plain values, lists and tensors."""
+        return {
+            "cache": None if self._cache is None else dict(self._cache.data),
+            "batches": self._batches,
+            "counts": asdict(self._counts),
+            "reward_sum": self._reward_sum,
+            "samples": self._samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken."""
+        self._cache = None if state["cache"] is None else BatchedDataDict(state["cache"])
+        self._batches = state["batches"]
+        self._counts = GroupCounts(**state["counts"])
+        self._reward_sum = state["reward_sum"]
+        self._samples = state["samples"]
+
+
+def _check_finite(rewards: torch.Tensor) -> None:
+    bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"the reward of sample {bad[0]} is {rewards[bad[0]].item()}: rewards must be finite")

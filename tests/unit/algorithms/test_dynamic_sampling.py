@@ -1,0 +1,236 @@
+import io
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted, GroupSampler, dynamic_sampling
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+
+def rollouts(*groups, start=0, **columns):
+    """One row a reward; `name` tells where a row came from."""
+    ids = [i for i, group in enumerate(groups) for _ in group]
+    return BatchedDataDict(
+        total_reward=torch.tensor([r for group in groups for r in group], dtype=torch.float32),
+        group_id=torch.tensor(ids),
+        name=[f"{start + i}.{k}" for i, group in enumerate(groups) for k in range(len(group))],
+        **columns,
+    )
+
+
+RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
+
+
+# ---- GroupSampler
+
+
+def test_off_takes_everything():
+    sampler = GroupSampler(num_groups=3)
+    assert not sampler.full
+    sampler.add(rollouts(RIGHT, WRONG, MIXED))
+    assert sampler.full
+    batch = sampler.take()
+    assert batch["name"] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and sampler.metrics == {}
+    assert not sampler.full and sampler.cached_groups == 0
+
+
+def test_on_collects_mixed_groups_over_batches_and_drops_the_surplus():
+    sampler = GroupSampler(num_groups=2, enabled=True)
+    sampler.add(rollouts(RIGHT, MIXED, WRONG))
+    assert not sampler.full
+    with pytest.raises(RuntimeError, match="1 of 2 groups"):
+        sampler.take()
+    sampler.add(rollouts(MIXED, WRONG, MIXED, start=10))
+    batch = sampler.take()
+    assert batch["name"] == ["1.0", "1.1", "10.0", "10.1"] and batch["group_id"].tolist() == [0, 0, 1, 1]
+    assert sampler.metrics == {
+        "dynamic_sampling_num_gen_batches": 2,
+        "dynamic_sampling_num_discarded_valid_samples": 2,
+        "dynamic_sampling_num_kept_surplus_samples": 0,
+        "dynamic_sampling_kept_groups": 2,
+        "dynamic_sampling_discarded_groups": 3,
+        "dynamic_sampling_all_right_groups": 1,
+        "dynamic_sampling_all_wrong_groups": 2,
+        "dynamic_sampling_mixed_groups": 3,
+        "stale_samples": 0,
+        "reward": pytest.approx(5 / 12),
+        "filtered_reward": 0.5,
+    }
+    assert sampler.cached_groups == 0
+
+
+def test_raw_rewards_decide():
+    """Shaping that punishes length makes unequal rewards of equal ones, and the other way round."""
+    batch = rollouts((1.0, 0.5), (0.0, 0.0))
+    batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    sampler = GroupSampler(num_groups=1, enabled=True)
+    sampler.add(batch)
+    assert sampler.take()["name"] == ["1.0", "1.1"]
+
+
+def test_no_threshold_on_the_difference():
+    sampler = GroupSampler(num_groups=1, enabled=True)
+    sampler.add(rollouts((0.1, 0.1, 0.1), (0.3, 0.3, 0.30000004)))  # the first has std 1e-4 by cancellation, say
+    assert sampler.take()["name"] == ["1.0", "1.1", "1.2"]
+
+
+def test_surplus_is_kept_when_asked_and_counts_as_stale():
+    sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
+    sampler.add(rollouts(MIXED, MIXED, MIXED), weight_version=0)
+    assert sampler.take(0)["group_id"].tolist() == [0, 0, 1, 1]
+    assert sampler.metrics["dynamic_sampling_num_kept_surplus_samples"] == 2 and sampler.metrics["stale_samples"] == 0
+    assert sampler.cached_groups == 1 and not sampler.full
+    sampler.add(rollouts(WRONG, MIXED, start=10), weight_version=1)
+    batch = sampler.take(1)
+    assert batch["name"] == ["2.0", "2.1", "11.0", "11.1"] and batch["weight_version"].tolist() == [0, 0, 1, 1]
+    assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
+
+
+def test_a_step_from_the_cache_alone():
+    sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
+    sampler.add(rollouts(MIXED, MIXED))
+    sampler.take()
+    assert sampler.full
+    assert sampler.take()["name"] == ["1.0", "1.1"]
+    assert sampler.metrics["dynamic_sampling_num_gen_batches"] == 0 and sampler.metrics["reward"] == 0.5
+
+
+@pytest.mark.parametrize("limit", [1, 3, 10])
+def test_hopeless_data_stops_after_exactly_the_limit(limit):
+    sampler = GroupSampler(num_groups=4, enabled=True, max_gen_batches=limit)
+    for _ in range(limit - 1):
+        sampler.add(rollouts(WRONG, RIGHT, WRONG))
+        assert not sampler.full
+    with pytest.raises(DynamicSamplingExhausted) as error:
+        sampler.add(rollouts(WRONG, RIGHT, MIXED))
+    message = str(error.value)
+    assert f"1 of the 4 groups that a step needs in {limit} generation batches" in message
+    assert f"of {3 * limit} groups {limit} were all right, {2 * limit - 1} all wrong and 1 mixed" in message
+    assert "batch_multiplier" in message and isinstance(error.value, ValueError)
+
+
+def test_the_limit_counts_batches_of_one_step():
+    sampler = GroupSampler(num_groups=1, enabled=True, max_gen_batches=2)
+    for _ in range(5):
+        sampler.add(rollouts(WRONG))
+        sampler.add(rollouts(MIXED))
+        sampler.take()
+
+
+def test_resume_in_the_middle_gives_the_same_batches():
+    torch.manual_seed(0)
+    batches = [rollouts(*torch.randint(0, 2, (5, 2)).tolist(), start=10 * i) for i in range(40)]
+
+    def run(resume_after):
+        sampler = GroupSampler(num_groups=3, enabled=True, max_gen_batches=20, keep_surplus=True)
+        steps = []
+        for i, batch in enumerate(batches):
+            sampler.add(batch, weight_version=len(steps))
+            if i == resume_after:
+                saved = io.BytesIO()
+                torch.save(sampler.state_dict(), saved)
+                saved.seek(0)
+                sampler = GroupSampler(num_groups=3, enabled=True, max_gen_batches=20, keep_surplus=True)
+                sampler.load_state_dict(torch.load(saved, weights_only=True))
+            while sampler.full:
+                batch = sampler.take(len(steps))
+                steps.append((batch["name"], batch["weight_version"].tolist(), sampler.metrics))
+        return steps
+
+    unbroken = run(None)
+    assert len(unbroken) > 10
+    for cut in range(0, 40, 3):
+        assert run(cut) == unbroken
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="sample 1 is nan"):
+        GroupSampler(1).add(rollouts((1.0, float("nan"))))
+    with pytest.raises(ValueError, match="group_id"):
+        GroupSampler(1).add(BatchedDataDict(total_reward=torch.ones(2)))
+    with pytest.raises(ValueError, match="dynamic_sampling_max_gen_batches"):
+        GroupSampler(1, enabled=True, max_gen_batches=0)
+    sampler = GroupSampler.from_config({"num_prompts_per_step": 2, "use_dynamic_sampling": True})
+    assert sampler.enabled and sampler.max_gen_batches == 10 and not sampler.keep_surplus
+
+
+# ---- the public function
+
+
+class FakeTimer:
+    def __init__(self):
+        self.labels = []
+
+    @contextmanager
+    def time(self, label):
+        self.labels.append(label)
+        yield
+
+
+def config(prompts=2, generations=2, limit=2, on=True, section="grpo"):
+    return {
+        section: {
+            "use_dynamic_sampling": on,
+            "num_prompts_per_step": prompts,
+            "num_generations_per_prompt": generations,
+            "dynamic_sampling_max_gen_batches": limit,
+        }
+    }
+
+
+def round_(batch, number, cfg, cache=None, std=None, **kwargs):
+    std = torch.ones(batch.size) if std is None else torch.tensor(std)
+    return dynamic_sampling(batch, std, torch.zeros(batch.size), number, cfg, FakeTimer(), cache, **kwargs)
+
+
+def test_function_off():
+    batch = rollouts(RIGHT, MIXED)
+    got, complete, cache, metrics = round_(batch, 1, config(on=False))
+    assert got is batch and complete and cache is None and metrics == {}
+    assert got["baseline"].tolist() == [0] * 4 and got["std"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_function_by_group(section):
+    cfg = config(section=section)
+    timer = FakeTimer()
+    batch, complete, cache, metrics = dynamic_sampling(
+        rollouts(RIGHT, MIXED, WRONG), torch.zeros(6), torch.zeros(6), 1, cfg, timer
+    )
+    assert not complete and metrics == {} and timer.labels == ["dynamic_sampling"]
+    assert cache["name"] == ["1.0", "1.1"] and cache["filtered_reward"].tolist() == [0, 1]
+    assert cache["total_reward"].tolist() == [1, 1, 0, 1, 0, 0]  # all of the round, as in NeMo RL
+    batch, complete, cache, metrics = round_(rollouts(MIXED, MIXED, start=10), 2, cfg, cache)
+    assert complete and metrics == {"dynamic_sampling_num_discarded_valid_samples": 2}
+    assert batch["name"] == ["1.0", "1.1", "10.0", "10.1"] and batch["filtered_reward"].tolist() == [0, 1, 0, 1]
+    assert batch["total_reward"].tolist() == [1, 1, 0, 1]
+
+
+def test_function_by_sample_breaks_groups_up_and_allows_one_batch_more():
+    cfg = config(prompts=1, generations=3, limit=1)
+    batch, complete, cache, _ = round_(
+        rollouts((1.0, 0.0, 0.0, 0.0)), 1, cfg, std=[0.0, 0.5, 0.5, 0.0], unit="sample"
+    )
+    assert not complete and cache["name"] == ["0.1", "0.2"]
+    # nothing kept in this round: the cache stays, and it is the empty selection whose size is checked
+    empty, complete, same, _ = round_(rollouts(WRONG), 1, cfg, cache, std=[0.0, 0.0], unit="sample")
+    assert not complete and same is cache and empty["name"] == []
+    with pytest.raises(ValueError, match="2 generation batches"):
+        round_(rollouts(WRONG), 2, cfg, cache, std=[0.0, 0.0], unit="sample")
+
+
+def test_function_limit_by_group():
+    with pytest.raises(DynamicSamplingExhausted, match="0 of 4 samples after 2"):
+        round_(rollouts(WRONG), 2, config())
+    assert not round_(rollouts(WRONG), 1, config())[1]
+    with pytest.raises(AssertionError, match="positive"):
+        round_(rollouts(WRONG), 1, config(limit=0))
+    with pytest.raises(ValueError, match="'rows'"):
+        round_(rollouts(WRONG), 1, config(), unit="rows")
+
+
+def test_function_falls_back_to_idx():
+    batch = rollouts(MIXED, RIGHT)
+    batch["idx"] = batch.pop("group_id").tolist()
+    assert round_(batch, 1, config(prompts=1))[0]["name"] == ["0.0", "0.1"]

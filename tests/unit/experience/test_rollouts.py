@@ -1,0 +1,246 @@
+import asyncio
+import inspect
+from copy import deepcopy
+
+import pytest
+import torch
+from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.experience import rollouts
+from nemo_rl_cpp.experience.rollouts import (
+    calculate_rewards,
+    generate_responses,
+    repeat_prompts,
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout,
+    run_sample_multi_turn_rollout,
+)
+
+TOKENIZER = ByteTokenizer()
+
+
+def add(prompt, key):
+    a, b = prompt.rstrip("=").split("+")
+    return f"{int(a) + int(b) + key[2]}\n"  # sample 0 is right, the others are off by their index
+
+
+def test_one_turn_of_sums_end_to_end():
+    batch = prompts(["1+2=", "10+20="], ["sum", "sum"], [{"ground_truth": "3"}, {"ground_truth": "30"}])
+    batch = repeat_prompts(batch, 3, first_draw_id=40)
+    batch["stop_strings"] = [["\n"]] * 6
+    engine = FakeGeneration(add)
+    result, metrics = run_multi_turn_rollout(engine, batch, TOKENIZER, {"sum": ArithmeticEnvironment.remote()}, 100)
+    assert result["total_reward"].tolist() == [1, 0, 0, 1, 0, 0]
+    assert result["truncated"].tolist() == [False] * 6
+    assert result["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert [log[1]["content"] for log in result["message_log"]] == ["3\n", "4\n", "5\n", "30\n", "31\n", "32\n"]
+    # ids and logprobs of a response are the engine's, slice by slice; the empty observation adds no token
+    log = result["message_log"][4]
+    assert log[1]["token_ids"].tolist() == list(b"31\n") and log[1]["generation_logprobs"].tolist() == [-5 / 8] * 3
+    assert log[2]["role"] == "environment" and log[2]["token_ids"].tolist() == []
+    assert log[2]["token_ids"].dtype == torch.int64
+    assert metrics["mean_gen_tokens_per_sample"] == pytest.approx((3 * 2 + 3 * 3) / 6)
+    assert metrics["total_turns"] == 6 and metrics["natural_termination_rate"] == 1.0
+    assert metrics["well_formed"] == 1.0
+    sent = engine.calls[0]
+    assert sent["draw_ids"].tolist() == [40, 40, 40, 41, 41, 41]
+    assert sent["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert sent["stream"] == ["train"] * 6 and sent["stop_strings"] == [["\n"]] * 6
+    assert sent["input_ids"][0].tolist() == [*b"1+2=", TOKENIZER.pad_token_id, TOKENIZER.pad_token_id]
+
+
+def echo_batch(turns):
+    return prompts([f"p{i}" for i in range(len(turns))], ["echo"] * len(turns), [{"turns": n} for n in turns])
+
+
+def test_several_turns_by_hand():
+    engine = FakeGeneration(lambda prompt, key: "ab", max_new_tokens=8)
+    env = EchoEnvironment({"next_stop_strings": ["b"]})
+    result, metrics = run_multi_turn_rollout(engine, echo_batch([1, 3]), TOKENIZER, {"echo": env}, 100)
+    # turn 1 ends with eos (3 tokens), later turns with the stop string (2 tokens): the environment set it
+    assert [m["content"] for m in result["message_log"][1]] == ["p1", "ab", "AB", "ab", "AB", "ab", "AB"]
+    assert [len(m["token_ids"]) for m in result["message_log"][1]] == [2, 3, 2, 2, 2, 2, 2]
+    assert result["total_reward"].tolist() == pytest.approx([0.02, 0.06])
+    assert result["extra_env_info"] == [{"turns": 1}, {"turns": 1}]  # of ended conversations: as before the last turn
+    assert [len(call["input_lengths"]) for call in engine.calls] == [2, 1, 1]
+    assert engine.calls[1]["stop_strings"] == [["b"]]
+    # what was generated, was generated after exactly these tokens
+    ids = torch.cat([m["token_ids"] for m in result["message_log"][1]])
+    for call, cut in zip(engine.calls[1:], (2 + 3 + 2, 2 + 3 + 2 + 2 + 2)):
+        assert call["input_ids"][0].tolist() == ids[:cut].tolist()
+    assert metrics["total_turns"] == 4 and metrics["max_turns_per_sample"] == 3 and metrics["avg_turns_per_sample"] == 2
+    assert metrics["mean_gen_tokens_per_sample"] == (3 + 7) / 2 and metrics["max_gen_tokens_per_sample"] == 7
+    assert metrics["mean_env_tokens_per_sample"] == (2 + 6) / 2
+    assert metrics["mean_total_tokens_per_sample"] == (5 + 13) / 2
+
+
+def test_max_turns():
+    result, metrics = run_multi_turn_rollout(
+        FakeGeneration(lambda p, k: "x"), echo_batch([1, 9]), TOKENIZER, {"echo": EchoEnvironment()}, 100, max_rollout_turns=2
+    )
+    assert metrics["max_turns_reached_rate"] == 0.5 and metrics["natural_termination_rate"] == 0.5
+    assert result["truncated"].tolist() == [False, False]
+
+
+@pytest.mark.parametrize(("room", "observed", "flag"), [(8, 2, False), (7, 2, True), (6, 1, True), (5, 0, True)])
+def test_observation_that_just_fits_ends_the_conversation(room, observed, flag):
+    # prompt 2 + response 3 (with eos) + observation 2 = 7
+    result, _ = run_multi_turn_rollout(
+        FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, room, max_rollout_turns=1
+    )
+    assert len(result["message_log"][0][2]["token_ids"]) == observed
+    assert result["message_log"][0][2]["content"] == "AB"
+    assert result["truncated"].tolist() == [flag]
+
+
+def test_response_longer_than_the_limit_is_an_error():
+    with pytest.raises(RuntimeError, match="max_total_sequence_length"):
+        run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 4)
+
+
+def test_generation_cut_short_is_flagged_and_goes_on():
+    engine = FakeGeneration(lambda p, k: "abcdef", max_new_tokens=4)
+    result, metrics = run_multi_turn_rollout(engine, echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 100)
+    assert result["truncated"].tolist() == [True] and metrics["truncation_rate"] == 1.0
+    assert [m["content"] for m in result["message_log"][0]][1::2] == ["abcd", "abcd"]
+
+
+class Fixed(EnvironmentInterface):
+    """Rewards from the row's own information, as components where there are some."""
+
+    def step(self, message_log_batch, metadata):
+        assert all(set(m) == {"role", "content"} for log in message_log_batch for m in log)
+        rewards = [info["r"] for info in metadata]
+        if isinstance(rewards[0], dict):
+            rewards = {name: torch.tensor([r[name] for r in rewards]) for name in rewards[0]}
+        else:
+            rewards = torch.tensor(rewards)
+        done = torch.ones(len(metadata))
+        seen = [{"role": "environment", "content": str(info["r"])} for info in metadata]
+        return EnvironmentReturn(seen, metadata, [None] * len(metadata), rewards, done, [str(i["r"]) for i in metadata])
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+def test_rows_return_from_several_environments_in_order():
+    batch = prompts(list("abcde"), ["x", "y", "x", "z", "y"], [{"r": float(i)} for i in range(5)])
+    envs = {"x": Fixed(), "y": Fixed.remote(), "z": Fixed()}
+    answer = calculate_rewards(batch, envs)
+    assert answer.rewards.tolist() == [0, 1, 2, 3, 4] and answer.rewards.dtype == torch.float32
+    assert answer.answers == ["0.0", "1.0", "2.0", "3.0", "4.0"]
+    assert [o["content"] for o in answer.observations] == answer.answers
+    with pytest.raises(ValueError, match="'z'"):
+        calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
+
+
+def test_reward_components():
+    batch = prompts(["a", "b"], ["x", "y"], [{"r": {"f": 1.0, "g": 0.5}}, {"r": {"f": 2.0, "g": 0.0}}])
+    result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
+    assert result["reward/f"].tolist() == [1, 2] and result["reward/g"].tolist() == [0.5, 0]
+    assert result["total_reward"].tolist() == [1.5, 2.0]
+    batch["extra_env_info"] = [{"r": 1.0}, {"r": {"f": 1.0}}]
+    with pytest.raises(AssertionError, match="dictionary"):
+        calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
+
+
+def test_an_environments_exception_reaches_the_caller():
+    class Broken(Fixed):
+        def step(self, message_log_batch, metadata):
+            raise KeyError("my own mistake")
+
+    for env in (Broken(), Broken.remote()):
+        with pytest.raises(KeyError, match="my own mistake"):
+            calculate_rewards(prompts(["a"], ["x"], [{}]), {"x": env})
+
+
+def test_generate_responses_without_logprobs():
+    batch = prompts(["a"], ["x"], [{}])
+    data = BatchedDataDict(input_ids=torch.tensor([[97]]), input_lengths=torch.tensor([1]))
+    batch, generated, metrics = generate_responses(
+        FakeGeneration(lambda p, k: "hi"), data, batch, TOKENIZER, data["input_lengths"], include_logprobs=False
+    )
+    assert set(batch["message_log"][0][1]) == {"role", "content", "token_ids"}
+    assert batch["message_log"][0][1]["content"] == "hi"  # without eos
+    assert generated[0].tolist() == [*b"hi", 257]
+    assert metrics == {"mean_generation_length": 3.0, "total_generated_tokens": 3}
+
+
+def test_asynchronous_rollouts_give_the_same():
+    turns = [1, 3, 2, 5, 1, 4]
+    batch = repeat_prompts(echo_batch(turns), 2, first_draw_id=7)
+    expected, metrics = run_multi_turn_rollout(
+        FakeGeneration(), deepcopy(batch), TOKENIZER, {"echo": EchoEnvironment()}, 60, max_rollout_turns=4
+    )
+    engine = FakeGeneration()
+    got, async_metrics = run_async_multi_turn_rollout(
+        engine, deepcopy(batch), TOKENIZER, {"echo": EchoEnvironment.remote()}, 60, max_rollout_turns=4
+    )
+    assert set(got) == set(expected) and async_metrics == metrics
+    for log, other in zip(expected["message_log"], got["message_log"]):
+        assert [m["content"] for m in log] == [m["content"] for m in other]
+        assert all(torch.equal(m["token_ids"], o["token_ids"]) for m, o in zip(log, other))
+    for key in ("total_reward", "truncated", "group_id"):
+        assert torch.equal(got[key], expected[key])
+    assert got["extra_env_info"] == expected["extra_env_info"]
+    assert len(engine.calls) < sum(len(c["input_lengths"]) for c in engine.calls)  # requests were joined
+
+
+def test_coroutines_of_single_samples():
+    batch = echo_batch([2])
+    state = {key: value[0] for key, value in batch.items()}
+    final, counts = asyncio.run(
+        run_sample_multi_turn_rollout(
+            0, state, FakeGeneration(lambda p, k: "ab"), TOKENIZER, {"echo": EchoEnvironment()}, 100
+        )
+    )
+    assert [m["content"] for m in final["message_log"]] == ["p0", "ab", "AB", "ab", "AB"]
+    assert float(final["total_reward"]) == pytest.approx(0.04)
+    assert counts["turn_count"] == 2 and counts["assistant_tokens"] == 6 and counts["terminated"]
+    log, ids, lengths, _ = asyncio.run(
+        rollouts.async_generate_response_for_sample_turn(
+            FakeGeneration(lambda p, k: "ab"), batch["message_log"][0][:1], ["b"], TOKENIZER, 100
+        )
+    )
+    assert ids.tolist() == list(b"ab") and lengths.tolist() == [2] and log[-1]["content"] == "ab"
+    assert inspect.iscoroutinefunction(rollouts.generate_responses_async)
+
+
+def test_asynchronous_engine_and_errors():
+    class Streaming(FakeGeneration):
+        generate = None
+
+        async def generate_async(self, data, greedy=False):
+            yield 0, FakeGeneration.generate(self, data, greedy)
+
+    batch = echo_batch([1, 2])
+    got, _ = run_async_multi_turn_rollout(Streaming(), batch, TOKENIZER, {"echo": EchoEnvironment()}, 100)
+    assert got["total_reward"].shape == (2,)
+
+    def fail(prompt, key):
+        raise OSError("engine is gone")
+
+    with pytest.raises(OSError, match="engine is gone"):
+        run_async_multi_turn_rollout(FakeGeneration(fail), echo_batch([1]), TOKENIZER, {"echo": EchoEnvironment()}, 100)
+
+    async def in_a_notebook():
+        return run_async_multi_turn_rollout(
+            FakeGeneration(), echo_batch([1]), TOKENIZER, {"echo": EchoEnvironment()}, 100
+        )
+
+    assert asyncio.run(in_a_notebook())[1]["total_turns"] == 1
+
+
+def test_metrics_of_several_environments_are_told_apart():
+    batch = prompts(["a", "b"], ["x", "y"], [{"ground_truth": "1"}, {"ground_truth": "2"}])
+    envs = {"x": ArithmeticEnvironment(), "y": ArithmeticEnvironment()}
+    _, metrics = run_multi_turn_rollout(FakeGeneration(lambda p, k: "1"), batch, TOKENIZER, envs, 100)
+    assert metrics["x/accuracy_of_well_formed"] == 1.0 and metrics["y/accuracy_of_well_formed"] == 0.0
+
+
+def test_repeat_prompts_rejects_none():
+    with pytest.raises(ValueError, match="num_generations_per_prompt"):
+        repeat_prompts(echo_batch([1]), 0)

@@ -27,8 +27,8 @@ def extract_answer(text: str, answer_format: str = "auto") -> str:
 class ReasoningGymEnvironment(VerifyingEnvironment):
     """Reward: the score in [0, 1] that reasoning_gym gives the answer.
 
-    `metadata["entry"]` is the entry of the reasoning_gym data set ({"question", "answer", "metadata"}); the data set's
-    name is `metadata["dataset"]`, or the entry's own `source_dataset`.
+    `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}),
+    `metadata["reasoning_gym_task"]` the task's name (the entry's own `source_dataset` if missing).
 
     cfg: answer_format "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of `PoolOptions`.
     """
@@ -50,13 +50,13 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
         answers: list[str | None] = list(texts)
         rows_of: dict[str, list[int]] = {}
         for row, info in enumerate(metadata):
-            if "entry" not in info:
-                raise ValueError(f"extra_env_info needs 'entry', the reasoning_gym entry, but has {sorted(info)}")
-            name = info.get("dataset") or info["entry"]["metadata"]["source_dataset"]
+            if "reasoning_gym_entry" not in info:
+                raise ValueError(f"extra_env_info needs 'reasoning_gym_entry' to score by, but has only {sorted(info)}")
+            name = info.get("reasoning_gym_task") or info["reasoning_gym_entry"]["metadata"]["source_dataset"]
             rows_of.setdefault(name, []).append(row)
         for name, rows in rows_of.items():
-            entries = [metadata[row]["entry"] for row in rows]
-            verdicts = self._verify([texts[row] for row in rows], entries, dataset=name)
+            entries = [metadata[row]["reasoning_gym_entry"] for row in rows]
+            verdicts = self._verify([texts[row] for row in rows], entries, task=name)
             for row, score in zip(rows, verdicts.scores):
                 scores[row] = score
         return self._finish(scores, metadata, answers=answers)

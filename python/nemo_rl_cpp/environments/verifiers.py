@@ -228,12 +228,12 @@ class ReasoningGymVerifyWorker(VerifierBase):
         """Imports reasoning_gym, which takes seconds."""
         import reasoning_gym  # noqa: F401
 
-    def judge(self, response: str, ground_truth: dict[str, Any], dataset: str | None = None) -> Verdict:
+    def judge(self, response: str, ground_truth: dict[str, Any], task: str | None = None) -> Verdict:
         import reasoning_gym
 
-        name = dataset or ground_truth["metadata"]["source_dataset"]
+        name = task or ground_truth["metadata"]["source_dataset"]
         if name not in self._scorers:
             if name not in reasoning_gym.factory.DATASETS:
-                raise VerifierUseError(f"reasoning_gym has no data set called {name!r}")
+                raise VerifierUseError(f"reasoning_gym has no task {name!r}")
             self._scorers[name] = reasoning_gym.get_score_answer_fn(name)
         return float(self._scorers[name](response, ground_truth)), response[:_LONGEST_EXTRACTED]

@@ -121,9 +121,11 @@ def test_metrics_by_hand():
     assert packer.get_aggregated_metrics() == {}
 
 
-def test_hundred_thousand_lengths_fill_their_bins():
+@pytest.mark.parametrize("shape", ["log-normal", "zipf"])
+def test_hundred_thousand_lengths_fill_their_bins(shape):
     rng = random.Random(5)
-    lengths = [min(4096, int(rng.lognormvariate(6, 1)) + 1) for _ in range(100_000)]
+    draw = {"log-normal": lambda: rng.lognormvariate(6, 1), "zipf": lambda: rng.paretovariate(1.0)}[shape]
+    lengths = [min(4096, int(draw()) + 1) for _ in range(100_000)]
     for name in ("first_fit_decreasing", "modified_first_fit_decreasing"):
         bins = get_packer(name, 4096).pack(lengths)
         assert sum(lengths) / (len(bins) * 4096) > 0.99

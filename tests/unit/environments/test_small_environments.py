@@ -86,15 +86,15 @@ def test_reasoning_gym():
     env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
     answers = [e["answer"] for e in entries]
     texts = [f" {answers[0]}\nQuestion: more", f"<answer>{answers[1]}</answer>", "999999", f"well <answer>{answers[3]}</answer>."]
-    result = env.step(says(*texts), [{"entry": entry} for entry in entries])
+    result = env.step(says(*texts), [{"reasoning_gym_entry": entry} for entry in entries])
     assert result.rewards.tolist() == [1.0, 1.0, pytest.approx(result.rewards[2].item()), 1.0]
     assert result.rewards[2] < 0.1
     scorer = reasoning_gym.get_score_answer_fn("chain_sum")
     assert result.rewards[2].item() == pytest.approx(scorer("999999", entries[2]))
     assert result.answers[3] == answers[3]
-    with pytest.raises(ValueError, match="no data set called 'nonsense'"):
-        env.step(says("1"), [{"entry": entries[0], "dataset": "nonsense"}])
-    with pytest.raises(ValueError, match="'entry'"):
+    with pytest.raises(ValueError, match="no task 'nonsense'"):
+        env.step(says("1"), [{"reasoning_gym_entry": entries[0], "reasoning_gym_task": "nonsense"}])
+    with pytest.raises(ValueError, match="reasoning_gym_entry"):
         env.step(says("1"), [{"ground_truth": "1"}])
     env.shutdown()
 

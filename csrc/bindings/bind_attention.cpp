@@ -32,7 +32,8 @@ std::vector<ops::PagedSlice> slices_of(const std::vector<SliceTuple>& tuples) {
 
 void bind_attention(py::module_& m) {
   m.attr("KEY_TILE") = ops::kKeyTile;
-  py::class_<ops::AttentionHeads>(m, "AttentionHeads", "N query heads on K key/value heads of size H, scores times `scale`")
+  py::class_<ops::AttentionHeads>(m, "AttentionHeads",
+                                  "N query heads on K key/value heads of size H, scores times `scale`")
       .def(py::init<std::int64_t, std::int64_t, std::int64_t, double>(), py::arg("num_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("scale"));
   m.def(
@@ -45,7 +46,8 @@ void bind_attention(py::module_& m) {
         return std::make_pair(out, lse);
       },
       py::arg("qkv"), py::arg("sequences"), py::arg("heads"), release_gil(),
-      "(out [T, N*H], lse [T, N]) of packed qkv [T, (N+2K)*H]; sequences are (start, length, prefix_start, prefix_length)");
+      "(out [T, N*H], lse [T, N]) of packed qkv [T, (N+2K)*H]; sequences are (start, length, prefix_start, "
+      "prefix_length)");
   m.def(
       "attention_backward",
       [](const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
@@ -54,12 +56,12 @@ void bind_attention(py::module_& m) {
         ops::attention_backward(qkv, out, d_out, lse, sequences_of(sequences), heads, d_qkv);
         return d_qkv;
       },
-      py::arg("qkv"), py::arg("out"), py::arg("d_out"), py::arg("lse"), py::arg("sequences"), py::arg("heads"), release_gil(),
-      "d_qkv [T, (N+2K)*H] in d_out's dtype (qkv's, or float32 under bfloat16)");
+      py::arg("qkv"), py::arg("out"), py::arg("d_out"), py::arg("lse"), py::arg("sequences"), py::arg("heads"),
+      release_gil(), "d_qkv [T, (N+2K)*H] in d_out's dtype (qkv's, or float32 under bfloat16)");
   m.def(
       "kv_cache_write",
-      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads, at::Tensor keys,
-         at::Tensor values) {
+      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads,
+         at::Tensor keys, at::Tensor values) {
         ops::KvCacheLayer cache{std::move(keys), std::move(values)};
         ops::kv_cache_write(qkv, slices_of(slices), heads, cache);
       },
@@ -67,8 +69,8 @@ void bind_attention(py::module_& m) {
       "Stores the new tokens; slices are (query_start, query_length, context_length, block_table)");
   m.def(
       "attention_paged",
-      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads, at::Tensor keys,
-         at::Tensor values) {
+      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads,
+         at::Tensor keys, at::Tensor values) {
         at::Tensor out = at::empty({qkv.size(0), heads.num_heads * heads.head_dim}, qkv.options());
         ops::attention_paged(qkv, slices_of(slices), heads, {std::move(keys), std::move(values)}, out);
         return out;

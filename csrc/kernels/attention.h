@@ -1,11 +1,11 @@
-// Causal attention over packed sequences and over a blocked KV cache: one arithmetic for both, so that training, prefill
-// and decode give the same bits.
+// Causal attention over packed sequences and over a blocked KV cache: one arithmetic for both, so that training,
+// prefill and decode give the same bits.
 //
 // For the query row of head n at absolute position p, with kv head k = n / (N/K) and natural scale c:
 //   score(j) = sum_h (q[h] * c * log2(e)) * key_j[h]       h ascending, one chain of multiply-adds
-//   keys j = 0..p go by in tiles of kKeyTile *absolute* positions; per tile: m' = max(m, max_j score(j)), r = 2^(m - m'),
-//   w(j) = 2^(score(j) - m'),  l = l*r + sum_j w(j),  acc[h] = acc[h]*r, then acc[h] += w(j)*value_j[h]   j ascending
-//   out[h] = acc[h] * (1/l),   lse = ln(2) * (m + log2(l))
+//   keys j = 0..p go by in tiles of kKeyTile *absolute* positions; per tile: m' = max(m, max_j score(j)), r = 2^(m -
+//   m'), w(j) = 2^(score(j) - m'),  l = l*r + sum_j w(j),  acc[h] = acc[h]*r, then acc[h] += w(j)*value_j[h]   j
+//   ascending out[h] = acc[h] * (1/l),   lse = ln(2) * (m + log2(l))
 // Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
 // or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
@@ -26,8 +26,9 @@ inline constexpr std::int64_t kKeyTile = 32;
 /// Storage type of activations and caches. Arithmetic is float for the first two, double for the last.
 enum class ElementType { float32, bfloat16, float64 };
 
-/// One packed sequence: own rows [start, start+length); its keys are first rows [prefix_start, prefix_start+prefix_length)
-/// (a prompt shared by several sequences), then its own rows. Own row i has absolute position prefix_length + i.
+/// One packed sequence: own rows [start, start+length); its keys are first rows [prefix_start,
+/// prefix_start+prefix_length) (a prompt shared by several sequences), then its own rows. Own row i has absolute
+/// position prefix_length + i.
 struct AttentionSequence {
   std::int64_t start = 0;
   std::int64_t length = 0;
@@ -35,8 +36,8 @@ struct AttentionSequence {
   std::int64_t prefix_length = 0;
 };
 
-/// The new tokens of one sequence over a blocked cache: rows [query_start, query_start+query_length) at absolute positions
-/// context_length..; `block_table[i]` is the cache block of positions [i*kKeyTile, (i+1)*kKeyTile).
+/// The new tokens of one sequence over a blocked cache: rows [query_start, query_start+query_length) at absolute
+/// positions context_length..; `block_table[i]` is the cache block of positions [i*kKeyTile, (i+1)*kKeyTile).
 struct PagedSlice {
   std::int64_t query_start = 0;
   std::int64_t query_length = 0;
@@ -56,7 +57,8 @@ struct AttentionShape {
   std::int64_t row_stride() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
-/// Query tokens that go through the tiles together: a power of two <= kKeyTile, about 128 rows with all heads of a group.
+/// Query tokens that go through the tiles together: a power of two <= kKeyTile, about 128 rows with all heads of a
+/// group.
 inline std::int64_t attention_query_tokens(std::int64_t group) {
   std::int64_t tokens = kKeyTile;
   while (tokens > 1 && tokens * group > 128) tokens /= 2;
@@ -73,8 +75,8 @@ struct AttentionForwardArgs {
   void* lse = nullptr;  ///< [T, N] natural log, float (double for float64), may be null
 };
 
-/// Work that one thread does in one go: one kv head of sequences [sequence_begin, sequence_end), which share one prefix;
-/// of each sequence the own tokens [token_begin, min(token_end, length)).
+/// Work that one thread does in one go: one kv head of sequences [sequence_begin, sequence_end), which share one
+/// prefix; of each sequence the own tokens [token_begin, min(token_end, length)).
 struct AttentionItem {
   std::int32_t sequence_begin = 0;
   std::int32_t sequence_end = 0;
@@ -101,10 +103,11 @@ struct PagedAttentionArgs {
   void* out = nullptr;  ///< [T, N*H]
 };
 
-/// One kv head of one slice's query tokens [token_begin, token_end).
+/// Work that one thread does in one go: the pairs (slice, kv head) = (i / K, i % K) for i in [pair_begin, pair_end), of
+/// each the query tokens [token_begin, min(token_end, query_length)).
 struct PagedItem {
-  std::int32_t slice = 0;
-  std::int32_t kv_head = 0;
+  std::int64_t pair_begin = 0;
+  std::int64_t pair_end = 0;
   std::int64_t token_begin = 0;
   std::int64_t token_end = 0;
 };
@@ -116,7 +119,8 @@ using PagedAttention = void(const PagedAttentionArgs& args, const PagedItem& ite
 NRL_DECLARE_CPU_KERNEL(attention_paged_item, PagedAttention);
 
 /// Stores the keys and values of one slice's new tokens, all kv heads.
-using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* keys, void* values);
+using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* keys,
+                          void* values);
 NRL_DECLARE_CPU_KERNEL(kv_cache_write_slice, KvCacheWrite);
 
 /// Copies the first `length` positions of block `from` into block `to`.
@@ -133,13 +137,13 @@ NRL_DECLARE_CPU_KERNEL(kv_cache_copy_block, KvCacheCopy);
 
 /// A sequence without prefix and those whose prefix it owns: their keys' gradients add up.
 struct AttentionBackwardJob {
-  std::int32_t owner = 0;          ///< sequence index
-  std::int64_t token_begin = 0;    ///< the owner's own query tokens [token_begin, token_end) are part of this job
+  std::int32_t owner = 0;        ///< sequence index
+  std::int64_t token_begin = 0;  ///< the owner's own query tokens [token_begin, token_end) are part of this job
   std::int64_t token_end = 0;
-  std::int32_t sharer_begin = 0;   ///< indices into AttentionBackwardArgs::sharers
+  std::int32_t sharer_begin = 0;  ///< indices into AttentionBackwardArgs::sharers
   std::int32_t sharer_end = 0;
-  std::int64_t key_end = 0;        ///< owner keys [0, key_end) get gradients from this job
-  std::int64_t partial = -1;       ///< offset of this job's sums in `partials` for kv head 0; -1: the group's only job
+  std::int64_t key_end = 0;   ///< owner keys [0, key_end) get gradients from this job
+  std::int64_t partial = -1;  ///< offset of this job's sums in `partials` for kv head 0; -1: the group's only job
 };
 
 struct AttentionBackwardArgs {
@@ -151,12 +155,14 @@ struct AttentionBackwardArgs {
   const void* lse = nullptr;
   const AttentionSequence* sequences = nullptr;
   const std::int32_t* sharers = nullptr;
-  void* d_qkv = nullptr;     ///< [T, (N+2K)*H]
-  void* partials = nullptr;  ///< per job and kv head: keys [key_end][H], then values [key_end][H], of the arithmetic's type
+  void* d_qkv = nullptr;  ///< [T, (N+2K)*H]
+  void* partials =
+      nullptr;  ///< per job and kv head: keys [key_end][H], then values [key_end][H], of the arithmetic's type
 };
 
 /// Bytes of workspace for jobs with at most so many owner keys, and keys of one sharer after its whole prefix tiles.
-using AttentionBackwardWorkspace = std::size_t(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys);
+using AttentionBackwardWorkspace = std::size_t(const AttentionShape& shape, std::int64_t owner_keys,
+                                               std::int64_t sharer_keys);
 NRL_DECLARE_CPU_KERNEL(attention_backward_workspace, AttentionBackwardWorkspace);
 
 using AttentionBackward = void(const AttentionBackwardArgs& args, const AttentionBackwardJob& job, std::int64_t kv_head,
@@ -165,8 +171,9 @@ NRL_DECLARE_CPU_KERNEL(attention_backward_job, AttentionBackward);
 
 /// Adds up the partial sums of the `count` jobs of one group, in order, and writes d_qkv of the owner's keys
 /// [key_begin, key_end).
-using AttentionBackwardReduce = void(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs, std::int64_t count,
-                                     std::int64_t kv_head, std::int64_t key_begin, std::int64_t key_end);
+using AttentionBackwardReduce = void(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
+                                     std::int64_t count, std::int64_t kv_head, std::int64_t key_begin,
+                                     std::int64_t key_end);
 NRL_DECLARE_CPU_KERNEL(attention_backward_reduce, AttentionBackwardReduce);
 
 }  // namespace nemo_rl::kernels

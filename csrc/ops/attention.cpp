@@ -1,6 +1,9 @@
 #include "ops/attention.h"
 
 #include <ATen/ATen.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <numeric>
@@ -19,16 +22,21 @@ constexpr std::int64_t kItemCost = 1 << 22;
 
 kernels::ElementType element_type(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return kernels::ElementType::float32;
-    case at::kBFloat16: return kernels::ElementType::bfloat16;
-    case at::kDouble: return kernels::ElementType::float64;
-    default: break;
+    case at::kFloat:
+      return kernels::ElementType::float32;
+    case at::kBFloat16:
+      return kernels::ElementType::bfloat16;
+    case at::kDouble:
+      return kernels::ElementType::float64;
+    default:
+      break;
   }
   NRL_CHECK_ARG(false, "attention: qkv is ", at::toString(dtype), "; expected float32, bfloat16 or float64");
 }
 
 /// Consecutive sequences with one prefix go together until they make an item; a long one is split by tokens.
-std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSequence> sequences, const kernels::AttentionShape& shape) {
+std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSequence> sequences,
+                                                  const kernels::AttentionShape& shape) {
   std::vector<kernels::AttentionItem> items;
   const auto count = static_cast<std::int32_t>(sequences.size());
   const std::int64_t per_pair = 2 * shape.head_dim * shape.group();
@@ -40,10 +48,14 @@ std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSeque
     const AttentionSequence& first = sequences[i];
     std::int32_t end = i;
     std::int64_t cost = 0;
+    const auto next_cost = [&] {
+      return attention_pairs(sequences[end].prefix_length, 0, sequences[end].length) * per_pair;
+    };
     do {
-      cost += attention_pairs(sequences[end].prefix_length, 0, sequences[end].length) * per_pair;
+      cost += next_cost();
       ++end;
-    } while (end < count && cost < kItemCost && sequences[end].prefix_length == first.prefix_length &&
+    } while (end < count && cost < kItemCost && next_cost() <= 2 * kItemCost &&
+             sequences[end].prefix_length == first.prefix_length &&
              (first.prefix_length == 0 || sequences[end].prefix_start == first.prefix_start));
     if (end - i > 1 || cost <= 2 * kItemCost) {
       add(i, end, 0, std::numeric_limits<std::int64_t>::max());
@@ -65,18 +77,61 @@ std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSeque
   return items;
 }
 
+/// Multiply-adds of one kv head, and as many for each value of the cache that is read.
+std::int64_t paged_cost(const PagedSlice& s, const kernels::AttentionShape& shape) {
+  if (s.query_length == 0) return 0;
+  return (attention_pairs(s.context_length, 0, s.query_length) * shape.group() +
+          8 * (s.context_length + s.query_length)) *
+         2 * shape.head_dim;
+}
+
+/// Short work goes together until it makes an item; that of many query tokens is split by them.
+std::vector<kernels::PagedItem> paged_items(std::span<const PagedSlice> slices, const kernels::AttentionShape& shape,
+                                            std::int64_t cost) {
+  constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
+  std::vector<kernels::PagedItem> items;
+  const std::int64_t kv_heads = shape.num_kv_heads, step = kernels::attention_query_tokens(shape.group());
+  const std::int64_t enough = std::min(kItemCost, cost / (8 * at::get_num_threads()) + 1);
+  kernels::PagedItem run{0, 0, 0, all};
+  std::int64_t run_cost = 0;
+  const auto close = [&](std::int64_t pair) {
+    if (run.pair_begin < pair) items.push_back({run.pair_begin, pair, 0, all});
+    run_cost = 0;
+    run.pair_begin = pair;
+  };
+  for (std::int64_t pair = 0; pair < static_cast<std::int64_t>(slices.size()) * kv_heads; ++pair) {
+    const PagedSlice& s = slices[pair / kv_heads];
+    if (s.query_length <= 2 * step) {
+      run_cost += paged_cost(s, shape);
+      if (run_cost >= enough) close(pair + 1);
+      continue;
+    }
+    close(pair);
+    for (std::int64_t token = 0; token < s.query_length;) {
+      const std::int64_t next =
+          std::min(s.query_length, (s.context_length + token) / step * step + 2 * step - s.context_length);
+      items.push_back({pair, pair + 1, token, next});
+      token = next;
+    }
+    run.pair_begin = pair + 1;
+  }
+  close(static_cast<std::int64_t>(slices.size()) * kv_heads);
+  return items;
+}
+
 void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {
   for (std::size_t i = 0; i < slices.size(); ++i) {
     const PagedSlice& s = slices[i];
-    NRL_CHECK_ARG(s.query_start >= 0 && s.query_length >= 0 && s.query_start + s.query_length <= tokens, "attention: slice ", i,
-                  " takes rows ", s.query_start, "..", s.query_start + s.query_length, " of ", tokens);
+    NRL_CHECK_ARG(s.query_start >= 0 && s.query_length >= 0 && s.query_start + s.query_length <= tokens,
+                  "attention: slice ", i, " takes rows ", s.query_start, "..", s.query_start + s.query_length, " of ",
+                  tokens);
     const std::int64_t needed = (s.context_length + s.query_length + kKeyTile - 1) / kKeyTile;
     NRL_CHECK_ARG(s.context_length >= 0 && needed <= s.block_table_length, "attention: slice ", i, " reaches position ",
                   s.context_length + s.query_length, ", which needs ", needed, " cache blocks of ", kKeyTile,
                   "; its block table has ", s.block_table_length);
     for (std::int64_t b = 0; b < needed; ++b)
-      NRL_CHECK_ARG(s.block_table[b] >= 0 && s.block_table[b] < num_blocks, "attention: slice ", i, " names cache block ",
-                    s.block_table[b], " of ", num_blocks);
+      NRL_CHECK_ARG(s.block_table[b] >= 0 && s.block_table[b] < num_blocks, "attention: slice ", i,
+                    " names cache block ", s.block_table[b], " of ", num_blocks);
   }
 }
 
@@ -84,8 +139,8 @@ void check_cache(const KvCacheLayer& cache, const kernels::AttentionShape& shape
   const auto check = [&](const char* name, const at::Tensor& x, std::int64_t a, std::int64_t b) {
     NRL_CHECK_ARG(x.defined() && x.dim() == 4 && x.size(0) == cache.keys.size(0) && x.size(1) == shape.num_kv_heads &&
                       x.size(2) == a && x.size(3) == b && x.scalar_type() == dtype && x.is_contiguous() && x.is_cpu(),
-                  "attention: cache ", name, " must be contiguous [num_blocks, ", shape.num_kv_heads, ", ", a, ", ", b, "] ",
-                  at::toString(dtype), " on CPU");
+                  "attention: cache ", name, " must be contiguous [num_blocks, ", shape.num_kv_heads, ", ", a, ", ", b,
+                  "] ", at::toString(dtype), " on CPU");
   };
   check("keys", cache.keys, shape.head_dim, kKeyTile);
   check("values", cache.values, kKeyTile, shape.head_dim);
@@ -94,20 +149,22 @@ void check_cache(const KvCacheLayer& cache, const kernels::AttentionShape& shape
 }  // namespace
 
 kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHeads& heads) {
-  NRL_CHECK_ARG(heads.num_kv_heads > 0 && heads.num_heads > 0 && heads.num_heads % heads.num_kv_heads == 0, "attention: ",
-                heads.num_heads, " heads cannot share ", heads.num_kv_heads, " key/value heads evenly");
-  NRL_CHECK_ARG(heads.head_dim > 0 && heads.head_dim % 8 == 0 && heads.head_dim <= 256, "attention: head_dim is ", heads.head_dim,
-                "; expected a multiple of 8 up to 256");
+  NRL_CHECK_ARG(heads.num_kv_heads > 0 && heads.num_heads > 0 && heads.num_heads % heads.num_kv_heads == 0,
+                "attention: ", heads.num_heads, " heads cannot share ", heads.num_kv_heads, " key/value heads evenly");
+  NRL_CHECK_ARG(heads.head_dim > 0 && heads.head_dim % 8 == 0 && heads.head_dim <= 256, "attention: head_dim is ",
+                heads.head_dim, "; expected a multiple of 8 up to 256");
   const std::int64_t columns = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim;
   NRL_CHECK_ARG(qkv.dim() == 2, "attention: qkv must be [T, ", columns, "]");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type());
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type())};
 }
 
-void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns, at::ScalarType dtype) {
-  NRL_CHECK_ARG(x.defined() && x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns && x.scalar_type() == dtype &&
-                    x.is_contiguous() && x.is_cpu(),
-                "attention: ", name, " must be contiguous [", tokens, ", ", columns, "] ", at::toString(dtype), " on CPU");
+void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
+                  at::ScalarType dtype) {
+  NRL_CHECK_ARG(x.defined() && x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns &&
+                    x.scalar_type() == dtype && x.is_contiguous() && x.is_cpu(),
+                "attention: ", name, " must be contiguous [", tokens, ", ", columns, "] ", at::toString(dtype),
+                " on CPU");
 }
 
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens) {
@@ -118,8 +175,8 @@ std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> seq
   std::int64_t end = 0;
   for (const std::int32_t i : order) {
     const AttentionSequence& s = sequences[i];
-    NRL_CHECK_ARG(s.start >= 0 && s.length >= 0 && s.start + s.length <= tokens, "attention: sequence ", i, " takes rows ",
-                  s.start, "..", s.start + s.length, " of ", tokens);
+    NRL_CHECK_ARG(s.start >= 0 && s.length >= 0 && s.start + s.length <= tokens, "attention: sequence ", i,
+                  " takes rows ", s.start, "..", s.start + s.length, " of ", tokens);
     if (s.length == 0) continue;
     NRL_CHECK_ARG(s.start >= end, "attention: the rows of sequence ", i, " (from ", s.start,
                   ") overlap those of the one before it, which end at ", end);
@@ -167,18 +224,33 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
 }
 
 KvCacheLayer kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype) {
-  return {at::empty({num_blocks, heads.num_kv_heads, heads.head_dim, kKeyTile}, dtype),
-          at::empty({num_blocks, heads.num_kv_heads, kKeyTile, heads.head_dim}, dtype)};
+  KvCacheLayer cache{at::empty({num_blocks, heads.num_kv_heads, heads.head_dim, kKeyTile}, dtype),
+                     at::empty({num_blocks, heads.num_kv_heads, kKeyTile, heads.head_dim}, dtype)};
+  advise_huge_pages(cache.keys);
+  advise_huge_pages(cache.values);
+  return cache;
 }
 
-void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads, KvCacheLayer& cache) {
+void advise_huge_pages(const at::Tensor& storage) {
+#if defined(__linux__)
+  constexpr std::uintptr_t huge = std::uintptr_t{1} << 21;
+  const auto begin = (reinterpret_cast<std::uintptr_t>(storage.const_data_ptr()) + huge - 1) / huge * huge;
+  const auto end = (reinterpret_cast<std::uintptr_t>(storage.const_data_ptr()) + storage.nbytes()) / huge * huge;
+  if (begin < end)
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice only: failure costs speed
+#endif
+}
+
+void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
+                    KvCacheLayer& cache) {
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   check_cache(cache, shape, qkv.scalar_type());
   check_slices(slices, qkv.size(0), cache.keys.size(0));
   const void* from = qkv.const_data_ptr();
   void* keys = cache.keys.mutable_data_ptr();
   void* values = cache.values.mutable_data_ptr();
-  parallel_items(static_cast<std::int64_t>(slices.size()), qkv.size(0) * heads.num_kv_heads * heads.head_dim > (1 << 15),
+  parallel_items(static_cast<std::int64_t>(slices.size()),
+                 qkv.size(0) * heads.num_kv_heads * heads.head_dim > (1 << 15),
                  [&](std::int64_t i) { kernels::kv_cache_write_slice(shape, from, slices[i], keys, values); });
 }
 
@@ -189,39 +261,33 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
   check_slices(slices, qkv.size(0), cache.keys.size(0));
   check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type());
 
-  const std::int64_t step = kernels::attention_query_tokens(shape.group());
-  std::vector<kernels::PagedItem> items;
-  std::int64_t cost = 0;  // multiply-adds, and as many for each value of the cache that is read
-  for (std::size_t i = 0; i < slices.size(); ++i) {
-    const PagedSlice& s = slices[i];
-    if (s.query_length == 0) continue;
-    cost += (attention_pairs(s.context_length, 0, s.query_length) * shape.group() + 8 * (s.context_length + s.query_length)) *
-            2 * shape.head_dim * shape.num_kv_heads;
-    for (std::int32_t head = 0; head < shape.num_kv_heads; ++head)
-      for (std::int64_t token = 0; token < s.query_length;) {
-        const std::int64_t last = (s.context_length + token) / step * step + 2 * step - s.context_length;
-        const std::int64_t next = std::min(s.query_length, last);
-        items.push_back({static_cast<std::int32_t>(i), head, token, next});
-        token = next;
-      }
-  }
-  const kernels::PagedAttentionArgs args{shape, qkv.const_data_ptr(), slices.data(), cache.keys.const_data_ptr(),
-                                         cache.values.const_data_ptr(), out.mutable_data_ptr()};
+  std::int64_t cost = 0;
+  for (const PagedSlice& s : slices) cost += paged_cost(s, shape) * shape.num_kv_heads;
+  const auto items = paged_items(slices, shape, cost);
+  const kernels::PagedAttentionArgs args{shape,
+                                         qkv.const_data_ptr(),
+                                         slices.data(),
+                                         cache.keys.const_data_ptr(),
+                                         cache.values.const_data_ptr(),
+                                         out.mutable_data_ptr()};
   const std::size_t bytes = kernels::attention_paged_workspace(shape);
   parallel_items(static_cast<std::int64_t>(items.size()), cost > kSerialCost,
                  [&](std::int64_t i) { kernels::attention_paged_item(args, items[i], thread_workspace(bytes)); });
 }
 
 void kv_cache_copy(KvCacheLayer& cache, std::int64_t from, std::int64_t to, std::int64_t length) {
-  NRL_CHECK_ARG(cache.keys.dim() == 4 && cache.keys.size(3) == kKeyTile, "kv_cache_copy: keys must be [num_blocks, K, H, ", kKeyTile, "]");
+  NRL_CHECK_ARG(cache.keys.dim() == 4 && cache.keys.size(3) == kKeyTile,
+                "kv_cache_copy: keys must be [num_blocks, K, H, ", kKeyTile, "]");
   const kernels::AttentionShape shape{cache.keys.size(1), cache.keys.size(1), cache.keys.size(2), 1.0,
                                       element_type(cache.keys.scalar_type())};
   check_cache(cache, shape, cache.keys.scalar_type());
   const std::int64_t blocks = cache.keys.size(0);
-  NRL_CHECK_ARG(from >= 0 && from < blocks && to >= 0 && to < blocks && length >= 0 && length <= kKeyTile, "kv_cache_copy: ",
-                length, " positions from block ", from, " to ", to, " of ", blocks, " blocks of ", kKeyTile);
+  NRL_CHECK_ARG(from >= 0 && from < blocks && to >= 0 && to < blocks && length >= 0 && length <= kKeyTile,
+                "kv_cache_copy: ", length, " positions from block ", from, " to ", to, " of ", blocks, " blocks of ",
+                kKeyTile);
   if (from != to)
-    kernels::kv_cache_copy_block(shape, cache.keys.mutable_data_ptr(), cache.values.mutable_data_ptr(), from, to, length);
+    kernels::kv_cache_copy_block(shape, cache.keys.mutable_data_ptr(), cache.values.mutable_data_ptr(), from, to,
+                                 length);
 }
 
 }  // namespace nemo_rl::ops

@@ -1,6 +1,6 @@
-// Causal attention on packed sequences (training) and over a blocked KV cache (generation). Both run the same arithmetic:
-// for every sequence and query row they give the same bits, whatever the split into chunks, batch, prefix sharing and
-// threads. kernels/attention.h holds the formula and the layouts.
+// Causal attention on packed sequences (training) and over a blocked KV cache (generation). Both run the same
+// arithmetic: for every sequence and query row they give the same bits, whatever the split into chunks, batch, prefix
+// sharing and threads. kernels/attention.h holds the formula and the layouts.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -22,33 +22,40 @@ struct AttentionHeads {
   double scale = 1.0;             ///< usually 1/sqrt(H)
 };
 
-/// Keys and values of one layer: keys [num_blocks, K, H, kKeyTile], values [num_blocks, K, kKeyTile, H], in qkv's dtype.
-/// Contents that were never written do not matter, not even NaN.
+/// Keys and values of one layer: keys [num_blocks, K, H, kKeyTile], values [num_blocks, K, kKeyTile, H], in qkv's
+/// dtype. Contents that were never written do not matter, not even NaN.
 struct KvCacheLayer {
   at::Tensor keys;
   at::Tensor values;
 };
 
-/// Storage for `num_blocks` blocks; contents are undefined.
+/// Storage for `num_blocks` blocks, in huge pages where the system grants them; contents are undefined.
 KvCacheLayer kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype);
+
+/// Asks for huge pages for storage that was just allocated and not yet touched: decode jumps from block to block, and
+/// each small page is a miss of the address cache.
+void advise_huge_pages(const at::Tensor& storage);
 
 /// out [T, N*H] = attention of every sequence; lse [T, N] (float32; float64 for float64 inputs; may be undefined) = the
 /// natural log of the sum of exponentials, for the backward.
 ///
-/// qkv is float32, bfloat16 (float32 arithmetic) or float64. The own rows of sequences must not overlap. A shared prefix is
-/// the beginning of the own rows of another sequence that has no prefix itself. Rows of no sequence get zeros.
+/// qkv is float32, bfloat16 (float32 arithmetic) or float64. The own rows of sequences must not overlap. A shared
+/// prefix is the beginning of the own rows of another sequence that has no prefix itself. Rows of no sequence get
+/// zeros.
 void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionHeads& heads,
                        at::Tensor& out, at::Tensor& lse);
 
 /// Gradient of attention_forward: d_qkv [T, (N+2K)*H] from qkv, its out and lse, and d_out [T, N*H].
 ///
-/// d_out and d_qkv have one dtype: qkv's, or float32 under bfloat16 activations. Rows of a shared prefix gather from all
-/// sequences that read them, in a fixed order: the same bits with any number of threads. Rows of no sequence get zeros.
+/// d_out and d_qkv have one dtype: qkv's, or float32 under bfloat16 activations. Rows of a shared prefix gather from
+/// all sequences that read them, in a fixed order: the same bits with any number of threads. Rows of no sequence get
+/// zeros.
 void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
                         std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv);
 
 /// Stores keys and values of the slices' new tokens in the cache. Two slices must not write to the same block.
-void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads, KvCacheLayer& cache);
+void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
+                    KvCacheLayer& cache);
 
 /// out [T, N*H]: every slice's new tokens attend to all positions up to their own, read from the cache, where
 /// kv_cache_write has put the new ones before.

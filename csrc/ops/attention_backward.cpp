@@ -17,10 +17,11 @@ constexpr std::int64_t kJobCost = 1 << 23;     // of all kv heads together
 constexpr std::int64_t kReduceKeys = 64;
 
 struct Plan {
-  std::vector<std::int32_t> sharers;        ///< sequences with a prefix, by owner
-  std::vector<AttentionBackwardJob> jobs;   ///< by owner
-  std::vector<std::pair<std::int32_t, std::int32_t>> groups;  ///< [first, last) jobs of one owner, where there are several
-  std::int64_t partial_size = 0;            ///< values of the arithmetic's type
+  std::vector<std::int32_t> sharers;       ///< sequences with a prefix, by owner
+  std::vector<AttentionBackwardJob> jobs;  ///< by owner
+  std::vector<std::pair<std::int32_t, std::int32_t>>
+      groups;                     ///< [first, last) jobs of one owner, where there are several
+  std::int64_t partial_size = 0;  ///< values of the arithmetic's type
   std::int64_t owner_keys = 0, sharer_keys = 0;
   std::int64_t cost = 0;
 };
@@ -58,12 +59,15 @@ void add_group(Plan& plan, std::span<const AttentionSequence> sequences, std::in
   }
   plan.jobs.push_back(job);
   const auto last_job = static_cast<std::int32_t>(plan.jobs.size());
-  if (last_job - first_job == 1) plan.jobs.back().key_end = own.length;
-  else plan.groups.emplace_back(first_job, last_job);
+  if (last_job - first_job == 1)
+    plan.jobs.back().key_end = own.length;
+  else
+    plan.groups.emplace_back(first_job, last_job);
   for (auto j = first_job; j < last_job; ++j) plan.owner_keys = std::max(plan.owner_keys, plan.jobs[j].key_end);
 }
 
-Plan make_plan(std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner, const kernels::AttentionShape& shape) {
+Plan make_plan(std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner,
+               const kernels::AttentionShape& shape) {
   Plan plan;
   std::int64_t pairs = 0;
   std::vector<std::int32_t> owners;
@@ -74,8 +78,8 @@ Plan make_plan(std::span<const AttentionSequence> sequences, const std::vector<s
   }
   plan.cost = pairs * shape.num_heads * shape.head_dim * 5;
   std::stable_sort(plan.sharers.begin(), plan.sharers.end(), [&](auto a, auto b) { return owner[a] < owner[b]; });
-  const std::int64_t pairs_a_job =
-      std::max(kJobCost * shape.num_kv_heads / (5 * shape.num_heads * shape.head_dim) + 1, pairs * shape.num_kv_heads / 16 + 1);
+  const std::int64_t pairs_a_job = std::max(kJobCost * shape.num_kv_heads / (5 * shape.num_heads * shape.head_dim) + 1,
+                                            pairs * shape.num_kv_heads / 16 + 1);
   std::size_t next = 0;
   for (const std::int32_t i : owners) {
     const auto begin = static_cast<std::int32_t>(next);
@@ -97,8 +101,9 @@ void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   const std::int64_t tokens = qkv.size(0), columns = heads.num_heads * heads.head_dim;
   const at::ScalarType dtype = qkv.scalar_type(), grad_dtype = d_out.scalar_type();
-  NRL_CHECK_ARG(grad_dtype == dtype || (dtype == at::kBFloat16 && grad_dtype == at::kFloat), "attention_backward: d_out is ",
-                at::toString(grad_dtype), "; expected qkv's ", at::toString(dtype), dtype == at::kBFloat16 ? " or Float" : "");
+  NRL_CHECK_ARG(grad_dtype == dtype || (dtype == at::kBFloat16 && grad_dtype == at::kFloat),
+                "attention_backward: d_out is ", at::toString(grad_dtype), "; expected qkv's ", at::toString(dtype),
+                dtype == at::kBFloat16 ? " or Float" : "");
   check_matrix("out", out, tokens, columns, dtype);
   check_matrix("d_out", d_out, tokens, columns, grad_dtype);
   check_matrix("lse", lse, tokens, heads.num_heads, dtype == at::kDouble ? at::kDouble : at::kFloat);

@@ -15,7 +15,8 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens);
 
 /// [T, columns], contiguous, on CPU.
-void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns, at::ScalarType dtype);
+void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
+                  at::ScalarType dtype);
 
 /// Scored (query, key) pairs of own tokens [begin, end).
 inline std::int64_t attention_pairs(std::int64_t prefix, std::int64_t begin, std::int64_t end) {

@@ -1,5 +1,5 @@
-// Items of uneven cost on LibTorch's threads: whoever is free takes the next one. For work whose result does not depend on
-// who does it.
+// Items of uneven cost on LibTorch's threads: whoever is free takes the next one. For work whose result does not depend
+// on who does it.
 #pragma once
 #include <ATen/Parallel.h>
 
@@ -25,8 +25,8 @@ void parallel_items(std::int64_t count, bool parallel, const F& f) {
   });
 }
 
-/// This thread's scratch memory, 64-byte aligned, kept between calls: fresh big blocks would cost page faults. Holds until
-/// the thread's next call.
+/// This thread's scratch memory, 64-byte aligned, kept between calls: fresh big blocks would cost page faults. Holds
+/// until the thread's next call.
 inline std::byte* thread_workspace(std::size_t bytes) {
   struct Free {
     void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t(64)); }

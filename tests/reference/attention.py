@@ -27,7 +27,9 @@ def attention(qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float) 
     return out.reshape(len(qkv), n * h), lse
 
 
-def attention_backward(qkv: np.ndarray, d_out: np.ndarray, sequences, n: int, k: int, h: int, scale: float) -> np.ndarray:
+def attention_backward(
+    qkv: np.ndarray, d_out: np.ndarray, sequences, n: int, k: int, h: int, scale: float
+) -> np.ndarray:
     """d_qkv [T, (N+2K)*H]; rows of a shared prefix gather from every sequence that reads them."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
     g = d_out.astype(np.float64).reshape(len(qkv), n, h)

@@ -1,5 +1,5 @@
-// Causal attention, backward, on packed sequences with shared prefixes. One job is one thread's: it goes over query blocks
-// in order and over each block's key tiles in order, so every sum has one order.
+// Causal attention, backward, on packed sequences with shared prefixes. One job is one thread's: it goes over query
+// blocks in order and over each block's key tiles in order, so every sum has one order.
 #include "kernels/cpu/attention_tile.h"
 
 namespace nemo_rl::kernels {
@@ -15,7 +15,8 @@ constexpr int kOuterKeys = 4, kOuterVecs = 2;
 
 /// acc[j][c..] += sum_r w[r][j] * x[r][c..] for kOuterKeys keys and C vectors of columns; w has rows of kTile.
 template <int C, class Real>
-NRL_INLINE void outer_columns(const Real* w, const Real* x, std::int64_t rows, std::int64_t stride, Real* acc) {
+__attribute__((noinline)) void outer_columns(const Real* w, const Real* x, std::int64_t rows, std::int64_t stride,
+                                             Real* acc) {
   using Vec = typename Simd<Real>::Vec;
   constexpr int W = Simd<Real>::width;
   Vec sum[kOuterKeys][C];
@@ -40,23 +41,12 @@ NRL_INLINE void outer_columns(const Real* w, const Real* x, std::int64_t rows, s
     for (int c = 0; c < C; ++c) store(acc + j * stride + c * W, sum[j][c]);
 }
 
-/// acc [kTile][stride] += w^T x over `rows` rows, for the first `keys` keys (rounded up to whole register blocks).
-template <class Real>
-__attribute__((noinline)) void add_outer(const Real* w, const Real* x, std::int64_t rows, std::int64_t stride, int keys, Real* acc) {
-  constexpr int W = Simd<Real>::width;
-  std::int64_t c = 0;
-  for (; c + kOuterVecs * W <= stride; c += kOuterVecs * W)
-    for (int j = 0; j < keys; j += kOuterKeys) outer_columns<kOuterVecs>(w + j, x + c, rows, stride, acc + j * stride + c);
-  for (; c < stride; c += W)
-    for (int j = 0; j < keys; j += kOuterKeys) outer_columns<1>(w + j, x + c, rows, stride, acc + j * stride + c);
-}
-
 /// Tiles of one run of keys and the sums of their gradients.
 template <class Real>
 struct KeyTiles {
-  Real *keys_t, *values_t;      ///< [tile][H][kTile]
-  Real* keys;                   ///< [tile][kTile][H]
-  Real *d_keys, *d_values;      ///< [tile][kTile][stride]
+  Real *keys_t, *values_t;  ///< [tile][H][kTile]
+  Real* keys;               ///< [tile][kTile][H]
+  Real *d_keys, *d_values;  ///< [tile][kTile][stride]
   std::int64_t tile_size, grad_tile_size;
 
   static std::int64_t reals(std::int64_t keys, std::int64_t head_dim, std::int64_t stride) {
@@ -73,8 +63,8 @@ struct KeyTiles {
     std::fill_n(d_keys, 2 * positions * stride, Real(0));
   }
   template <class Elem>
-  void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows, const SegmentRows<Elem>& value_rows,
-            std::int64_t head_dim) {
+  void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows,
+            const SegmentRows<Elem>& value_rows, std::int64_t head_dim) {
     pack_transposed(key_rows, tile, head_dim, keys_t + slot * tile_size);
     pack_transposed(value_rows, tile, head_dim, values_t + slot * tile_size);
     pack_straight(key_rows, tile, head_dim, keys + slot * tile_size);
@@ -87,15 +77,13 @@ struct BackwardRows : QueryRows<Real> {
   using Base = QueryRows<Real>;
   using Vec = typename Simd<Real>::Vec;
   using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W;
-  Real* q_rows;         ///< [rows][acc_stride], scaled like q, zeros behind H
-  Real* d_out;          ///< packed like q
-  Real* d_out_rows;     ///< [rows][acc_stride], zeros behind H
+  Real* d_out;          ///< [rows][acc_stride], zeros behind H
   Real* d_scores;       ///< [rows][kTile]
   Real *log_sum, *dot;  ///< [rows]: log2 of the softmax's sum; d_out . out
 
   static std::int64_t own_reals(const AttentionShape& shape) {
     const std::int64_t most = attention_query_tokens(shape.group()) * shape.group();
-    return round_up(most * (3 * round_up(shape.head_dim, kVecBytes / 4) + kTile + 2), 16);
+    return round_up(most * (round_up(shape.head_dim, kVecBytes / 4) + kTile + 2), 16);
   }
   static std::size_t bytes(const AttentionShape& shape) {
     return round_up(Base::bytes(shape), 64) + own_reals(shape) * sizeof(Real);
@@ -103,43 +91,31 @@ struct BackwardRows : QueryRows<Real> {
 
   BackwardRows(const AttentionShape& shape, std::byte* workspace) : Base(shape, workspace) {
     const std::int64_t most = attention_query_tokens(group) * group;
-    q_rows = reinterpret_cast<Real*>(workspace + round_up(Base::bytes(shape), 64));
-    d_out_rows = q_rows + most * acc_stride;
-    d_out = d_out_rows + most * acc_stride;
+    d_out = reinterpret_cast<Real*>(workspace + round_up(Base::bytes(shape), 64));
     d_scores = d_out + most * acc_stride;
     log_sum = d_scores + most * kTile;
     dot = log_sum + most;
   }
 
-  template <class Elem>
-  void straight_rows(const Elem* first, std::int64_t token_stride, Real scale, Real* to) const {
-    for (std::int64_t r = 0; r < rows; ++r, to += acc_stride) {
-      const Elem* row = first + r / group * token_stride + r % group * head_dim;
-      for (std::int64_t h = 0; h < head_dim; ++h) to[h] = to_real(row[h]) * scale;
-      for (std::int64_t h = head_dim; h < acc_stride; ++h) to[h] = Real(0);
-    }
-  }
-
   /// Pointers are those of the block's first token and the group's first head.
   template <class Elem, class Grad>
-  void begin_backward(const AttentionShape& shape, const Elem* queries, const Elem* out, const Grad* grad, const Real* lse,
-                      std::int64_t tokens, std::int64_t position) {
+  void begin_backward(const AttentionShape& shape, const Elem* queries, const Elem* out, const Grad* grad,
+                      const Real* lse, std::int64_t tokens, std::int64_t position) {
     const auto scale = static_cast<Real>(shape.scale * kLog2E);
     const std::int64_t out_stride = shape.num_heads * head_dim;
     Base::begin(queries, shape.row_stride(), tokens, position, scale);
-    straight_rows(queries, shape.row_stride(), scale, q_rows);
-    Base::pack_rows(grad, out_stride, Real(1), d_out);
-    straight_rows(grad, out_stride, Real(1), d_out_rows);
-    for (std::int64_t r = 0; r < rows; ++r) {
-      log_sum[r] = lse[r / group * shape.num_heads + r % group] * static_cast<Real>(kLog2E);
-      const Elem* o = out + r / group * out_stride + r % group * head_dim;
-      const Real* g = d_out_rows + r * acc_stride;
-      Vec total = Vec{};
-      std::int64_t h = 0;
-      for (; h + W <= head_dim; h += W) total = fma(load(g + h), load(o + h), total);
-      if (h < head_dim) total = fma(load(g + h), load_partial(o + h, static_cast<int>(head_dim - h)), total);
-      dot[r] = horizontal_sum(total);
-    }
+    Base::copy_rows(grad, out_stride, Real(1), d_out);
+    for (std::int64_t token = 0, r = 0; token < tokens; ++token)
+      for (std::int64_t i = 0; i < group; ++i, ++r) {
+        log_sum[r] = lse[token * shape.num_heads + i] * static_cast<Real>(kLog2E);
+        const Elem* o = out + token * out_stride + i * head_dim;
+        const Real* g = d_out + r * acc_stride;
+        Vec total = Vec{};
+        std::int64_t h = 0;
+        for (; h + W <= head_dim; h += W) total = fma(load(g + h), load(o + h), total);
+        if (h < head_dim) total = fma(load(g + h), load_partial(o + h, static_cast<int>(head_dim - h)), total);
+        dot[r] = horizontal_sum(total);
+      }
   }
 
   /// scores become P, d_scores (holding dP) become dS; keys that the row does not see get zeros in both.
@@ -159,33 +135,39 @@ struct BackwardRows : QueryRows<Real> {
 
   /// Tile t, which lies at `slot` of `tiles`.
   void add_tile_backward(std::int64_t t, const KeyTiles<Real>& tiles, std::int64_t slot) {
-    const std::int64_t begin = Base::first_row(t);
-    Base::score(tiles.keys_t + slot * tiles.tile_size, q, begin, scores);
-    Base::score(tiles.values_t + slot * tiles.tile_size, d_out, begin, d_scores);
-    for (std::int64_t r = begin; r < rows; ++r) weights_row(r, Base::visible(r, t));
-    for (std::int64_t r = begin; r < rows; r += kValueRows) {
+    const Real* keys = tiles.keys + slot * tiles.tile_size;
+    Base::score(t, tiles.keys_t + slot * tiles.tile_size, q, scores);
+    Base::score(t, tiles.values_t + slot * tiles.tile_size, d_out, d_scores);
+    const std::int64_t begin = Base::first_token(t, 0);
+    for (std::int64_t token = begin, r = begin * group; token < Base::tokens; ++token) {
+      const int seen = Base::visible(token, t);
+      for (std::int64_t end = r + group; r < end; ++r) weights_row(r, seen);
+    }
+    for (std::int64_t r = begin * group; r < rows; r += kValueRows) {
       const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows);
       with_constant<kValueRows>(static_cast<int>(end - r), [&](auto n) {
-        weighted_rows<n()>(tiles.keys + slot * tiles.tile_size, head_dim, d_scores + r * kTile, 0, Base::visible(end - 1, t),
+        weighted_rows<n()>(keys, head_dim, d_scores + r * kTile, 0, Base::visible((end - 1) / group, t),
                            acc + r * acc_stride, acc_stride);
       });
     }
-    const int keys = Base::visible(rows - 1, t);
-    const std::int64_t offset = slot * tiles.grad_tile_size;
-    add_outer(scores + begin * kTile, d_out_rows + begin * acc_stride, rows - begin, acc_stride, keys, tiles.d_values + offset);
-    add_outer(d_scores + begin * kTile, q_rows + begin * acc_stride, rows - begin, acc_stride, keys, tiles.d_keys + offset);
+    add_outer(t, scores, d_out, tiles.d_values + slot * tiles.grad_tile_size);
+    add_outer(t, d_scores, q, tiles.d_keys + slot * tiles.grad_tile_size);
+  }
+
+  /// to[j] += sum_r w[r][j] * x[r] over the rows that see key j.
+  void add_outer(std::int64_t t, const Real* w, const Real* x, Real* to) const {
+    const int keys = Base::visible(Base::tokens - 1, t);
+    const auto columns = [&](auto vecs, std::int64_t c) {
+      for (int j = 0; j < keys; j += kOuterKeys) {
+        const std::int64_t r = Base::first_token(t, j) * group;
+        outer_columns<vecs()>(w + r * kTile + j, x + r * acc_stride + c, rows - r, acc_stride, to + j * acc_stride + c);
+      }
+    };
+    std::int64_t c = 0;
+    for (; c + kOuterVecs * W <= acc_stride; c += kOuterVecs * W) columns(std::integral_constant<int, kOuterVecs>{}, c);
+    for (; c < acc_stride; c += W) columns(std::integral_constant<int, 1>{}, c);
   }
 };
-
-/// to[i] = factor * from[i], H columns.
-template <class Real, class Grad>
-void write_row(const Real* from, std::int64_t head_dim, Real factor, Grad* to) {
-  constexpr int W = Simd<Real>::width;
-  const auto f = splat(factor);
-  std::int64_t h = 0;
-  for (; h + W <= head_dim; h += W) store(to + h, load(from + h) * f);
-  if (h < head_dim) store_partial(to + h, load_partial(from + h, static_cast<int>(head_dim - h)) * f, static_cast<int>(head_dim - h));
-}
 
 constexpr double kLn2 = 0.69314718055994530942;  // queries carry log2(e), so sums for keys do too
 
@@ -200,7 +182,12 @@ struct Job {
   const Elem *qkv, *keys, *values;
 
   Job(const AttentionBackwardArgs& args, std::int64_t kv_head, std::byte* workspace)
-      : args(args), shape(args.shape), kv_head(kv_head), head_dim(shape.head_dim), stride(shape.row_stride()), block(shape, workspace) {
+      : args(args),
+        shape(args.shape),
+        kv_head(kv_head),
+        head_dim(shape.head_dim),
+        stride(shape.row_stride()),
+        block(shape, workspace) {
     qkv = static_cast<const Elem*>(args.qkv);
     keys = qkv + (shape.num_heads + kv_head) * head_dim;
     values = keys + shape.num_kv_heads * head_dim;
@@ -211,8 +198,8 @@ struct Job {
   }
 
   /// Own query tokens [begin, end): tiles before `shared` lie in `prefix`, the others in `own`.
-  void queries(const AttentionSequence& s, std::int64_t begin, std::int64_t end, const KeyTiles<Real>& prefix, std::int64_t shared,
-               const KeyTiles<Real>& own) {
+  void queries(const AttentionSequence& s, std::int64_t begin, std::int64_t end, const KeyTiles<Real>& prefix,
+               std::int64_t shared, const KeyTiles<Real>& own) {
     const std::int64_t most = attention_query_tokens(shape.group()), out_stride = shape.num_heads * head_dim;
     const std::int64_t first_head = kv_head * shape.group();
     for (std::int64_t token = begin; token < end;) {
@@ -221,13 +208,15 @@ struct Job {
       block.begin_backward(shape, qkv + row * stride + first_head * head_dim,
                            static_cast<const Elem*>(args.out) + row * out_stride + first_head * head_dim,
                            static_cast<const Grad*>(args.d_out) + row * out_stride + first_head * head_dim,
-                           static_cast<const Real*>(args.lse) + row * shape.num_heads + first_head, next - token, position);
+                           static_cast<const Real*>(args.lse) + row * shape.num_heads + first_head, next - token,
+                           position);
       for (std::int64_t t = 0; t < block.tiles(); ++t)
         block.add_tile_backward(t, t < shared ? prefix : own, t < shared ? t : t - shared);
       Grad* d_queries = static_cast<Grad*>(args.d_qkv) + row * stride + first_head * head_dim;
-      for (std::int64_t r = 0; r < block.rows; ++r)
-        write_row(block.acc + r * block.acc_stride, head_dim, static_cast<Real>(shape.scale),
-                  d_queries + r / block.group * stride + r % block.group * head_dim);
+      for (std::int64_t i = 0, r = 0; i < block.tokens; ++i)
+        for (std::int64_t head = 0; head < block.group; ++head, ++r)
+          write_row(block.acc + r * block.acc_stride, head_dim, static_cast<Real>(shape.scale),
+                    d_queries + i * stride + head * head_dim);
       token = next;
     }
   }
@@ -266,13 +255,14 @@ struct Job {
     if (job.partial < 0) return write_keys(tiles, 0, owner.length, owner.start);
     Real* to = static_cast<Real*>(args.partials) + job.partial + kv_head * 2 * job.key_end * head_dim;
     for (const Real* from : {tiles.d_keys, tiles.d_values})
-      for (std::int64_t i = 0; i < job.key_end; ++i, to += head_dim) std::copy_n(from + i * block.acc_stride, head_dim, to);
+      for (std::int64_t i = 0; i < job.key_end; ++i, to += head_dim)
+        std::copy_n(from + i * block.acc_stride, head_dim, to);
   }
 };
 
 template <class Elem, class Grad>
-void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs, std::int64_t count, std::int64_t kv_head,
-            std::int64_t key_begin, std::int64_t key_end) {
+void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs, std::int64_t count,
+            std::int64_t kv_head, std::int64_t key_begin, std::int64_t key_end) {
   using Real = typename RealOf<Elem>::type;
   const AttentionShape& shape = args.shape;
   const std::int64_t head_dim = shape.head_dim;
@@ -297,8 +287,10 @@ void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
 template <class F>
 void with_types(const AttentionBackwardArgs& args, F&& f) {
   switch (args.shape.type) {
-    case ElementType::float32: return f(float{}, float{});
-    case ElementType::float64: return f(double{}, double{});
+    case ElementType::float32:
+      return f(float{}, float{});
+    case ElementType::float64:
+      return f(double{}, double{});
     case ElementType::bfloat16:
       if (args.grad_type == ElementType::bfloat16) return f(std::uint16_t{}, std::uint16_t{});
       return f(std::uint16_t{}, float{});
@@ -308,22 +300,26 @@ void with_types(const AttentionBackwardArgs& args, F&& f) {
 template <class Real>
 std::size_t workspace_bytes(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys) {
   const std::int64_t stride = round_up(shape.head_dim, kVecBytes / 4);
-  return round_up(BackwardRows<Real>::bytes(shape), 64) +
-         (KeyTiles<Real>::reals(owner_keys, shape.head_dim, stride) + KeyTiles<Real>::reals(sharer_keys, shape.head_dim, stride)) * sizeof(Real);
+  return round_up(BackwardRows<Real>::bytes(shape), 64) + (KeyTiles<Real>::reals(owner_keys, shape.head_dim, stride) +
+                                                           KeyTiles<Real>::reals(sharer_keys, shape.head_dim, stride)) *
+                                                              sizeof(Real);
 }
 
 }  // namespace
 
-std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys) {
+std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64_t owner_keys,
+                                         std::int64_t sharer_keys) {
   return shape.type == ElementType::float64 ? workspace_bytes<double>(shape, owner_keys, sharer_keys)
                                             : workspace_bytes<float>(shape, owner_keys, sharer_keys);
 }
 
-void attention_backward_job(const AttentionBackwardArgs& args, const AttentionBackwardJob& job, std::int64_t kv_head, std::byte* workspace) {
+void attention_backward_job(const AttentionBackwardArgs& args, const AttentionBackwardJob& job, std::int64_t kv_head,
+                            std::byte* workspace) {
   with_types(args, [&](auto elem, auto grad) {
     using Work = Job<decltype(elem), decltype(grad)>;
     using Real = typename Work::Real;
-    Work(args, kv_head, workspace).run(job, reinterpret_cast<Real*>(workspace + round_up(BackwardRows<Real>::bytes(args.shape), 64)));
+    Work(args, kv_head, workspace)
+        .run(job, reinterpret_cast<Real*>(workspace + round_up(BackwardRows<Real>::bytes(args.shape), 64)));
   });
 }
 

@@ -30,7 +30,9 @@ struct RealOf<double> {
   using type = double;
 };
 
-NRL_INLINE std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+NRL_INLINE std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 /// Calls f(integral_constant<int, n>) for 1 <= n <= Max.
 template <int Max, class F>
@@ -45,28 +47,29 @@ NRL_INLINE void with_constant(int n, F&& f) {
 
 // ---------------------------------------------------------------- register blocks
 
-/// s[r][j] = sum_h q[h][r] * k_tile[h][j] for R rows (s has rows of kTile).
-template <int R, class Real, class Elem>
-__attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std::int64_t head_dim, Real* s) {
+/// s[r][j] = sum_h q[r][h] * k_tile[h][j] for R rows and keys j < Keys; rows of q are `stride` apart, those of s kTile.
+template <int R, int Keys, class Real, class Elem>
+__attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std::int64_t stride, std::int64_t head_dim,
+                                          Real* s) {
   using Vec = typename Simd<Real>::Vec;
-  constexpr int W = Simd<Real>::width;
-  for (int lane = 0; lane < kTile; lane += 2 * W) {
-    Vec sum[R][2] = {};
+  constexpr int W = Simd<Real>::width, L = std::min(2, Keys / W);
+  for (int lane = 0; lane < Keys; lane += L * W) {
+    Vec sum[R][L] = {};
     for (std::int64_t h = 0; h < head_dim; ++h) {
-      const Vec k0 = load(k_tile + h * kTile + lane);
-      const Vec k1 = load(k_tile + h * kTile + lane + W);
+      Vec k[L];
+#pragma GCC unroll 2
+      for (int l = 0; l < L; ++l) k[l] = load(k_tile + h * kTile + lane + l * W);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const Vec x = splat(q[h * R + r]);
-        sum[r][0] = fma(x, k0, sum[r][0]);
-        sum[r][1] = fma(x, k1, sum[r][1]);
+        const Vec x = splat(q[r * stride + h]);
+#pragma GCC unroll 2
+        for (int l = 0; l < L; ++l) sum[r][l] = fma(x, k[l], sum[r][l]);
       }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      store(s + r * kTile + lane, sum[r][0]);
-      store(s + r * kTile + lane + W, sum[r][1]);
-    }
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int l = 0; l < L; ++l) store(s + r * kTile + lane + l * W, sum[r][l]);
   }
 }
 
@@ -105,16 +108,25 @@ NRL_INLINE void weighted_columns(const Elem* v, std::int64_t head_dim, const Rea
 }
 
 template <int R, class Real, class Elem>
-__attribute__((noinline)) void weighted_rows(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1, Real* acc,
-                                             std::int64_t acc_stride) {
+__attribute__((noinline)) void weighted_rows(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1,
+                                             Real* acc, std::int64_t acc_stride) {
   constexpr int W = Simd<Real>::width;
   std::int64_t c = 0;
   for (; c + kValueVecs * W <= head_dim; c += kValueVecs * W)
     weighted_columns<R, kValueVecs, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
-  for (; c + W <= head_dim; c += W)
-    weighted_columns<R, 1, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
+  for (; c + W <= head_dim; c += W) weighted_columns<R, 1, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
   if (c < head_dim)
     weighted_columns<R, 1, true>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, static_cast<int>(head_dim - c));
+}
+
+/// to[h] = factor * from[h], H columns; `from` may be read up to whole vectors.
+template <class Real, class Elem>
+NRL_INLINE void write_row(const Real* from, std::int64_t head_dim, Real factor, Elem* to) {
+  constexpr int W = Simd<Real>::width;
+  const auto f = splat(factor);
+  std::int64_t h = 0;
+  for (; h + W <= head_dim; h += W) store(to + h, load(from + h) * f);
+  if (h < head_dim) store_partial(to + h, load(from + h) * f, static_cast<int>(head_dim - h));
 }
 
 // ---------------------------------------------------------------- query rows of one block
@@ -125,7 +137,7 @@ struct QueryRows {
   static constexpr int W = Simd<Real>::width;
   std::int64_t head_dim, group, tokens, rows, acc_stride;
   std::int64_t position;  ///< absolute position of the first token
-  Real* q;                ///< scaled queries, packed [row block][H][rows of the block]
+  Real* q;                ///< [rows][acc_stride] scaled queries, zeros behind H
   Real* scores;           ///< [rows][kTile]
   Real* acc;              ///< [rows][acc_stride]
   Real* max;              ///< [rows]
@@ -153,37 +165,48 @@ struct QueryRows {
     tokens = tokens_;
     rows = tokens * group;
     position = position_;
-    pack_rows(first, token_stride, scale, q);
+    copy_rows(first, token_stride, scale, q);
     std::fill_n(acc, rows * acc_stride, Real(0));
     std::fill_n(sum, rows * W, Real(0));
     std::fill_n(max, rows, -std::numeric_limits<Real>::infinity());
   }
 
-  /// to[row block][H][rows of the block] = scale * rows.
+  /// to[r][h] = scale * row r, zeros behind H.
   template <class Elem>
-  void pack_rows(const Elem* first, std::int64_t token_stride, Real scale, Real* to) const {
-    for (std::int64_t r0 = 0; r0 < rows; r0 += kScoreRows) {
-      const std::int64_t n = std::min<std::int64_t>(kScoreRows, rows - r0);
-      for (std::int64_t r = 0; r < n; ++r) {
-        const Elem* row = first + (r0 + r) / group * token_stride + (r0 + r) % group * head_dim;
-        for (std::int64_t h = 0; h < head_dim; ++h) to[r0 * head_dim + h * n + r] = to_real(row[h]) * scale;
+  void copy_rows(const Elem* first, std::int64_t token_stride, Real scale, Real* to) const {
+    const auto factor = splat(scale);
+    for (std::int64_t token = 0; token < tokens; ++token) {
+      const Elem* row = first + token * token_stride;
+      for (std::int64_t i = 0; i < group; ++i, row += head_dim, to += acc_stride) {
+        std::int64_t h = 0;
+        for (; h + W <= head_dim; h += W) store(to + h, load(row + h) * factor);
+        if (h < head_dim) store(to + h, load_partial(row + h, static_cast<int>(head_dim - h)) * factor);
       }
     }
   }
 
-  /// Keys of tile `t` that the row may see, 0..kTile.
-  int visible(std::int64_t row, std::int64_t t) const {
-    return static_cast<int>(std::clamp<std::int64_t>(position + row / group + 1 - t * kTile, 0, kTile));
+  /// Keys of tile `t` that a token of this block may see, 0..kTile.
+  int visible(std::int64_t token, std::int64_t t) const {
+    return static_cast<int>(std::clamp<std::int64_t>(position + token + 1 - t * kTile, 0, kTile));
   }
   std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
-  /// The first row that sees any key of tile t.
-  std::int64_t first_row(std::int64_t t) const { return std::clamp<std::int64_t>(t * kTile - position, 0, tokens) * group; }
+  /// The first token that sees key `key` of tile t.
+  std::int64_t first_token(std::int64_t t, std::int64_t key) const {
+    return std::clamp<std::int64_t>(t * kTile + key - position, 0, tokens);
+  }
 
+  /// to[r][j] = x[r] . (column j of the transposed tile) for the keys that the rows may see, and some more.
   template <class Elem>
-  void score(const Elem* k_tile, const Real* packed, std::int64_t from_row, Real* to) const {
-    for (std::int64_t r = from_row / kScoreRows * kScoreRows; r < rows; r += kScoreRows)
-      with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, rows - r)), [&](auto n) {
-        score_rows<n()>(k_tile, packed + r * head_dim, head_dim, to + r * kTile);
+  void score(std::int64_t t, const Elem* tile, const Real* x, Real* to) const {
+    const std::int64_t begin = first_token(t, 0) * group, second_half = first_token(t, kTile / 2) * group;
+    score_range<kTile / 2>(tile, x, begin, second_half, to);
+    score_range<kTile>(tile, x, second_half, rows, to);
+  }
+  template <int Keys, class Elem>
+  NRL_INLINE void score_range(const Elem* tile, const Real* x, std::int64_t from, std::int64_t end, Real* to) const {
+    for (std::int64_t r = from; r < end; r += kScoreRows)
+      with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, end - r)), [&](auto n) {
+        score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim, to + r * kTile);
       });
   }
 
@@ -224,15 +247,19 @@ struct QueryRows {
   /// Adds tile t, all rows.
   template <class Elem>
   void add_tile(std::int64_t t, const Elem* k_tile, const Elem* v_tile) {
-    const std::int64_t begin = first_row(t);
-    score(k_tile, q, begin, scores);
-    for (std::int64_t r = begin; r < rows; ++r) softmax_row(r, visible(r, t));
-    for (std::int64_t r = begin; r < rows; r += kValueRows) {
-      const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows);
-      const int common = visible(r, t);
+    const std::int64_t begin = first_token(t, 0);
+    score(t, k_tile, q, scores);
+    for (std::int64_t token = begin, r = begin * group; token < tokens; ++token) {
+      const int keys = visible(token, t);
+      for (std::int64_t end = r + group; r < end; ++r) softmax_row(r, keys);
+    }
+    // first what all rows of a register block see, then what only its later tokens see
+    for (std::int64_t r = begin * group; r < rows; r += kValueRows) {
+      const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows), token = r / group;
+      const int common = visible(token, t);
       add_values(v_tile, r, end, 0, common);
-      for (std::int64_t more = (r / group + 1) * group; more < end && common < kTile; more += group)
-        add_values(v_tile, more, std::min(end, more + group), common, visible(more, t));
+      for (std::int64_t i = token + 1; i * group < end && common < kTile; ++i)
+        add_values(v_tile, i * group, std::min(end, (i + 1) * group), common, visible(i, t));
     }
   }
 
@@ -247,17 +274,12 @@ struct QueryRows {
   /// Writes out [tokens][group*H] rows (token_stride apart) and, unless null, lse (lse_stride apart).
   template <class Elem>
   void finish(Elem* out, std::int64_t token_stride, Real* lse, std::int64_t lse_stride) const {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const Real total = horizontal_sum(load(sum + r * W));
-      const auto inverse = splat(Real(1) / total);
-      Elem* to = out + r / group * token_stride + r % group * head_dim;
-      const Real* from = acc + r * acc_stride;
-      std::int64_t c = 0;
-      for (; c + W <= head_dim; c += W) store(to + c, load(from + c) * inverse);
-      if (c < head_dim) store_partial(to + c, load(from + c) * inverse, static_cast<int>(head_dim - c));
-      if (lse != nullptr)
-        lse[r / group * lse_stride + r % group] = Real(0.69314718055994530942) * (max[r] + std::log2(total));
-    }
+    for (std::int64_t token = 0, r = 0; token < tokens; ++token)
+      for (std::int64_t i = 0; i < group; ++i, ++r) {
+        const Real total = horizontal_sum(load(sum + r * W));
+        write_row(acc + r * acc_stride, head_dim, Real(1) / total, out + token * token_stride + i * head_dim);
+        if (lse != nullptr) lse[token * lse_stride + i] = Real(0.69314718055994530942) * (max[r] + std::log2(total));
+      }
   }
 };
 
@@ -271,6 +293,7 @@ struct PackedTiles {
   std::int64_t tile_size;
   const Real* key_tile(std::int64_t t) const { return keys + t * tile_size; }
   const Real* value_tile(std::int64_t t) const { return values + t * tile_size; }
+  void prefetch(std::int64_t) const {}
 };
 
 /// Tiles that lie in cache blocks.
@@ -279,10 +302,19 @@ struct CachedTiles {
   const Elem* keys;
   const Elem* values;
   const std::int32_t* block_table;
-  std::int64_t block_size, tile_offset;
+  std::int64_t block_size, tile_offset, tile_bytes;
   std::int64_t offset(std::int64_t t) const { return block_table[t] * block_size + tile_offset; }
   const Elem* key_tile(std::int64_t t) const { return keys + offset(t); }
   const Elem* value_tile(std::int64_t t) const { return values + offset(t); }
+  /// Blocks lie anywhere, and the machine's own prefetchers stop at page ends: ask for every line of the next tile.
+  void prefetch(std::int64_t t) const {
+    const auto* k = reinterpret_cast<const char*>(key_tile(t));
+    const auto* v = reinterpret_cast<const char*>(value_tile(t));
+    for (std::int64_t i = 0; i < tile_bytes; i += 64) {
+      __builtin_prefetch(k + i);
+      __builtin_prefetch(v + i);
+    }
+  }
 };
 
 /// The rows of one sequence's keys (or values) by absolute position: a shared prefix, then its own.
@@ -303,7 +335,8 @@ void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t
   for (int lane = 0; lane < kTile; lane += W) {
     const Elem* row[W];
     int present = 0;
-    for (; present < W && t * kTile + lane + present < rows.length; ++present) row[present] = rows.row(t * kTile + lane + present);
+    for (; present < W && t * kTile + lane + present < rows.length; ++present)
+      row[present] = rows.row(t * kTile + lane + present);
     for (std::int64_t h = 0; h < head_dim; h += W) {
       const int n = static_cast<int>(std::min<std::int64_t>(W, head_dim - h));
       typename Simd<Real>::Vec block[W] = {};

@@ -1,4 +1,4 @@
-"""Packed and paged attention: parity with a float64 reference and torch's SDPA, and bit-equality of every way to split."""
+"""Packed and paged attention: parity with a float64 reference and torch's SDPA; every way to split gives the same bits."""
 
 import importlib.util
 import math
@@ -67,7 +67,7 @@ class Cache:
 
 
 def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None):
-    """All sequences through one cache, several a step, each cut into random chunks (single tokens after decode_from)."""
+    """All sequences through one cache, several a step, each in random chunks (single tokens after decode_from)."""
     rng = random.Random(seed)
     dtype = sequence_qkv[0].dtype
     cache = Cache(shape, dtype, sum(-(-len(x) // TILE) for x in sequence_qkv) + 3, seed)
@@ -80,7 +80,11 @@ def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None):
         rows, slices, start = [], [], 0
         for i in chosen:
             left = len(sequence_qkv[i]) - done[i]
-            take = 1 if decode_from is not None and done[i] >= decode_from else min(left, rng.choice([1, 2, 5, 31, 32, 33, 90, 300]))
+            take = (
+                1
+                if decode_from is not None and done[i] >= decode_from
+                else min(left, rng.choice([1, 2, 5, 31, 32, 33, 90, 300]))
+            )
             rows.append(sequence_qkv[i][done[i] : done[i] + take])
             slices.append((start, take, done[i], tables[i]))
             start += take
@@ -236,7 +240,9 @@ def test_copied_block_serves_a_second_sequence(dtype):
     C.kv_cache_copy(cache.keys, cache.values, first[1], second[1], prompt - TILE)
     assert cache.keys[second[1], :, :, prompt - TILE :].isnan().all()
     got = cache.run(qkv[prompt:], [(0, more, prompt, first), (more, more, prompt, second)])
-    want, _ = C.attention_forward(qkv, [(0, prompt, 0, 0), (prompt, more, 0, prompt), (prompt + more, more, 0, prompt)], heads)
+    want, _ = C.attention_forward(
+        qkv, [(0, prompt, 0, 0), (prompt, more, 0, prompt), (prompt + more, more, 0, prompt)], heads
+    )
     assert_same_bits(got, want[prompt:])
 
 

@@ -1,4 +1,4 @@
-"""Gradients of packed attention: a float64 reference, torch's SDPA, shared prefixes, and bits that threads cannot change."""
+"""Gradients of packed attention: a float64 reference, torch's SDPA, shared prefixes, the same bits with any threads."""
 
 import importlib.util
 import math
@@ -64,7 +64,9 @@ def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit):
     qkv, d_out = inputs(end + 38, shape, dtype, grad_dtype)
     got = gradient(qkv, d_out, sequences, heads_of(shape))
     n, k, h = shape
-    want = reference.attention_backward(qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h))
+    want = reference.attention_backward(
+        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h)
+    )
     assert got.dtype == grad_dtype
     for columns in (slice(0, n * h), slice(n * h, (n + k) * h), slice((n + k) * h, None)):  # queries, keys, values
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit

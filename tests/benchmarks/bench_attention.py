@@ -80,7 +80,8 @@ def bench_decode(model, shape, dtype, batch, length, repeats):
     )
     read, copied = 2 * batch * length * k * h * keys.element_size(), 2 * keys.nbytes
     return {
-        "what": "decode", "model": model, "dtype": str(dtype).removeprefix("torch."), "tokens": f"{batch}x1 over {length}",
+        "what": "decode", "model": model, "dtype": str(dtype).removeprefix("torch."),
+        "tokens": f"{batch}x1 over {length}",
         "us": ours * 1e6, "gb_per_s": read / ours / 1e9, "copy_gb_per_s": copied / copy / 1e9,
     }  # fmt: skip
 

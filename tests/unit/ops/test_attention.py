@@ -1,4 +1,4 @@
-"""Packed and paged attention: parity with a float64 reference and torch's SDPA; every way to split gives the same bits."""
+"""Packed and paged attention: a float64 reference, torch's SDPA, and the same bits for every way to split."""
 
 import importlib.util
 import math

@@ -1,0 +1,102 @@
+// The generation engine: continuous batching of requests over a ModelRunner. A step is schedule, forward, sample, append.
+//
+// What a request yields depends on its prompt, its parameters and its random key alone: never on the other requests,
+// the batch size, chunk sizes, preemptions or the number of threads.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "generation/model_runner.h"
+#include "generation/scheduler.h"
+
+namespace nemo_rl::generation {
+
+struct EngineConfig {
+  SchedulerConfig scheduler;
+  std::int64_t max_model_len = 0;  ///< limit of prompt and generation together; none if 0
+  std::int64_t max_cache_bytes = std::int64_t{4} << 30;
+  bool with_entropy = false;
+};
+
+/// One generation of prompt `prompt`.
+struct Request {
+  std::int64_t prompt = 0;
+  SamplingParams params;
+  RandomKey key;  ///< its position is ignored
+};
+
+struct Generation {
+  std::vector<std::int64_t> token_ids;  ///< with the token that ended it
+  std::vector<float> logprobs;          ///< of every token, under the distribution it was drawn from
+  std::vector<float> entropies;         ///< of those distributions; zeros unless EngineConfig::with_entropy
+  FinishReason finish_reason = FinishReason::none;
+};
+
+/// Sums since the last reset.
+struct EngineMetrics {
+  std::int64_t steps = 0;
+  std::int64_t generated_tokens = 0;
+  std::int64_t prefill_tokens = 0;   ///< prompt tokens computed, and tokens computed again after a preemption
+  std::int64_t decode_tokens = 0;
+  std::int64_t shared_prompt_tokens = 0;  ///< prompt tokens that generations took from their group instead of computing them
+  std::int64_t sequence_steps = 0;   ///< running sequences, summed over steps
+  std::int64_t peak_blocks = 0;
+  std::int64_t preemptions = 0;
+  double forward_seconds = 0;
+  double sampling_seconds = 0;
+};
+
+/// The interrupt callback returned true; all requests were given up.
+class GenerationInterrupted : public std::runtime_error {
+ public:
+  GenerationInterrupted() : std::runtime_error("generation was interrupted") {}
+};
+
+class Engine {
+ public:
+  Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::shared_ptr<const TokenBytes> token_bytes);
+  ~Engine();
+
+  /// One Generation for every request, in order. Requests of one prompt share its prefill. A prompt that fills
+  /// max_model_len yields an empty generation that ended by length.
+  ///
+  /// `interrupted` (may be null) is asked once a step. Throws ValueError for an empty prompt, a token id outside the
+  /// vocabulary, max_new_tokens < 1, bad sampling parameters, or a sequence that cannot fit the cache; RuntimeError for
+  /// logits that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
+  std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
+                                   const std::function<bool()>& interrupted);
+
+  /// Frees the cache; the next generate() allocates it again.
+  void release_cache();
+  std::int64_t cache_blocks() const { return cache_blocks_; }
+
+  const EngineMetrics& metrics() const { return metrics_; }
+  void reset_metrics() { metrics_ = {}; }
+  const EngineConfig& config() const { return config_; }
+
+ private:
+  struct Draw;
+
+  void add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests);
+  void check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const;
+  void prepare_cache();
+  void step();
+  std::vector<Draw> draws_of(const StepPlan& plan) const;
+  void append_sampled(const StepPlan& plan, const at::Tensor& logits);
+
+  std::shared_ptr<ModelRunner> runner_;
+  EngineConfig config_;
+  std::shared_ptr<const TokenBytes> token_bytes_;
+  std::int64_t cache_blocks_ = 0;
+  bool busy_ = false;
+  EngineMetrics metrics_;
+  // of the generate() call in progress
+  std::unique_ptr<Scheduler> scheduler_;
+  std::vector<std::unique_ptr<PromptGroup>> groups_;
+  std::vector<std::unique_ptr<Sequence>> sequences_;
+};
+
+}  // namespace nemo_rl::generation

@@ -1,0 +1,19 @@
+// How one request is sampled and where it stops.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "generation/stop_strings.h"
+#include "kernels/sampling.h"
+
+namespace nemo_rl::generation {
+
+struct SamplingParams {
+  kernels::SamplingRule rule;
+  std::int64_t max_new_tokens = 16;
+  std::vector<std::int64_t> stop_token_ids;
+  std::shared_ptr<const StopStrings> stop_strings;  ///< none if null
+};
+
+}  // namespace nemo_rl::generation

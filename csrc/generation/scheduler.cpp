@@ -1,0 +1,200 @@
+#include "generation/scheduler.h"
+
+#include <algorithm>
+
+#include "common/check.h"
+
+namespace nemo_rl::generation {
+namespace {
+
+/// Adds `length` tokens from position `context` on to the batch; `last` ones yield logits.
+template <class TokenAt>
+std::int64_t add_slice(ForwardBatch& batch, const BlockTable& blocks, std::int64_t context, std::int64_t length, bool wants_logits,
+                       TokenAt token_at) {
+  const auto start = static_cast<std::int64_t>(batch.token_ids.size());
+  batch.slices.push_back({start, length, context, blocks});
+  for (std::int64_t i = 0; i < length; ++i) batch.token_ids.push_back(token_at(context + i));
+  if (!wants_logits) return -1;
+  batch.logits_rows.push_back(start + length - 1);
+  return static_cast<std::int64_t>(batch.logits_rows.size()) - 1;
+}
+
+}  // namespace
+
+Scheduler::Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size)
+    : config_(config), blocks_(num_blocks, block_size) {
+  NRL_CHECK_ARG(config.max_batch_size >= 1, "max_batch_size = ", config.max_batch_size, ": expected at least 1");
+  NRL_CHECK_ARG(config.prefill_chunk_tokens >= 1, "prefill_chunk_tokens = ", config.prefill_chunk_tokens, ": expected at least 1");
+}
+
+std::int64_t Scheduler::blocks_needed(std::int64_t prompt_length, std::int64_t max_length, std::int64_t block_size) {
+  const std::int64_t partial = prompt_length % block_size ? 1 : 0;  // the prompt's own last block beside the copy
+  return (max_length + block_size - 1) / block_size + partial;
+}
+
+void Scheduler::add(PromptGroup* group) {
+  for (const Sequence* s : group->pending) {
+    const std::int64_t needed = blocks_needed(group->length(), s->max_length, blocks_.block_size());
+    NRL_CHECK_ARG(needed <= blocks_.num_blocks(), "a sequence of up to ", s->max_length, " tokens needs ", needed, " cache blocks of ",
+                  blocks_.block_size(), " tokens, but the cache holds ", blocks_.num_blocks(),
+                  ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
+  }
+  if (!group->pending.empty()) queue_.push_back(group);
+}
+
+StepPlan Scheduler::schedule() {
+  StepPlan plan;
+  feed_running(plan);
+  admit(plan);
+  NRL_CHECK(!plan.slices.empty() || !has_unfinished(), "the scheduler found nothing to do with ", running_.size(), " running and ",
+            queue_.size(), " waiting; ", blocks_.num_free(), " of ", blocks_.num_blocks(), " blocks free");
+  return plan;
+}
+
+void Scheduler::feed_running(StepPlan& plan) {
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    Sequence* const s = running_[i];
+    const std::int64_t rest = s->length() - s->cached;
+    const std::int64_t length = rest == 1 ? 1 : std::min(rest, budget(plan));
+    if (length <= 0) continue;
+    bool dropped = false;
+    while (!dropped && !blocks_.extend(s->blocks, s->cached + length)) {
+      if (drop_waiting_prompt(nullptr)) continue;
+      NRL_CHECK(running_.size() > 1, "the cache is too small for one sequence");
+      dropped = running_.back() == s;
+      preempt_last();  // comes later in this loop than s, or is s: no planned slice is touched
+    }
+    if (!dropped) plan_sequence(s, length, plan);
+  }
+}
+
+void Scheduler::admit(StepPlan& plan) {
+  std::int64_t promised = 0;  // slots for generations whose prompts are in this step
+  for (std::size_t i = 0; i < queue_.size();) {
+    if (num_running() + promised >= config_.max_batch_size) return;
+    PromptGroup* const group = queue_[i];
+    if (!group->ready()) {
+      if (!prefill(group, plan)) return;
+      promised += static_cast<std::int64_t>(group->pending.size());
+      ++i;
+      continue;
+    }
+    while (!group->pending.empty() && num_running() + promised < config_.max_batch_size) {
+      if (!admit_next(group, plan)) return;
+    }
+    if (group->pending.empty()) queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+bool Scheduler::prefill(PromptGroup* group, StepPlan& plan) {
+  const std::int64_t length = std::min(group->length() - group->cached, budget(plan));
+  if (length <= 0) return false;
+  const std::int64_t held = static_cast<std::int64_t>(group->blocks.size());
+  if (!make_room(blocks_.blocks_for(group->length()) - held, group, plan)) return false;
+  NRL_CHECK(blocks_.extend(group->blocks, group->cached + length), "no blocks after making room");
+  const bool last = group->cached + length == group->length();
+  const std::int64_t row = add_slice(plan.batch, group->blocks, group->cached, length, last && group->awaits_first_token(),
+                                     [&](std::int64_t p) { return group->tokens[p]; });
+  plan.slices.push_back({nullptr, group, length, row});
+  plan.prefill_tokens += length;
+  return true;
+}
+
+bool Scheduler::admit_next(PromptGroup* group, StepPlan& plan) {
+  Sequence* const s = group->pending.front();
+  const std::int64_t P = group->length(), rest = s->length() - P;
+  const std::int64_t length = rest == 1 ? 1 : std::min(rest, budget(plan));
+  if (length <= 0) return false;
+  const bool takes_over = group->pending.size() == 1;  // nobody else waits for the prompt's blocks: no copy
+  const std::int64_t copy = !takes_over && P % blocks_.block_size() ? 1 : 0;
+  if (!make_room(copy + blocks_.blocks_for(P + length) - blocks_.blocks_for(P), group, plan)) return false;
+  if (takes_over) {
+    s->blocks = std::move(group->blocks);
+    group->blocks.clear();
+    group->cached = 0;
+  } else {
+    s->blocks = blocks_.fork(group->blocks, P, plan.batch.copies);
+  }
+  s->cached = P;
+  NRL_CHECK(blocks_.extend(s->blocks, P + length), "no blocks after making room");
+  group->pending.pop_front();
+  running_.push_back(s);
+  plan_sequence(s, length, plan);
+  return true;
+}
+
+/// Whether `blocks` may be taken for something new: each running sequence keeps one in reserve, so that admitting does
+/// not make it preempt a moment later. With nothing running, waiting prompts other than `keep` give way.
+bool Scheduler::make_room(std::int64_t blocks, const PromptGroup* keep, const StepPlan& plan) {
+  const bool idle = running_.empty() && plan.slices.empty();
+  const std::int64_t reserve = static_cast<std::int64_t>(running_.size());
+  while (blocks_.num_free() < blocks + reserve) {
+    if (!idle || !drop_waiting_prompt(keep)) return false;
+  }
+  return true;
+}
+
+/// Frees the cache of the last prompt in the queue that holds any.
+bool Scheduler::drop_waiting_prompt(const PromptGroup* keep) {
+  for (auto it = queue_.rbegin(); it != queue_.rend(); ++it) {
+    if (*it == keep || (*it)->blocks.empty()) continue;
+    release_prompt(*it);
+    return true;
+  }
+  return false;
+}
+
+void Scheduler::release_prompt(PromptGroup* group) {
+  blocks_.release(group->blocks);
+  group->cached = 0;
+}
+
+void Scheduler::preempt_last() {
+  Sequence* const s = running_.back();
+  running_.pop_back();
+  blocks_.release(s->blocks);
+  s->cached = 0;
+  PromptGroup* const group = s->group;
+  if (group->pending.empty()) {
+    const auto behind = std::find_if(queue_.begin(), queue_.end(), [&](const PromptGroup* g) { return g->priority > group->priority; });
+    queue_.insert(behind, group);
+  }
+  group->pending.push_front(s);
+  ++preemptions_;
+}
+
+void Scheduler::plan_sequence(Sequence* s, std::int64_t length, StepPlan& plan) {
+  const bool last = s->cached + length == s->length();
+  const std::int64_t row =
+      add_slice(plan.batch, s->blocks, s->cached, length, last, [&](std::int64_t p) { return s->token(p); });
+  plan.slices.push_back({s, nullptr, length, row});
+  // what follows a prompt's prefill is decoding, be it one token or, after a preemption, several
+  (length == 1 && last ? plan.decode_tokens : plan.prefill_tokens) += length;
+}
+
+void Scheduler::computed(const StepPlan& plan) {
+  for (const PlannedSlice& slice : plan.slices) {
+    (slice.sequence ? slice.sequence->cached : slice.group->cached) += slice.length;
+  }
+}
+
+void Scheduler::retire_finished() {
+  std::erase_if(running_, [&](Sequence* s) {
+    if (s->finished()) blocks_.release(s->blocks);
+    return s->finished();
+  });
+  std::erase_if(queue_, [&](PromptGroup* group) {  // a generation may end with its first token, before it had a slot
+    std::erase_if(group->pending, [](const Sequence* s) { return s->finished(); });
+    if (group->pending.empty()) release_prompt(group);
+    return group->pending.empty();
+  });
+}
+
+void Scheduler::abort() {
+  for (Sequence* s : running_) blocks_.release(s->blocks);
+  for (PromptGroup* group : queue_) release_prompt(group);
+  running_.clear();
+  queue_.clear();
+}
+
+}  // namespace nemo_rl::generation

@@ -1,0 +1,79 @@
+// Which tokens go through the model in a step. Policy only: it moves sequences and cache blocks about and touches no
+// tensor.
+//
+// A prompt is prefilled once, by its group; the first token of all its generations comes from that pass. Each
+// generation then takes a slot and a fork of the prompt's blocks. Slots are refilled as sequences finish. Running
+// sequences go first: when blocks run out, prompts that only wait are dropped, then the sequence that was admitted last
+// goes back to its group, to be computed again later (its tokens stay). The sequence that runs longest is never
+// dropped, so every step makes progress and nothing can block for ever.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "generation/sequence.h"
+
+namespace nemo_rl::generation {
+
+struct SchedulerConfig {
+  std::int64_t max_batch_size = 64;         ///< slots: sequences that run at the same time
+  std::int64_t prefill_chunk_tokens = 512;  ///< at most so many tokens of prefill in a step
+};
+
+/// Part of a step: new tokens of one running sequence, or of one prompt.
+struct PlannedSlice {
+  Sequence* sequence = nullptr;
+  PromptGroup* group = nullptr;
+  std::int64_t length = 0;
+  std::int64_t logits_row = -1;  ///< row of the step's logits, where these tokens are the last known ones
+};
+
+struct StepPlan {
+  ForwardBatch batch;
+  std::vector<PlannedSlice> slices;  ///< of batch.slices, in order
+  std::int64_t prefill_tokens = 0;
+  std::int64_t decode_tokens = 0;
+};
+
+class Scheduler {
+ public:
+  Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size);
+
+  /// The group's pending sequences are to be generated. Throws ValueError if one could not fit the cache alone.
+  void add(PromptGroup* group);
+  bool has_unfinished() const { return !running_.empty() || !queue_.empty(); }
+
+  StepPlan schedule();
+  /// Books what the model has computed: to be called after the plan's forward pass.
+  void computed(const StepPlan& plan);
+  /// Takes sequences that finished out of slots and groups, after their tokens were appended.
+  void retire_finished();
+  /// Forgets all sequences and frees all blocks.
+  void abort();
+
+  const BlockManager& blocks() const { return blocks_; }
+  std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
+  std::int64_t preemptions() const { return preemptions_; }
+  /// Blocks that a lone sequence needs at most.
+  static std::int64_t blocks_needed(std::int64_t prompt_length, std::int64_t max_length, std::int64_t block_size);
+
+ private:
+  void feed_running(StepPlan& plan);
+  void admit(StepPlan& plan);
+  bool prefill(PromptGroup* group, StepPlan& plan);
+  bool admit_next(PromptGroup* group, StepPlan& plan);
+  bool make_room(std::int64_t blocks, const PromptGroup* keep, const StepPlan& plan);
+  bool drop_waiting_prompt(const PromptGroup* keep);
+  void preempt_last();
+  void release_prompt(PromptGroup* group);
+  void plan_sequence(Sequence* sequence, std::int64_t length, StepPlan& plan);
+  std::int64_t budget(const StepPlan& plan) const { return config_.prefill_chunk_tokens - plan.prefill_tokens; }
+
+  SchedulerConfig config_;
+  BlockManager blocks_;
+  std::vector<Sequence*> running_;   // in the order of admission
+  std::deque<PromptGroup*> queue_;   // groups with pending sequences, by priority
+  std::int64_t preemptions_ = 0;
+};
+
+}  // namespace nemo_rl::generation

@@ -1,0 +1,287 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "fake_model_runner.h"
+#include "generation/engine.h"
+
+namespace nemo_rl::generation {
+namespace {
+
+constexpr std::int64_t kVocab = 23;
+
+struct Job {
+  std::vector<std::vector<std::int64_t>> prompts;
+  std::vector<Request> requests;
+};
+
+class Random {
+ public:
+  explicit Random(std::uint32_t seed) : seed_(seed) {}
+  std::int64_t below(std::int64_t n) { return random_bits({seed_, RandomStream::init, 0, 0, counter_++})[0] % static_cast<std::uint32_t>(n); }
+  std::int64_t between(std::int64_t low, std::int64_t high) { return low + below(high - low + 1); }
+
+ private:
+  std::uint32_t seed_, counter_ = 0;
+};
+
+std::shared_ptr<const TokenBytes> letters() {
+  auto table = std::make_shared<TokenBytes>();
+  for (int v = 0; v < kVocab - 1; ++v) table->push_back(std::string(1 + v % 3, static_cast<char>('a' + v % 7)));
+  table->push_back("");
+  return table;
+}
+
+Job random_job(Random& random, std::int64_t max_prompt, std::int64_t max_new) {
+  Job job;
+  const std::int64_t P = random.between(1, 8);
+  for (std::int64_t p = 0; p < P; ++p) {
+    std::vector<std::int64_t> prompt(random.between(1, max_prompt));
+    for (auto& t : prompt) t = random.below(kVocab);
+    const std::int64_t G = random.between(1, 6);
+    for (std::int64_t g = 0; g < G; ++g) {
+      Request r;
+      r.prompt = p;
+      r.key = {7, RandomStream::train, static_cast<std::uint64_t>(100 + p), static_cast<std::uint32_t>(g), 0};
+      r.params.max_new_tokens = random.between(1, max_new);
+      r.params.rule = {0.5f + 0.25f * static_cast<float>(random.below(4)), random.below(2) ? 0.8f : 1.0f, random.below(2) ? 6 : 0, random.below(5) == 0};
+      if (random.below(2)) r.params.stop_token_ids = {random.below(kVocab), random.below(kVocab)};
+      if (random.below(3) == 0) r.params.stop_strings = std::make_shared<StopStrings>(std::vector<std::string>{"ab", "ccc", "fga"});
+      job.requests.push_back(r);
+    }
+    job.prompts.push_back(std::move(prompt));
+  }
+  return job;
+}
+
+/// The definition: one token after the other from the whole history, without cache or batch.
+Generation alone(const FakeModelRunner& model, const std::vector<std::int64_t>& prompt, const Request& r, std::int64_t max_model_len,
+                 const TokenBytes& bytes) {
+  Generation out;
+  std::vector<std::int64_t> tokens = prompt;
+  std::vector<float> logits(kVocab), scratch_logits(kVocab);
+  std::vector<kernels::FilterCandidate> candidates(kVocab);
+  std::vector<std::int32_t> ids(kVocab);
+  std::string text;
+  while (out.finish_reason == FinishReason::none) {
+    if (static_cast<std::int64_t>(out.token_ids.size()) == r.params.max_new_tokens ||
+        (max_model_len > 0 && static_cast<std::int64_t>(tokens.size()) >= max_model_len)) {
+      out.finish_reason = FinishReason::length;
+      break;
+    }
+    model.fill_logits(tokens, logits.data());
+    RandomKey key = r.key;
+    key.position = static_cast<std::uint32_t>(tokens.size());
+    const auto sampled = kernels::sample_row(logits.data(), kVocab, r.params.rule, random_uniform(key),
+                                             {candidates.data(), scratch_logits.data(), ids.data()}, false);
+    tokens.push_back(sampled.token);
+    out.token_ids.push_back(sampled.token);
+    out.logprobs.push_back(sampled.logprob);
+    text += bytes.at(sampled.token);
+    const auto& stops = r.params.stop_token_ids;
+    if (std::count(stops.begin(), stops.end(), sampled.token)) out.finish_reason = FinishReason::stop_token;
+    else if (r.params.stop_strings) {
+      for (const char* s : {"ab", "ccc", "fga"}) {
+        if (text.find(s) != std::string::npos) out.finish_reason = FinishReason::stop_string;
+      }
+    }
+  }
+  return out;
+}
+
+void expect_equal(const Generation& a, const Generation& b, std::size_t request) {
+  EXPECT_EQ(a.token_ids, b.token_ids) << "request " << request;
+  EXPECT_EQ(a.logprobs, b.logprobs) << "request " << request;
+  EXPECT_EQ(a.finish_reason, b.finish_reason) << "request " << request;
+}
+
+EngineConfig config(std::int64_t slots, std::int64_t chunk, std::int64_t max_model_len = 0, std::int64_t blocks = 1 << 20) {
+  return {{slots, chunk}, max_model_len, blocks * 1024, false};
+}
+
+}  // namespace
+
+TEST(Engine, AnyScheduleYieldsWhatEachRequestYieldsAlone) {
+  std::int64_t preemptions = 0, copies_possible = 0;
+  for (std::uint32_t seed = 0; seed < 400; ++seed) {
+    Random random(seed);
+    const std::int64_t block = random.between(1, 9), max_prompt = random.between(1, 40), max_new = random.between(1, 30);
+    const Job job = random_job(random, max_prompt, max_new);
+    const std::int64_t max_model_len = random.below(3) ? 0 : random.between(5, 50);
+    // from barely enough cache for one sequence to plenty
+    const std::int64_t least = (max_prompt + max_new + block - 1) / block + 1;
+    const std::int64_t blocks = least + (random.below(2) ? random.below(10) : random.below(200));
+    auto runner = std::make_shared<FakeModelRunner>(kVocab, block);
+    const auto bytes = letters();
+    const std::int64_t slots = random.between(1, 20), chunk = random.between(1, 64);
+    Engine engine(runner, config(slots, chunk, max_model_len, blocks), bytes);
+    const auto out = engine.generate(job.prompts, job.requests, nullptr);
+    ASSERT_EQ(out.size(), job.requests.size());
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      expect_equal(out[i], alone(*runner, job.prompts[job.requests[i].prompt], job.requests[i], max_model_len, *bytes), i);
+    }
+    ASSERT_FALSE(HasFailure()) << "seed " << seed;
+    EXPECT_LE(runner->largest_step, slots + chunk);
+    EXPECT_LE(engine.metrics().peak_blocks, blocks);
+    preemptions += engine.metrics().preemptions;
+    copies_possible += block > 1;
+  }
+  EXPECT_GT(preemptions, 100);  // or the property was not put to the test
+  EXPECT_GT(copies_possible, 100);
+}
+
+TEST(Engine, PromptOfAGroupIsComputedOnce) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 4);
+  Engine engine(runner, config(16, 512), nullptr);
+  Job job;
+  for (int p = 0; p < 2; ++p) {
+    job.prompts.emplace_back(30, p + 1);
+    for (std::uint32_t g = 0; g < 8; ++g) {
+      Request r;
+      r.prompt = p;
+      r.key.sample = g;
+      r.params.max_new_tokens = 5;
+      job.requests.push_back(r);
+    }
+  }
+  const auto out = engine.generate(job.prompts, job.requests, nullptr);
+  const auto& m = engine.metrics();
+  EXPECT_EQ(m.prefill_tokens, 60);
+  EXPECT_EQ(m.shared_prompt_tokens, 2 * 7 * 30);
+  EXPECT_EQ(m.decode_tokens, 16 * 4);  // the first of five tokens comes from the prefill, and the last is never fed
+  EXPECT_EQ(m.generated_tokens, 16 * 5);
+  EXPECT_EQ(m.steps, 5);
+  EXPECT_EQ(runner->widest_step, 16);
+  EXPECT_NE(out[0].token_ids, out[1].token_ids);
+}
+
+TEST(Engine, SlotsAreRefilledAsSequencesFinish) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  Engine engine(runner, config(4, 512), nullptr);
+  Job job;
+  std::int64_t tokens = 0;
+  for (int p = 0; p < 40; ++p) {
+    job.prompts.push_back({p % kVocab, 3});
+    Request r;
+    r.prompt = p;
+    r.params.max_new_tokens = 1 + p % 10;
+    tokens += r.params.max_new_tokens;
+    job.requests.push_back(r);
+  }
+  engine.generate(job.prompts, job.requests, nullptr);
+  // every step but those at the two ends works on four sequences
+  EXPECT_LE(engine.metrics().steps, tokens / 4 + 14);
+}
+
+TEST(Engine, FinishReasonsAndTheTokenThatEnds) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  const auto bytes = letters();
+  Engine engine(runner, config(4, 512, 0), bytes);
+  Request greedy;
+  greedy.params.rule.greedy = true;
+  greedy.params.max_new_tokens = 6;
+  const std::vector<std::vector<std::int64_t>> prompts{{1, 2, 3}};
+  const auto free_run = engine.generate(prompts, {greedy}, nullptr)[0];
+  ASSERT_EQ(free_run.token_ids.size(), 6u);
+  EXPECT_EQ(free_run.finish_reason, FinishReason::length);
+
+  Request stopped = greedy;
+  stopped.params.stop_token_ids = {free_run.token_ids[5]};
+  const auto by_token = engine.generate(prompts, {stopped}, nullptr)[0];
+  EXPECT_EQ(by_token.finish_reason, FinishReason::stop_token);  // also when it comes just at the limit
+  EXPECT_EQ(by_token.token_ids.back(), free_run.token_ids[5]);
+
+  Request by_text = greedy;  // spans the second and third token
+  const std::string text = bytes->at(free_run.token_ids[1]) + bytes->at(free_run.token_ids[2]);
+  by_text.params.stop_strings = std::make_shared<StopStrings>(std::vector<std::string>{text});
+  const auto by_string = engine.generate(prompts, {by_text}, nullptr)[0];
+  EXPECT_EQ(by_string.finish_reason, FinishReason::stop_string);
+  EXPECT_LE(by_string.token_ids.size(), 3u);
+  EXPECT_TRUE(std::equal(by_string.token_ids.begin(), by_string.token_ids.end(), free_run.token_ids.begin()));
+}
+
+TEST(Engine, PromptThatFillsTheModelYieldsNothing) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  Engine engine(runner, config(4, 512, 5), nullptr);
+  Request first, second;
+  first.params.max_new_tokens = second.params.max_new_tokens = 10;
+  second.prompt = 1;
+  const auto out = engine.generate({{1, 2, 3, 4, 5}, {1, 2, 3}}, {first, second}, nullptr);
+  EXPECT_TRUE(out[0].token_ids.empty());
+  EXPECT_EQ(out[0].finish_reason, FinishReason::length);
+  EXPECT_EQ(out[1].token_ids.size(), 2u);
+  EXPECT_EQ(out[1].finish_reason, FinishReason::length);
+}
+
+TEST(Engine, CacheIsKeptBetweenCallsAndGrowsWhenNeeded) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  Engine engine(runner, config(4, 512), nullptr);
+  Request r;
+  engine.generate({{1, 2}}, {r}, nullptr);
+  engine.generate({{3, 4}}, {r}, nullptr);
+  EXPECT_EQ(runner->allocations, 1);
+  r.params.max_new_tokens = 200;
+  engine.generate({{3, 4}}, {r}, nullptr);
+  EXPECT_EQ(runner->allocations, 2);
+  engine.release_cache();
+  EXPECT_EQ(engine.cache_blocks(), 0);
+  engine.generate({{3, 4}}, {r}, nullptr);
+  EXPECT_EQ(runner->allocations, 3);
+}
+
+TEST(Engine, MistakesAreRefusedAndLeaveTheEngineUsable) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  Engine engine(runner, config(4, 512, 0, 3), nullptr);
+  const auto run = [&](std::vector<std::int64_t> prompt, auto change) {
+    Request r;
+    r.params.max_new_tokens = 4;
+    change(r);
+    return engine.generate({prompt}, {r}, nullptr);
+  };
+  const auto nothing = [](Request&) {};
+  EXPECT_THROW(run({}, nothing), std::invalid_argument);
+  EXPECT_THROW(run({1, kVocab}, nothing), std::invalid_argument);
+  EXPECT_THROW(run({-1}, nothing), std::invalid_argument);
+  EXPECT_THROW(run({1}, [](Request& r) { r.params.max_new_tokens = 0; }), std::invalid_argument);
+  EXPECT_THROW(run({1}, [](Request& r) { r.params.max_new_tokens = 100; }), std::invalid_argument);  // 13 blocks of 3
+  EXPECT_THROW(run({1}, [](Request& r) { r.params.rule.temperature = 0; }), std::invalid_argument);
+  EXPECT_THROW(run({1}, [](Request& r) { r.params.rule.top_p = 0; }), std::invalid_argument);
+  EXPECT_THROW(run({1}, [](Request& r) { r.prompt = 1; }), std::invalid_argument);
+  EXPECT_EQ(run({1}, nothing)[0].token_ids.size(), 4u);
+}
+
+TEST(Engine, FailureOfTheModelOrAnInterruptGivesEverythingUp) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  Engine engine(runner, config(4, 512), nullptr);
+  Request r;
+  r.params.max_new_tokens = 10;
+  const auto expected = engine.generate({{1, 2}}, {r}, nullptr)[0];
+
+  runner->fail_at_step = runner->steps + 3;
+  EXPECT_THROW(engine.generate({{1, 2}}, {r}, nullptr), std::runtime_error);
+  int asked = 0;
+  EXPECT_THROW(engine.generate({{1, 2}}, {r}, [&] { return ++asked == 4; }), GenerationInterrupted);
+  EXPECT_EQ(asked, 4);
+  runner->nan_after = 5;
+  EXPECT_THROW(engine.generate({{1, 2}}, {r}, nullptr), std::runtime_error);
+  runner->nan_after = -1;
+  EXPECT_EQ(engine.generate({{1, 2}}, {r}, nullptr)[0].token_ids, expected.token_ids);
+}
+
+TEST(Engine, EveryPartOfTheKeyChangesTheText) {
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
+  Engine engine(runner, config(8, 512), nullptr);
+  std::vector<Request> requests(5);
+  for (auto& r : requests) r.params.max_new_tokens = 20;
+  requests[1].key.seed = 1;
+  requests[2].key.stream = RandomStream::val;
+  requests[3].key.draw_id = 1;
+  requests[4].key.sample = 1;
+  const auto out = engine.generate({{5}}, requests, nullptr);
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) EXPECT_NE(out[i].token_ids, out[j].token_ids);
+  }
+}
+
+}  // namespace nemo_rl::generation

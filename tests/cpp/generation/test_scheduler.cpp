@@ -1,0 +1,124 @@
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+
+#include "generation/scheduler.h"
+
+namespace nemo_rl::generation {
+namespace {
+
+/// Groups of equal prompts driven by hand: every row of logits yields token 1.
+struct Bench {
+  Bench(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size) : scheduler(config, num_blocks, block_size) {}
+
+  PromptGroup* add(std::int64_t prompt, std::int64_t G, std::int64_t max_new) {
+    groups.push_back(std::make_unique<PromptGroup>());
+    PromptGroup* g = groups.back().get();
+    g->tokens.assign(prompt, 5);
+    g->priority = static_cast<std::int64_t>(groups.size());
+    for (std::int64_t i = 0; i < G; ++i) {
+      sequences.push_back(std::make_unique<Sequence>());
+      sequences.back()->group = g;
+      sequences.back()->max_length = prompt + max_new;
+      g->pending.push_back(sequences.back().get());
+    }
+    scheduler.add(g);
+    return g;
+  }
+
+  StepPlan step() {
+    StepPlan plan = scheduler.schedule();
+    scheduler.computed(plan);
+    for (const PlannedSlice& slice : plan.slices) {
+      if (slice.logits_row < 0) continue;
+      if (slice.sequence) {
+        slice.sequence->append({1, 0, 0}, {});
+        continue;
+      }
+      for (Sequence* s : slice.group->pending) {
+        if (s->generated.empty()) s->append({1, 0, 0}, {});
+      }
+    }
+    scheduler.retire_finished();
+    return plan;
+  }
+
+  Scheduler scheduler;
+  std::vector<std::unique_ptr<PromptGroup>> groups;
+  std::vector<std::unique_ptr<Sequence>> sequences;
+};
+
+}  // namespace
+
+TEST(Scheduler, LongPromptIsPrefilledInChunksBesideDecoding) {
+  Bench bench({4, 10}, 100, 4);
+  bench.add(3, 1, 20);
+  bench.step();  // the short prompt, in full, and nothing else is there yet
+  bench.add(25, 1, 4);
+  const std::int64_t expected[] = {10, 10, 5};
+  for (const std::int64_t tokens : expected) {
+    const StepPlan plan = bench.step();
+    EXPECT_EQ(plan.prefill_tokens, tokens);
+    EXPECT_EQ(plan.decode_tokens, 1);
+  }
+  EXPECT_EQ(bench.step().decode_tokens, 2);
+}
+
+TEST(Scheduler, LastGenerationTakesThePromptsBlocksOver) {
+  Bench bench({4, 10}, 100, 4);
+  PromptGroup* group = bench.add(6, 3, 3);
+  bench.step();
+  EXPECT_EQ(bench.scheduler.blocks().num_used(), 2);
+  const StepPlan plan = bench.step();
+  EXPECT_EQ(plan.batch.copies.size(), 2u);  // three generations, two copies of the partial block
+  EXPECT_TRUE(group->blocks.empty());
+  EXPECT_EQ(bench.scheduler.blocks().num_used(), 4);
+}
+
+TEST(Scheduler, GenerationsBeyondTheSlotsWaitWithTheirFirstToken) {
+  Bench bench({2, 10}, 100, 4);
+  PromptGroup* group = bench.add(6, 5, 3);
+  bench.step();
+  bench.step();
+  EXPECT_EQ(bench.scheduler.num_running(), 2);
+  EXPECT_EQ(group->pending.size(), 3u);
+  for (const Sequence* s : group->pending) EXPECT_EQ(s->generated.size(), 1u);
+}
+
+TEST(Scheduler, OldestSequenceIsNeverPreempted) {
+  Bench bench({8, 64}, 9, 2);  // room for one sequence of 14 and little more
+  for (int i = 0; i < 4; ++i) bench.add(2, 2, 12);
+  int steps = 0;
+  const Sequence* oldest = bench.sequences[0].get();
+  std::size_t length = 0;
+  while (bench.scheduler.has_unfinished()) {
+    ASSERT_LT(++steps, 1000);
+    bench.step();
+    if (!oldest->finished()) {
+      if (steps > 1) { EXPECT_EQ(oldest->generated.size(), length + 1); }
+      length = oldest->generated.size();
+    }
+  }
+  EXPECT_GT(bench.scheduler.preemptions(), 0);
+  EXPECT_EQ(bench.scheduler.blocks().num_used(), 0);
+  for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
+}
+
+TEST(Scheduler, AbortFreesEverything) {
+  Bench bench({2, 8}, 50, 4);
+  for (int i = 0; i < 4; ++i) bench.add(10, 3, 12);
+  for (int i = 0; i < 4; ++i) bench.step();
+  EXPECT_GT(bench.scheduler.blocks().num_used(), 0);
+  bench.scheduler.abort();
+  EXPECT_EQ(bench.scheduler.blocks().num_used(), 0);
+  EXPECT_FALSE(bench.scheduler.has_unfinished());
+}
+
+TEST(Scheduler, RefusesWhatCanNeverRun) {
+  Bench bench({2, 8}, 4, 4);
+  EXPECT_THROW(bench.add(10, 1, 12), std::invalid_argument);
+  EXPECT_THROW(Scheduler({0, 8}, 4, 4), std::invalid_argument);
+  EXPECT_THROW(Scheduler({2, 0}, 4, 4), std::invalid_argument);
+}
+
+}  // namespace nemo_rl::generation

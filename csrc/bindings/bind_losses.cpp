@@ -1,6 +1,7 @@
 #include "bindings/module.h"
 
 #include "ops/clipped_pg_loss.h"
+#include "ops/value_loss.h"
 
 namespace nemo_rl::bindings {
 
@@ -82,11 +83,25 @@ void bind_kl(py::module_& m) {
       py::arg("weights"), py::arg("with_gradient"));
 }
 
+void bind_value_loss(py::module_& m) {
+  m.def(
+      "mse_value_loss",
+      [](const at::Tensor& values, const at::Tensor& returns, const OptTensor& old_values, const at::Tensor& token_mask,
+         const at::Tensor& sample_mask, const OptTensor& toks, double scale, double cliprange) {
+        const auto r = ops::mse_value_loss(values, returns, or_undefined(old_values), token_mask, sample_mask, or_undefined(toks), {scale, cliprange});
+        return std::make_tuple(r.loss, r.grad_values, r.metrics);
+      },
+      py::arg("values"), py::arg("returns"), py::arg("old_values"), py::arg("token_mask"), py::arg("sample_mask"),
+      py::arg("global_valid_toks"), py::arg("scale"), py::arg("cliprange"), release_gil());
+  m.def("value_loss_metric_names", &ops::value_loss_metric_names);
+}
+
 }  // namespace
 
 void bind_losses(py::module_& m) {
   bind_clipped_pg_loss(m);
   bind_kl(m);
+  bind_value_loss(m);
 }
 
 }  // namespace nemo_rl::bindings

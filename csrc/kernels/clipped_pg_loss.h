@@ -10,6 +10,7 @@
 
 #include "common/cpu_capability.h"
 #include "kernels/kl.h"
+#include "kernels/matrix_view.h"
 
 namespace nemo_rl::kernels {
 
@@ -47,13 +48,6 @@ struct ClippedPGConfig {
   double positive_nll_weight = 0.0;  ///< mu; acts when rewards are given
 };
 
-template <class T>
-struct MatrixView {
-  const T* data = nullptr;
-  std::int64_t row_stride = 0;
-  NRL_INLINE_MEMBER const T* row(std::int64_t b) const { return data + b * row_stride; }
-};
-
 /// The global counts a sum is divided by: valid tokens, valid sequences, valid tokens of samples with a positive reward.
 enum LossCount : int { kTokens, kSequences, kPositiveTokens, kNumLossCounts };
 
@@ -63,12 +57,6 @@ struct LossWeights {
   double sequence = 0.0;
   double positive_token = 0.0;
 };
-
-/// 1 / (count + 1e-8), the sum rounded as the tensors' type rounds it.
-template <class T>
-NRL_INLINE double reciprocal_count(double count) {
-  return 1.0 / static_cast<double>(static_cast<T>(count) + static_cast<T>(1e-8));
-}
 
 template <class T>
 NRL_INLINE LossWeights loss_weights(const double* counts) {

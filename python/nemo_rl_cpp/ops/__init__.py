@@ -1,5 +1,39 @@
 """Typed entry points of the native core, one module an area. Names equal the C++ ones."""
 
-from nemo_rl_cpp.ops.losses import ClippedPGConfig, ClippedPGResult, calculate_kl, clipped_pg_loss
+from nemo_rl_cpp.ops.advantages import (
+    GroupBaseline,
+    TokenAdvantages,
+    gae,
+    gdpo_advantages,
+    group_baseline,
+    group_ids_from_prompts,
+    grpo_advantages,
+    raw_reward,
+    reinforce_plus_plus,
+)
+from nemo_rl_cpp.ops.losses import (
+    ClippedPGConfig,
+    ClippedPGResult,
+    ValueLossResult,
+    calculate_kl,
+    clipped_pg_loss,
+    mse_value_loss,
+)
 
-__all__ = ["ClippedPGConfig", "ClippedPGResult", "calculate_kl", "clipped_pg_loss"]
+__all__ = [
+    "ClippedPGConfig",
+    "ClippedPGResult",
+    "GroupBaseline",
+    "TokenAdvantages",
+    "ValueLossResult",
+    "calculate_kl",
+    "clipped_pg_loss",
+    "gae",
+    "gdpo_advantages",
+    "group_baseline",
+    "group_ids_from_prompts",
+    "grpo_advantages",
+    "mse_value_loss",
+    "raw_reward",
+    "reinforce_plus_plus",
+]

@@ -162,3 +162,41 @@ def calculate_kl(
             logprobs, logprobs_reference, weights if weights is None else weights.expand_as(logprobs), kl_type, input_clamp, output_clamp
         )
     return C.calculate_kl(logprobs, logprobs_reference, kl_type, input_clamp, output_clamp, weights, False)[0]
+
+
+_VALUE_METRIC_NAMES: list[str] = C.value_loss_metric_names()
+
+
+class ValueLossResult(NamedTuple):
+    """Loss (scalar tensor), its gradient [B, S], metrics as floats, and the first non-finite (sample, token) or None."""
+
+    loss: Tensor
+    grad_values: Tensor
+    metrics: dict[str, float]
+    nonfinite: tuple[int, int] | None
+
+
+def mse_value_loss(
+    values: Tensor,
+    *,
+    returns: Tensor,
+    token_mask: Tensor,
+    sample_mask: Tensor,
+    old_values: Tensor | None = None,
+    global_valid_toks: Tensor | float | None = None,
+    scale: float = 1.0,
+    cliprange: float | None = None,
+) -> ValueLossResult:
+    """scale/2 * sum(M e) / global_valid_toks with e = (v - R)^2, or with a cliprange the larger of that and the square
+    of clamp(v, old +- cliprange) - R. values, returns, old_values, token_mask [B, S] (unshifted), sample_mask [B].
+
+    values_min and values_max are over valid tokens (0 if there are none).
+    """
+    if cliprange and cliprange > 0 and old_values is None:
+        raise ValueError("cliprange is set but the old values are missing: give `values` in the data")
+    loss, grad, numbers = C.mse_value_loss(
+        values, returns, old_values, token_mask, sample_mask, _scalar(global_valid_toks), scale, max(cliprange or 0.0, 0.0)
+    )
+    metrics = dict(zip(_VALUE_METRIC_NAMES, numbers.tolist(), strict=True))
+    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    return ValueLossResult(loss, grad, metrics, None if sample < 0 else (sample, token))

@@ -1,0 +1,73 @@
+#include "kernels/value_loss.h"
+
+#include "kernels/cpu/lanes.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+template <class T>
+struct Tile {
+  alignas(64) T v[kTile], target[kTile], old[kTile], mask[kTile], error[kTile], slope[kTile], clipped[kTile], square[kTile];
+};
+
+template <class T>
+void reduce_tile(Tile<T>& t, int n, double* row) {
+  row[kSquares] += lane_dot(t.error, t.mask, n);
+  row[kClipped] += lane_dot(t.clipped, t.mask, n);
+  row[kReturns] += lane_dot(t.target, t.mask, n);
+  row[kValues] += lane_dot(t.v, t.mask, n);
+  lane_extrema(t.v, t.mask, n, row[kValueMin], row[kValueMax]);
+  for (int i = 0; i < n; ++i) t.square[i] = t.target[i] * t.target[i];
+  row[kReturnsSquared] += lane_dot(t.square, t.mask, n);
+  for (int i = 0; i < n; ++i) t.square[i] = (t.target[i] - t.v[i]) * (t.target[i] - t.v[i]);
+  row[kResidualSquared] += lane_dot(t.square, t.mask, n);
+}
+
+template <class T>
+void run_row(const ValueLossArgs<T>& a, const ValueLossConfig& c, T weight, std::int64_t b, double* row) {
+  for (int i = 0; i < kValueRowSize; ++i) row[i] = 0;
+  row[kValueMin] = HUGE_VAL;
+  row[kValueMax] = -HUGE_VAL;
+  row[kFirstBadValue] = -1;
+  const T sample = a.sample_mask[b], cliprange = static_cast<T>(c.cliprange);
+  T* grad = a.grad + b * a.num_tokens;
+  Tile<T> tile;
+  for (std::int64_t start = 0; start < a.num_tokens; start += kTile) {
+    const std::int64_t left = a.num_tokens - start;
+    const int n = left < kTile ? static_cast<int>(left) : kTile, padded = padded_to_lanes(n);
+    const T* mask = a.token_mask.row(b) + start;
+    for (int i = 0; i < padded; ++i) tile.mask[i] = i < n ? mask[i] * sample : T(0);
+    load_masked(a.values.row(b) + start, tile.mask, n, tile.v);
+    load_masked(a.returns.row(b) + start, tile.mask, n, tile.target);
+    if (cliprange > T(0)) load_masked(a.old_values.row(b) + start, tile.mask, n, tile.old);
+    else for (int i = 0; i < padded; ++i) tile.old[i] = T(0);
+    for (int i = 0; i < padded; ++i) {
+      const ValueTerm<T> term = value_term(tile.v[i], tile.target[i], tile.old[i], cliprange);
+      tile.error[i] = term.error;
+      tile.slope[i] = tile.mask[i] * (term.slope * weight);
+      tile.clipped[i] = term.clipped;
+    }
+    reduce_tile(tile, padded, row);
+    for (int i = 0; i < n; ++i) grad[start + i] = tile.slope[i];
+    if (is_finite(row[kSquares] + lane_sum(tile.slope, padded)) || row[kFirstBadValue] >= 0) continue;
+    for (int i = n - 1; i >= 0; --i)
+      if (tile.mask[i] != T(0) && !(is_finite(tile.error[i]) && is_finite(tile.slope[i]))) row[kFirstBadValue] = static_cast<double>(start + i);
+  }
+}
+
+template <class T>
+void run(const ValueLossArgs<T>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end, double* rows) {
+  const T weight = static_cast<T>(0.5 * c.scale * reciprocal_count<T>(*a.global_valid_toks));
+  for (std::int64_t b = begin; b < end; ++b) run_row(a, c, weight, b, rows + b * kValueRowSize);
+}
+
+}  // namespace
+
+void value_loss_f32(const ValueLossArgs<float>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end, double* rows) {
+  run(a, c, begin, end, rows);
+}
+void value_loss_f64(const ValueLossArgs<double>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end, double* rows) {
+  run(a, c, begin, end, rows);
+}
+
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

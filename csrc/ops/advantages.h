@@ -1,0 +1,70 @@
+// Advantage estimators on tensors. Formulas: kernels/{group_baseline,reinforce_plus_plus,gae,masked_reduce}.h.
+// Rewards decide the dtype (float32 or float64) unless said otherwise; masks may have any dtype, with values 0 and 1.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include "kernels/gae.h"
+#include "kernels/masked_reduce.h"
+#include "kernels/reinforce_plus_plus.h"
+#include "ops/cuda_dispatch.h"
+
+namespace nemo_rl::ops {
+
+using kernels::GaeConfig;
+using kernels::KlEstimator;
+
+/// [B] int64: the index of the first row of `prompts` [B, L] or [B] that equals row i.
+at::Tensor group_ids_from_prompts(const at::Tensor& prompts);
+
+struct GroupBaseline {
+  at::Tensor baseline;  ///< [B]
+  at::Tensor std;       ///< [B]
+};
+/// `valid_mask` and `std_rewards` may be undefined: all valid; rewards. Runs on the CPU; results on the rewards' device.
+GroupBaseline group_baseline(const at::Tensor& rewards, const at::Tensor& group_ids, const at::Tensor& valid_mask,
+                             bool leave_one_out, const at::Tensor& std_rewards);
+
+/// [B]: rewards - baseline, and over (std + 1e-6) where normalize and std > 0.
+at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline, const at::Tensor& std, bool normalize);
+
+/// [B]: (sum_k weights_k advantages_k - mean) / std over the samples (unbiased; only the mean is taken off where std is 0).
+at::Tensor gdpo_advantages(const at::Tensor& components, const at::Tensor& weights);
+
+/// Per-token advantages; `degenerate` is set when too few tokens were valid to whiten (they are 0 then).
+struct TokenAdvantages {
+  at::Tensor advantages;  ///< [B, S]
+  at::Tensor returns;     ///< [B, S] or undefined
+  bool degenerate = false;
+};
+
+/// (advantage - kl_coef K) whitened over all valid tokens; 0 at masked positions. `logprobs` and `reference` may both be
+/// undefined: no KL term.
+TokenAdvantages reinforce_plus_plus(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& logprobs,
+                                    const at::Tensor& reference, double kl_coef, KlEstimator kl_type);
+
+/// The reward on each token, whitened over the valid ones if `normalize`; masked positions get the same transform.
+TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bool normalize);
+
+/// GAE; `values` [B, S] decides the dtype together with the rewards (the wider). Whitened over valid tokens if `normalize`.
+TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask, const at::Tensor& logprobs,
+                    const at::Tensor& reference, const GaeConfig& config, bool normalize);
+
+/// In-place whitening of `values` [B, S] (contiguous) over mask != 0; returns whether it was degenerate.
+bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked);
+
+template <class T>
+using GaeLauncher = void(const kernels::GaeArgs<T>&, const GaeConfig&);
+extern CudaSlot<GaeLauncher<float>> gae_cuda_f32;
+extern CudaSlot<GaeLauncher<double>> gae_cuda_f64;
+template <class T>
+using TokenAdvantageLauncher = void(const kernels::TokenAdvantageArgs<T>&);
+extern CudaSlot<TokenAdvantageLauncher<float>> token_advantages_cuda_f32;
+extern CudaSlot<TokenAdvantageLauncher<double>> token_advantages_cuda_f64;
+/// `rows` [B] Moments and `scale` [1] WhitenScale are workspace on the device.
+template <class T>
+using WhitenLauncher = void(const kernels::MaskedArgs<T>&, kernels::WhitenRule, bool zero_masked, kernels::Moments* rows,
+                            kernels::WhitenScale* scale);
+extern CudaSlot<WhitenLauncher<float>> whiten_cuda_f32;
+extern CudaSlot<WhitenLauncher<double>> whiten_cuda_f64;
+
+}  // namespace nemo_rl::ops

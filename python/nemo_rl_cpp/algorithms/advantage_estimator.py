@@ -1,0 +1,211 @@
+"""Advantage estimators, over the native ops. One class and one line in ADVANTAGE_ESTIMATORS add another.
+
+compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) gives advantages [B, S], or (advantages, returns) from
+the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where that is given.
+`last_metrics` of each estimator holds `advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
+"""
+
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from nemo_rl_cpp import ops
+from nemo_rl_cpp.algorithms._config import setting
+from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
+
+
+class AdvEstimatorConfig(BaseModel):
+    """The `adv_estimator` section of a GRPO configuration."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "grpo"
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = True
+    reward_weights: list[float] | None = None
+    minus_baseline: bool = True
+
+
+def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
+    return ops.group_ids_from_prompts(prompt_ids) if group_id is None else torch.as_tensor(group_id)
+
+
+def _whitening_metrics(degenerate: bool) -> dict[str, float]:
+    return {"advantage/degenerate_whitening": float(degenerate)}
+
+
+class GRPOAdvantageEstimator:
+    """reward - baseline of the group, over the group's std if normalize_rewards; the same on every token."""
+
+    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+        self.use_leave_one_out_baseline = setting(estimator_config, "use_leave_one_out_baseline", True)
+        self.normalize_rewards = setting(estimator_config, "normalize_rewards", True)
+        self.last_metrics: dict[str, float] = {}
+
+    def _advantages(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None) -> Tensor:
+        stats = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=self.use_leave_one_out_baseline)
+        return ops.grpo_advantages(rewards, stats.baseline, stats.std, normalize=self.normalize_rewards)
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """[B, S]: an expanded view, masked positions included. Samples with valid_mask 0 do not enter a baseline."""
+        advantages = self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask)
+        return advantages.unsqueeze(-1).expand(mask.shape)
+
+
+class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
+    """GRPO for each `reward/<name>` of the batch, their weighted sum whitened over the samples (arXiv:2601.05242)."""
+
+    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+        super().__init__(estimator_config, loss_config)
+        self.reward_weights = setting(estimator_config, "reward_weights", None)
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Any, valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """[B, S]; weights go by the sorted names of the components. ValueError for fewer than two components."""
+        keys = get_gdpo_reward_component_keys(repeated_batch)
+        if len(keys) < 2:
+            raise ValueError(
+                f"gdpo needs at least two reward components (reward/<name>); this batch has {keys}. "
+                "Set grpo.adv_estimator.name to grpo for a single reward"
+            )
+        weights = [1.0] * len(keys) if self.reward_weights is None else list(self.reward_weights)
+        if len(weights) != len(keys):
+            raise ValueError(
+                f"grpo.adv_estimator.reward_weights has {len(weights)} entries for {len(keys)} reward components {keys}; "
+                "expected one each, in that order"
+            )
+        groups = _groups(prompt_ids, group_id)
+        parts = torch.stack([self._advantages(repeated_batch[key], groups, valid_mask) for key in keys])
+        combined = ops.gdpo_advantages(parts, torch.tensor(weights, dtype=torch.float64))
+        return combined.unsqueeze(-1).expand(mask.shape)
+
+
+class ReinforcePlusPlusAdvantageEstimator:
+    """Reward less the group's mean (if minus_baseline) and less the KL penalty of the token (if use_kl_in_reward),
+    whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
+
+    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+        self.minus_baseline = setting(estimator_config, "minus_baseline", True)
+        self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
+        self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
+        self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
+        self.last_metrics: dict[str, float] = {}
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        advantages = rewards
+        if self.minus_baseline:
+            groups = _groups(prompt_ids, group_id)
+            mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
+            advantages = rewards - mean
+        with_kl = self.use_kl_in_reward and logprobs_policy is not None and logprobs_reference is not None
+        result = ops.reinforce_plus_plus(
+            advantages,
+            mask,
+            logprobs=logprobs_policy if with_kl else None,
+            reference_logprobs=logprobs_reference if with_kl else None,
+            kl_coef=self.kl_coef,
+            kl_type=self.kl_type,
+        )
+        self.last_metrics = _whitening_metrics(result.degenerate)
+        return result.advantages
+
+
+class RawRewardAdvantageEstimator:
+    """The reward itself on every token, whitened over the valid tokens if normalize_advantages; no returns."""
+
+    def __init__(self, estimator_config: Any, loss_config: Any):
+        self.normalize_advantages = setting(estimator_config, "normalize_advantages")
+        self.last_metrics: dict[str, float] = {}
+
+    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        result = ops.raw_reward(rewards, mask, normalize=self.normalize_advantages)
+        self.last_metrics = _whitening_metrics(result.degenerate)
+        return result.advantages, None
+
+
+class GeneralizedAdvantageEstimator:
+    """GAE (arXiv:1506.02438) with carry-forward masking, VAPO's decoupled and length-adaptive lambdas, and whitening."""
+
+    def __init__(self, estimator_config: Any, loss_config: Any):
+        self.gae_lambda = setting(estimator_config, "gae_lambda")
+        self.gae_gamma = setting(estimator_config, "gae_gamma")
+        self.normalize_advantages = setting(estimator_config, "normalize_advantages")
+        self.gae_lambda_value = setting(estimator_config, "gae_lambda_value")
+        self.gae_lambda_policy = setting(estimator_config, "gae_lambda_policy")
+        self.length_adaptive_alpha = setting(estimator_config, "length_adaptive_alpha")
+        self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
+        self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
+        self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
+        self.last_metrics: dict[str, float] = {}
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
+        logprobs: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(advantages, returns), both [B, S]; values[t] is V of the state before token t."""
+        both = logprobs is not None and reference_logprobs is not None
+        with_kl = self.use_kl_in_reward and self.kl_coef > 0 and both
+        policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
+        value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
+        result = ops.gae(
+            rewards,
+            values,
+            mask,
+            gamma=self.gae_gamma,
+            gae_lambda=policy,
+            gae_lambda_value=value,
+            length_adaptive_alpha=self.length_adaptive_alpha,
+            logprobs=logprobs if with_kl else None,
+            reference_logprobs=reference_logprobs if with_kl else None,
+            kl_coef=self.kl_coef if with_kl else 0.0,
+            kl_type=self.kl_type,
+            normalize=self.normalize_advantages,
+        )
+        self.last_metrics = _whitening_metrics(result.degenerate)
+        return result.advantages, result.returns
+
+
+class OPDAdvantageEstimator:
+    """On-policy distillation (arXiv:2601.02780): teacher minus student log-prob of each token, 0 at masked positions."""
+
+    def __init__(self, estimator_config: Any, loss_config: Any):
+        self.last_metrics: dict[str, float] = {}
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
+        prev_logprobs: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if teacher_logprobs is None or prev_logprobs is None:
+            missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
+            raise ValueError(f"opd needs {missing} [B, S]; got None")
+        gap = (teacher_logprobs - prev_logprobs).detach()
+        advantages = gap * mask
+        valid = mask.bool()
+        gaps, kept = gap[valid], advantages[valid]
+        self.last_metrics = {
+            "on_policy_distillation/teacher_student_logprob_gap_mean": gaps.mean().item() if gaps.numel() else 0.0,
+            "on_policy_distillation/adv_mean": kept.mean().item() if kept.numel() else 0.0,
+            "on_policy_distillation/adv_std": kept.std().item() if kept.numel() > 1 else 0.0,
+        }
+        return advantages
+
+
+ADVANTAGE_ESTIMATORS: dict[str, type] = {
+    "grpo": GRPOAdvantageEstimator,
+    "gdpo": GDPOAdvantageEstimator,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+    "raw_reward": RawRewardAdvantageEstimator,
+    "gae": GeneralizedAdvantageEstimator,
+    "opd": OPDAdvantageEstimator,
+}

@@ -1,0 +1,115 @@
+"""MseValueLossFn: the critic's loss over the native op; NLLLossFn: negative log-likelihood."""
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from nemo_rl_cpp import ops
+from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.algorithms.loss.clipped_pg import NativeGradient
+from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
+
+
+class MseValueLossConfig(BaseModel):
+    """The `value_loss_fn` section of a configuration; an unknown key is a ValidationError."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scale: float = 1.0
+    cliprange: Optional[float] = None
+
+
+class MseValueLossFn:
+    """Squared error of value predictions, clipped around the old ones when `cliprange` is set (PPO).
+
+    data: token_mask, returns and (with a cliprange) values [B, S]; sample_mask [B]. No column is shifted here.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGIT
+
+    def __init__(self, cfg: MseValueLossConfig):
+        cfg = as_model(cfg, MseValueLossConfig)
+        self.cfg = cfg
+        self.scale = cfg.scale
+        self.cliprange = cfg.cliprange
+        self.loss_type = LossType.TOKEN_LEVEL
+
+    def native(
+        self,
+        values: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | float | None,
+        global_valid_toks: Tensor | float | None,
+    ) -> ops.ValueLossResult:
+        """Loss, gradient with respect to `values` [B, S], metrics and the first non-finite (sample, token)."""
+        clipping = bool(self.cliprange and self.cliprange > 0)
+        result = ops.mse_value_loss(
+            values.detach(),
+            returns=data["returns"],
+            token_mask=data["token_mask"],
+            sample_mask=data["sample_mask"],
+            old_values=data["values"] if clipping else None,
+            global_valid_toks=global_valid_toks,
+            scale=self.scale,
+            cliprange=self.cliprange,
+        )
+        result.metrics["num_valid_samples"] = int(values.shape[0])
+        return result
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """(loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in them."""
+        values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits
+        if values.dtype not in (torch.float32, torch.float64):
+            values = values.float()
+        result = self.native(values, data, global_valid_seqs, global_valid_toks)
+        if not torch.is_grad_enabled():
+            return result.loss, result.metrics
+        return NativeGradient.apply(result.loss, values, result.grad_values), result.metrics
+
+
+class NLLLossFn:
+    """Negative log-likelihood of the valid tokens over the global token count; `dpo_loss` gives one sum a sample."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+
+    def __init__(self, use_fused_linear_logprobs: bool = False):
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.metric_normalizations = {
+            "loss": MetricNormalizer.TOKENS,
+            "num_unmasked_tokens": MetricNormalizer.NONE,
+            "num_valid_samples": MetricNormalizer.NONE,
+        }
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor,
+        dpo_loss: bool = False,
+        dpo_average_log_probs: bool = False,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """(loss, metrics) for log-probs [B, S-1]; the loss is [B] with `dpo_loss` (a mean if dpo_average_log_probs)."""
+        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+        if dpo_loss:
+            loss = -(next_token_logprobs * mask).sum(-1)
+            if dpo_average_log_probs:
+                loss = loss / mask.sum(-1).clamp(min=1)
+        else:
+            loss = -(next_token_logprobs * mask).sum() / (global_valid_toks + 1e-8)
+        return loss, {
+            "loss": loss.item() if loss.ndim == 0 else loss,
+            "num_unmasked_tokens": mask.sum().item(),
+            "num_valid_samples": data["sample_mask"].sum().item(),
+        }

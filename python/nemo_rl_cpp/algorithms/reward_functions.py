@@ -1,0 +1,98 @@
+"""Reward shaping by response length: DAPO's overlong penalty and ProRLv2's stop-properly penalty."""
+
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from nemo_rl_cpp.algorithms._config import as_model
+
+
+class RewardShapingConfig(BaseModel):
+    """The `reward_shaping` section. With `stop_properly_penalty_coef` set the overlong keys are ignored, unless
+    `compose` is true: then the coefficient is applied first and the overlong penalty after it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = False
+    overlong_buffer_length: int | None = None
+    overlong_buffer_penalty: float | None = None
+    max_response_length: int | None = None
+    stop_properly_penalty_coef: float | None = None
+    compose: bool = False
+
+
+_OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+
+
+def apply_reward_shaping(batch: Any, cfg: RewardShapingConfig) -> Any:
+    """Shapes `total_reward` of the batch in place and returns it; the raw one stays as `unshaped_total_reward`.
+
+    Stop-properly: reward * coef where `truncated` is set. Overlong (DAPO, arXiv:2503.14476), with L the length of the
+    first assistant message (or `response_token_lengths`): reward + min(-(L - (max - buffer)) / buffer * penalty, 0).
+    The penalty keeps growing beyond max_response_length.
+
+    Raises ValueError when shaping is enabled with neither complete; AssertionError for a coefficient outside [0, 1], a
+    negative penalty, or data that lacks `truncated` or an assistant message; ZeroDivisionError for a buffer of 0.
+    """
+    cfg = as_model(cfg, RewardShapingConfig)
+    if not cfg.enabled:
+        return batch
+    batch["unshaped_total_reward"] = batch["total_reward"].clone()
+    if cfg.stop_properly_penalty_coef is not None:
+        _stop_properly(batch, cfg)
+        if not cfg.compose:
+            return batch
+    _overlong(batch, cfg)
+    return batch
+
+
+def _stop_properly(batch: Any, cfg: RewardShapingConfig) -> None:
+    coef = cfg.stop_properly_penalty_coef
+    assert 0 <= coef <= 1, f"stop_properly_penalty_coef is {coef}; expected a number in [0, 1]"
+    ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
+    if ignored and not cfg.compose:
+        print(
+            f"[WARN] reward_shaping: stop_properly_penalty_coef is set, so {', '.join(ignored)} are ignored; "
+            "set reward_shaping.compose: true to apply both, or the coefficient to null",
+            flush=True,
+        )
+    rewards: Tensor = batch["total_reward"]
+    truncated = batch.get("truncated")
+    assert truncated is not None, "reward_shaping.stop_properly_penalty_coef needs `truncated` in the batch"
+    truncated = torch.as_tensor(truncated, device=rewards.device).bool()
+    batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
+    print(f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}", flush=True)
+
+
+def _overlong(batch: Any, cfg: RewardShapingConfig) -> None:
+    buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
+    missing = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is None]
+    if missing:
+        raise ValueError(
+            f"reward_shaping is enabled but {', '.join(missing)} is not set; give all of {', '.join(_OVERLONG_KEYS)}, "
+            "or stop_properly_penalty_coef alone"
+        )
+    assert penalty >= 0, f"overlong_buffer_penalty is {penalty}; expected a number >= 0"
+    if buffer == 0:
+        raise ZeroDivisionError("reward_shaping.overlong_buffer_length is 0; expected at least 1 token")
+    rewards: Tensor = batch["total_reward"]
+    lengths = _response_lengths(batch)
+    assert len(lengths) == len(rewards), f"{len(lengths)} message logs for {len(rewards)} rewards"
+    excess = torch.tensor(lengths, dtype=torch.float64, device=rewards.device) - (longest - buffer)
+    overlong = torch.clamp(-excess / buffer * penalty, max=0.0)
+    batch["total_reward"] = (rewards.double() + overlong).to(rewards.dtype)
+
+
+def _response_lengths(batch: Any) -> list[int]:
+    """Tokens of each sample's first assistant message."""
+    known = batch.get("response_token_lengths")
+    if known is not None:
+        return known.tolist() if isinstance(known, Tensor) else list(known)
+    lengths = []
+    for message_log in batch["message_log"]:
+        found = next((len(m["token_ids"]) for m in message_log if m["role"] == "assistant"), None)
+        assert found is not None, "a message log has no assistant message; reward shaping needs its length"
+        lengths.append(found)
+    return lengths

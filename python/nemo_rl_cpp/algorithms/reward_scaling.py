@@ -1,0 +1,47 @@
+"""Linear rescaling of rewards."""
+
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+
+class RewardScalingConfig(BaseModel):
+    """The `reward_scaling` section: rewards are clamped to [source_min, source_max] and mapped to [target_min, target_max]."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = False
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+
+def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) -> Any:
+    """Rescales `total_reward` and every `reward/<name>` of the batch in place and returns it.
+
+    r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Prints how many
+    rewards were clamped. Equal source bounds give infinite or NaN rewards, as in NeMo RL; the configuration loader
+    rejects them.
+    """
+    cfg = reward_scaling_cfg
+    if not _of(cfg, "enabled"):
+        return repeated_batch
+    low, high = float(_of(cfg, "source_min")), float(_of(cfg, "source_max"))
+    target_low, target_high = float(_of(cfg, "target_min")), float(_of(cfg, "target_max"))
+    keys = ["total_reward", *(k for k in repeated_batch.keys() if str(k).startswith("reward/"))]
+    for key in keys:
+        rewards = torch.as_tensor(repeated_batch[key])
+        outside = int(((rewards < low) | (rewards > high)).sum())
+        if outside:
+            print(f"[WARNING]: reward_scaling: {outside} of {rewards.numel()} values of {key} lie outside [{low}, {high}] and are clamped")
+        span = torch.tensor(high - low, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
+        repeated_batch[key] = target_low + (rewards.clamp(low, high) - low) / span * (target_high - target_low)
+    return repeated_batch
+
+
+def _of(cfg: Any, name: str) -> Any:
+    from nemo_rl_cpp.algorithms._config import setting
+
+    return setting(cfg, name, RewardScalingConfig.model_fields[name].default)

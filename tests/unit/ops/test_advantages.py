@@ -1,0 +1,256 @@
+"""The native advantage estimators against slow references, by hand, and against hostile masked values."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_cpp import ops
+from reference import advantages as reference
+from reference import loss_cases as cases
+
+DTYPES = [(torch.float64, 1e-6), (torch.float32, 1e-5)]
+
+
+def near(ours, wanted, rtol, note=None):
+    wanted = torch.as_tensor(wanted, dtype=torch.float64)
+    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+    assert torch.allclose(ours.double(), wanted, rtol=rtol, atol=rtol * max(scale, 1e-9)), (note, ours, wanted)
+
+
+def ragged(rng):
+    B, S = int(rng.integers(1, 12)), int(rng.integers(1, 30))
+    lengths = rng.integers(0, S + 1, B)
+    mask = (np.arange(S)[None, :] < lengths[:, None]) & (rng.random((B, S)) < rng.choice([0.5, 0.9, 1.0]))
+    if rng.random() < 0.08:
+        mask[:] = False
+        if rng.random() < 0.5:
+            mask[rng.integers(B), rng.integers(S)] = True
+    return mask.astype(np.float64)
+
+
+def rewards_like(rng, n, dtype):
+    kind = rng.integers(4)
+    if kind == 0:
+        r = rng.choice([0.0, 1.0], n)
+    elif kind == 1:
+        r = np.full(n, rng.choice([0.1, 0.7, -1.0]))
+    else:
+        r = rng.normal(0, rng.choice([1.0, 50.0]), n)
+    return torch.as_tensor(r, dtype=dtype).double().numpy()
+
+
+@pytest.mark.parametrize("dtype, rtol", DTYPES)
+def test_group_baseline_matches_reference(dtype, rtol):
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        n = int(rng.integers(1, 20))
+        groups = rng.integers(0, rng.integers(1, 6), n)
+        r = rewards_like(rng, n, dtype)
+        q = rewards_like(rng, n, dtype) if rng.random() < 0.3 else None
+        valid = (rng.random(n) < 0.8).astype(float) if rng.random() < 0.5 else np.ones(n)
+        loo, normalize = bool(rng.random() < 0.5), bool(rng.random() < 0.5)
+        base, std = reference.group_baseline(groups, r, valid, loo, q)
+        ours = ops.group_baseline(
+            torch.as_tensor(r, dtype=dtype), torch.as_tensor(groups), valid_mask=torch.as_tensor(valid), leave_one_out=loo,
+            std_rewards=None if q is None else torch.as_tensor(q, dtype=dtype),
+        )  # fmt: skip
+        near(ours.baseline, base, rtol)
+        near(ours.std, std, rtol * 10 if not valid.all() else rtol)
+        adv = ops.grpo_advantages(torch.as_tensor(r, dtype=dtype), ours.baseline, ours.std, normalize=normalize)
+        stored = reference.grpo(r, ours.baseline.double().numpy(), ours.std.double().numpy(), normalize)
+        near(adv, stored, rtol)
+
+
+def test_group_baseline_by_hand():
+    """Rewards 1, 0, 0, 0. Leave one out: the first sees 0, 0, 0; the others see 1, 0, 0 with std sqrt(1/3)."""
+    r, g = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
+    loo = ops.group_baseline(r, g)
+    assert loo.baseline.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
+    assert loo.std.tolist() == pytest.approx([0, math.sqrt(1 / 3)] + [math.sqrt(1 / 3)] * 2)
+    whole = ops.group_baseline(r, g, leave_one_out=False)
+    assert whole.baseline.tolist() == [0.25] * 4 and whole.std.tolist() == pytest.approx([0.5] * 4)
+
+
+def test_equal_rewards_have_no_spread_whatever_their_value():
+    for value in (0.1, 0.7, 1 / 3, 1e6 + 0.1):
+        for loo in (True, False):
+            stats = ops.group_baseline(torch.full((7,), value), torch.zeros(7), leave_one_out=loo)
+            assert not stats.std.any()
+            assert not ops.grpo_advantages(torch.full((7,), value), *stats, normalize=True).any()
+
+
+def test_groups_come_from_equal_prompts():
+    prompts = torch.tensor([[1, 2, 0], [1, 2, 3], [1, 2, 0], [4, 4, 4]])
+    assert ops.group_ids_from_prompts(prompts).tolist() == [0, 1, 0, 3]
+
+
+@pytest.mark.parametrize("dtype, rtol", DTYPES)
+def test_reinforce_plus_plus_matches_reference(dtype, rtol):
+    rng = np.random.default_rng(1)
+    for i in range(1000):
+        mask = ragged(rng)
+        a = rewards_like(rng, mask.shape[0], dtype)
+        lp, ref = cases.logprobs(rng, mask.shape, 1.0), cases.logprobs(rng, mask.shape, 1.0)
+        coef, kind = float(rng.choice([0.0, 0.05])), str(rng.choice(["k1", "k2", "k3"]))
+        with_kl = rng.random() < 0.6
+        wanted, degenerate = reference.reinforce_plus_plus(a, mask, lp if with_kl else None, ref, coef, kind)
+        if rng.random() < 0.3:
+            lp[mask == 0], ref[mask == 0] = np.nan, 1e6
+        t = lambda v: torch.as_tensor(v, dtype=dtype)  # noqa: E731
+        ours = ops.reinforce_plus_plus(
+            t(a), t(mask), logprobs=t(lp) if with_kl else None, reference_logprobs=t(ref) if with_kl else None,
+            kl_coef=coef, kl_type=kind,
+        )  # fmt: skip
+        n, _, m2 = reference.moments(wanted, mask)
+        if n and m2 / n > 1e-3:  # below that the spread is rounding
+            near(ours.advantages, wanted, rtol * 20 if dtype == torch.float32 else rtol, i)
+        assert not ours.advantages[torch.as_tensor(mask) == 0].any()
+        assert ours.degenerate == degenerate and torch.isfinite(ours.advantages).all()
+
+
+def test_reinforce_plus_plus_by_hand():
+    """Advantages 1 and -1 on two tokens and one token: mean 1/3, variance 8/9."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    ours = ops.reinforce_plus_plus(torch.tensor([1.0, -1.0]), mask).advantages
+    up, down = (1 - 1 / 3) / math.sqrt(8 / 9), (-1 - 1 / 3) / math.sqrt(8 / 9)
+    assert ours[0].tolist() == pytest.approx([up, up, 0.0]) and ours[1].tolist() == pytest.approx([down, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype, rtol", DTYPES)
+def test_raw_reward_matches_reference(dtype, rtol):
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        mask = ragged(rng)
+        r = rewards_like(rng, mask.shape[0], dtype)
+        tokens = np.repeat(r[:, None], mask.shape[1], 1)
+        plain = ops.raw_reward(torch.as_tensor(r, dtype=dtype), torch.as_tensor(mask), normalize=False)
+        near(plain.advantages, tokens, rtol)
+        wanted, degenerate = reference.whiten_biased(tokens, mask, False)
+        ours = ops.raw_reward(torch.as_tensor(r, dtype=dtype), torch.as_tensor(mask), normalize=True)
+        assert ours.degenerate == degenerate and ours.returns is None
+        if reference.moments(tokens, mask)[2] > 1e-3:
+            near(ours.advantages, wanted, rtol)
+
+
+def gae_case(rng, dtype):
+    mask = ragged(rng)
+    k = {
+        "gamma": float(rng.choice([1.0, 0.99, 0.5])),
+        "lam": float(rng.choice([0.0, 0.5, 0.95, 1.0])),
+        "lam_value": None if rng.random() < 0.6 else float(rng.choice([1.0, 0.9])),
+        "lam_policy": None if rng.random() < 0.6 else float(rng.choice([0.8, 0.97])),
+        "alpha": float(rng.choice([0.0, 0.0, 0.05, 1.0])),
+        "normalize": bool(rng.random() < 0.5),
+    }
+    values = torch.as_tensor(rng.normal(0, rng.choice([1.0, 20.0]), mask.shape), dtype=dtype).double().numpy()
+    if rng.random() < 0.5:
+        k |= {"logprobs": cases.logprobs(rng, mask.shape, 1.0), "reference": cases.logprobs(rng, mask.shape, 1.0),
+              "kl_coef": 0.1, "kl_type": str(rng.choice(["k1", "k2", "k3"]))}  # fmt: skip
+    return mask, rewards_like(rng, mask.shape[0], dtype), values, k
+
+
+def run_gae(mask, rewards, values, k, dtype):
+    t = lambda v: None if v is None else torch.as_tensor(v, dtype=dtype)  # noqa: E731
+    decoupled = k["lam_value"] is not None or k["lam_policy"] is not None or k["alpha"] > 0
+    lam_value = (k["lam"] if k["lam_value"] is None else k["lam_value"]) if decoupled else None
+    return ops.gae(
+        t(rewards), t(values), torch.as_tensor(mask), gamma=k["gamma"],
+        gae_lambda=k["lam"] if k["lam_policy"] is None else k["lam_policy"], gae_lambda_value=lam_value,
+        length_adaptive_alpha=k["alpha"], logprobs=t(k.get("logprobs")), reference_logprobs=t(k.get("reference")),
+        kl_coef=k.get("kl_coef", 0.0), kl_type=k.get("kl_type", "k3"), normalize=k["normalize"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, rtol", DTYPES)
+def test_gae_matches_reference(dtype, rtol):
+    rng = np.random.default_rng(3)
+    for i in range(1000):
+        mask, rewards, values, k = gae_case(rng, dtype)
+        wanted = reference.gae(rewards, values, mask, **k, eps=1e-8 if dtype == torch.float64 else 0.0)
+        ours = run_gae(mask, rewards, values, k, dtype)
+        near(ours.advantages, wanted[0], rtol, (i, k))
+        near(ours.returns, wanted[1], rtol, (i, k))
+        assert ours.degenerate == wanted[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_values_at_masked_positions_change_no_bit(dtype, normalize):
+    rng = np.random.default_rng(4)
+    for hostile in (1e6, -1e6, math.nan, math.inf):
+        mask, rewards, values, k = gae_case(rng, dtype)
+        k["normalize"] = normalize
+        before = run_gae(mask, rewards, values, k, dtype)
+        for key in ("logprobs", "reference"):
+            if key in k:
+                k[key] = np.where(mask != 0, k[key], hostile)
+        after = run_gae(mask, rewards, np.where(mask != 0, values, hostile), k, dtype)
+        assert torch.equal(before.advantages, after.advantages)
+        valid = torch.as_tensor(mask) != 0
+        assert torch.equal(before.returns[valid], after.returns[valid])
+
+
+def test_rewards_of_rows_without_a_valid_token_change_no_bit():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    k = dict(gamma=0.9, gae_lambda=0.9, normalize=True)
+    values = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.6, 0.7]])
+    a = ops.gae(torch.tensor([1.0, 0.0]), values, mask, **k)
+    b = ops.gae(torch.tensor([1.0, 1e6]), values, mask, **k)
+    assert torch.equal(a.advantages, b.advantages)
+
+
+def test_lambda_one_is_monte_carlo_and_lambda_zero_the_td_error():
+    """One row, gamma 0.5, reward 8 at the last valid token: returns are 8 gamma^k, TD errors r + gamma V' - V."""
+    mask = torch.tensor([[0, 1, 1, 0, 1]])
+    values = torch.tensor([[9.0, 1.0, 2.0, 9.0, 4.0]], dtype=torch.float64)
+    rewards = torch.tensor([8.0], dtype=torch.float64)
+    mc = ops.gae(rewards, values, mask, gamma=0.5, gae_lambda=1.0)
+    assert mc.returns[0, [1, 2, 4]].tolist() == [2.0, 4.0, 8.0]
+    assert mc.advantages[0].tolist() == [0.0, 1.0, 2.0, 0.0, 4.0]
+    td = ops.gae(rewards, values, mask, gamma=0.5, gae_lambda=0.0)
+    assert td.advantages[0].tolist() == [0.0, 0.5 * 2 - 1, 0.5 * 4 - 2, 0.0, 8.0 - 4.0]
+
+
+def test_whitening_without_spread_is_zero_and_flagged():
+    mask = torch.tensor([[0, 1, 0]])
+    one = ops.gae(torch.tensor([1.0]), torch.zeros(1, 3), mask, gamma=1.0, gae_lambda=1.0, normalize=True)
+    assert one.degenerate and not one.advantages.any()
+    empty = ops.reinforce_plus_plus(torch.tensor([1.0]), torch.zeros(1, 3))
+    assert empty.degenerate and not empty.advantages.any()
+    assert not ops.reinforce_plus_plus(torch.tensor([1.0, 0.0]), torch.ones(2, 3)).degenerate
+
+
+def test_threads_change_no_bit():
+    rng = np.random.default_rng(5)
+    mask = (rng.random((64, 900)) < 0.8).astype(np.float32)
+    rewards, values = torch.as_tensor(rng.normal(size=64), dtype=torch.float32), torch.as_tensor(rng.normal(size=mask.shape)).float()
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            g = ops.gae(rewards, values, torch.as_tensor(mask), gamma=0.99, gae_lambda=0.95, normalize=True)
+            r = ops.reinforce_plus_plus(rewards, torch.as_tensor(mask))
+            results.append((g.advantages, g.returns, r.advantages))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_rows_are_independent_of_the_batch_they_are_in():
+    rng = np.random.default_rng(6)
+    mask = torch.as_tensor(rng.random((19, 50)) < 0.8)
+    rewards, values = torch.as_tensor(rng.normal(size=19)), torch.as_tensor(rng.normal(size=(19, 50)))
+    whole = ops.gae(rewards, values, mask, gamma=0.99, gae_lambda=0.95)
+    for i in range(19):
+        alone = ops.gae(rewards[i : i + 1], values[i : i + 1], mask[i : i + 1], gamma=0.99, gae_lambda=0.95)
+        assert torch.equal(alone.advantages[0], whole.advantages[i]) and torch.equal(alone.returns[0], whole.returns[i])
+
+
+def test_a_missing_half_of_the_kl_is_named():
+    with pytest.raises(ValueError, match="one is missing"):
+        ops.gae(torch.ones(1), torch.zeros(1, 2), torch.ones(1, 2), gamma=1.0, gae_lambda=1.0, logprobs=torch.zeros(1, 2), kl_coef=0.1)
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")

@@ -1,0 +1,88 @@
+"""The native value loss against slow references and by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
+from reference import losses as reference
+from reference import losses_torch as torch_reference
+
+
+def case(rng, dtype):
+    B, S = int(rng.integers(1, 6)), int(rng.integers(1, 40))
+    lengths = rng.integers(0, S + 1, B)
+    mask = (np.arange(S)[None, :] < lengths[:, None]) & (rng.random((B, S)) < 0.9)
+    exact = lambda v: torch.as_tensor(v, dtype=torch.float32).double().numpy()  # noqa: E731
+    old = exact(rng.normal(0, 1, (B, S)))
+    v = exact(old + rng.normal(0, rng.choice([0.01, 0.5, 100.0]), (B, S)))
+    data = {"returns": exact(rng.normal(0, rng.choice([1.0, 1e3]), (B, S))), "values": old,
+            "token_mask": mask.astype(float), "sample_mask": (rng.random(B) < 0.8).astype(float)}  # fmt: skip
+    if rng.random() < 0.3:
+        hidden = (data["token_mask"] * data["sample_mask"][:, None]) == 0
+        data["returns"][hidden] = v[hidden] = math.nan
+    return v, data
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+def test_value_loss_matches_reference(dtype, rtol):
+    rng = np.random.default_rng(0)
+    for i in range(1000):
+        v, data = case(rng, dtype)
+        scale, clip = float(rng.choice([1.0, 0.5])), (None, 0.0, 0.2 + 1e-4)[rng.integers(3)]
+        toks = float((data["token_mask"] * data["sample_mask"][:, None]).sum()) + float(rng.integers(0, 9))
+        loss, metrics = reference.mse_value_loss(v, data, scale, clip, toks)
+        fn = MseValueLossFn(MseValueLossConfig(scale=scale, cliprange=clip))
+        tensors = {k: torch.as_tensor(a, dtype=dtype) for k, a in data.items()}
+        x = torch.as_tensor(v, dtype=dtype).requires_grad_()
+        got, found = fn(x, tensors, torch.tensor(1.0), torch.tensor(toks))
+        assert set(found) == set(metrics)
+        for name, value in metrics.items():
+            assert found[name] == pytest.approx(value, rel=rtol, abs=rtol * math.sqrt(abs(metrics["returns_sq_mean"])) + 1e-12), (i, name)
+        assert float(got.detach()) == pytest.approx(loss, rel=rtol, abs=1e-12)
+        (grad,) = torch.autograd.grad(got, x)
+        wide = {k: torch.nan_to_num(torch.as_tensor(a, dtype=torch.float64)) for k, a in data.items()}
+        y = torch.nan_to_num(torch.as_tensor(v, dtype=torch.float64)).requires_grad_()
+        (wanted,) = torch.autograd.grad(torch_reference.mse_value_loss(y, wide, scale, clip, toks), y)
+        assert torch.allclose(grad.double(), wanted, rtol=rtol, atol=rtol * max(float(wanted.abs().max()), 1e-12)), i
+
+
+def test_value_loss_by_hand():
+    """v 3, old 1, return 0, cliprange 0.5: max(9, 1.5^2) = 9 and slope 2*3; v 1.2: inside, the full slope."""
+    data = {"returns": torch.zeros(1, 2), "values": torch.ones(1, 2), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
+    fn = MseValueLossFn(MseValueLossConfig(cliprange=0.5))
+    r = fn.native(torch.tensor([[3.0, 1.2]]), data, 1.0, 2.0)
+    assert float(r.loss) == pytest.approx((9 + 1.44) / 4)
+    assert r.grad_values[0].tolist() == pytest.approx([3.0 / 2, 1.2 / 2])
+    low = fn.native(torch.tensor([[0.0, 0.2]]), data, 1.0, 2.0)  # clamped to 0.5: the clipped square is larger, no slope
+    assert float(low.loss) == pytest.approx((0.25 + 0.25) / 4) and low.grad_values[0].tolist() == [0.0, 0.0]
+    assert low.metrics["vf_clipfrac"] == pytest.approx(1.0)
+
+
+def test_trailing_singleton_and_micro_batches():
+    rng = np.random.default_rng(1)
+    v = torch.as_tensor(rng.normal(size=(6, 30)))
+    data = {k: torch.as_tensor(rng.normal(size=(6, 30))) for k in ("returns", "values")}
+    data |= {"token_mask": torch.as_tensor(rng.random((6, 30)) < 0.7), "sample_mask": torch.ones(6)}
+    fn = MseValueLossFn({"scale": 1.0, "cliprange": 0.2})
+    whole, _ = fn(v.unsqueeze(-1), data, torch.tensor(6.0), torch.tensor(100.0))
+    parts = [fn(v[i : i + 2], {k: t[i : i + 2] for k, t in data.items()}, torch.tensor(6.0), torch.tensor(100.0))[0] for i in (0, 2, 4)]
+    assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-12)
+
+
+def test_nothing_valid_and_nonfinite():
+    data = {"returns": torch.zeros(2, 3), "values": torch.zeros(2, 3), "token_mask": torch.zeros(2, 3), "sample_mask": torch.ones(2)}
+    fn = MseValueLossFn(MseValueLossConfig())
+    r = fn.native(torch.ones(2, 3), data, 2.0, 0.0)
+    assert float(r.loss) == 0 and (r.metrics["values_min"], r.metrics["values_max"]) == (0.0, 0.0) and r.nonfinite is None
+    data["token_mask"][1, 2] = 1
+    bad = torch.ones(2, 3)
+    bad[1, 2] = math.inf
+    assert fn.native(bad, data, 2.0, 1.0).nonfinite == (1, 2)
+
+
+def test_unknown_key_is_rejected():
+    with pytest.raises(ValueError, match="clip_range"):
+        MseValueLossFn({"clip_range": 0.2})

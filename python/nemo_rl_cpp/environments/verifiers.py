@@ -8,6 +8,7 @@ import contextlib
 import io
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,9 @@ class HFVerifyWorker(VerifierBase):
             self._hf_verdict("\\boxed{1}", "1")
 
     def _hf_verdict(self, response: str, ground_truth: str) -> Verdict:
+        if threading.current_thread() is not threading.main_thread():
+            # math-verify limits its time by signals; on a thread it would find every answer wrong, silently
+            raise VerifierUseError("hf_math_verify runs in the main thread only: use HFVerifyWorker.remote()")
         if self._metric is None:
             self._load()
         with _muted():

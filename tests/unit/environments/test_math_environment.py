@@ -139,6 +139,13 @@ def test_a_worker_with_remote_runs_in_a_process_of_its_own():
     worker.shutdown()
 
 
+def test_a_worker_used_on_a_thread_says_so():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
+        pool.submit(HFVerifyWorker().verify, ["1"], ["1"]).result()
+
+
 def test_unknown_settings_are_errors():
     with pytest.raises(ValueError, match="verifier_type"):
         MathEnvironment({"num_workers": 1, "verifier_type": "physics"})

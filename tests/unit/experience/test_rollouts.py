@@ -9,6 +9,7 @@ from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.experience import rollouts
 from nemo_rl_cpp.experience.rollouts import (
     calculate_rewards,
@@ -244,3 +245,34 @@ def test_metrics_of_several_environments_are_told_apart():
 def test_repeat_prompts_rejects_none():
     with pytest.raises(ValueError, match="num_generations_per_prompt"):
         repeat_prompts(echo_batch([1]), 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "env"),
+    [
+        ({"dataset_name": "arithmetic", "num_samples": 4}, "arithmetic"),
+        ({"dataset_name": "reverse_digits", "num_samples": 4}, "reverse_digits"),
+        ({"dataset_name": "reasoning_gym", "task": "chain_sum", "num_samples": 4}, "reasoning_gym"),
+    ],
+)
+def test_from_data_set_to_reward(section, env):
+    """What the data sets put into a row is what the environments read from it."""
+    if env == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    from nemo_rl_cpp.data.collate_fn import rl_collate_fn
+    from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_response_dataset
+
+    raw = load_response_dataset(section)
+    dataset = AllTaskProcessedDataset(raw.dataset, TOKENIZER, raw.task_spec, raw.processor, max_seq_length=4096)
+    batch = repeat_prompts(rl_collate_fn([dataset[i] for i in range(4)]), 2)
+    answers = {
+        log[0]["content"]: row["messages"][1]["content"]
+        for log, row in zip(batch["message_log"][::2], (raw.dataset[i] for i in range(4)))
+    }
+    engine = FakeGeneration(lambda prompt, key: answers[prompt] + "\n" if key[2] == 0 else "none\n", max_new_tokens=64)
+    environment = create_env(env, {"num_workers": 1} if env == "reasoning_gym" else {})
+    result, metrics = run_multi_turn_rollout(engine, batch, TOKENIZER, {raw.task_name: environment}, 4096)
+    assert result["total_reward"][::2].tolist() == [1.0] * 4
+    assert (result["total_reward"][1::2] < 0.5).all() and not result["truncated"].any()
+    assert metrics.get("verifier_timeouts", 0) == 0
+    environment.shutdown()

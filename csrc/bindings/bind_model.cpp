@@ -1,6 +1,5 @@
 // Decoder, trainer and the model runner: handles that Python orchestrates.
 #include "bindings/module.h"
-#include "generation/native_model_runner.h"
 #include "trainer/trainer.h"
 
 namespace nemo_rl::bindings {

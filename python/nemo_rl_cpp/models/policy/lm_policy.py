@@ -251,10 +251,9 @@ class Policy(ColocatablePolicyInterface):
         """An engine on these weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.native import NativeGeneration
 
+        options.setdefault("max_model_len", self.config.generation.effective_max_model_len(self.config.max_total_sequence_length))
         runner = C.NativeModelRunner(self.model)
-        generation = NativeGeneration(runner, generation_config or self.config.generation, self.tokenizer, **options)
-        generation.weight_digest = self.weight_digest
-        return generation
+        return NativeGeneration(runner, generation_config or self.config.generation, self.tokenizer, digest=self.weight_digest, **options)
 
     def weight_digest(self) -> str:
         """16 hexadecimal digits over the weights that products read."""

@@ -1,0 +1,104 @@
+"""The engine on real weights: exact against the trainer, deterministic whatever the batch, stops where it should."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+
+
+def make_policy(precision="float32", **generation):
+    config = PolicyConfig(model_name="tiny-random", precision=precision, max_total_sequence_length=400, sequence_packing={"train_mb_tokens": 900, "logprob_mb_tokens": 700},
+                          generation={"max_new_tokens": 40, **generation})  # fmt: skip
+    config.fill_defaults()
+    return Policy(None, config, tiny_tokenizer(), seed=2, init_reference_model=False)
+
+
+def prompts(sizes, generations=1, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(4, 16, (n,), generator=random) for n in sizes for _ in [0]]
+    rows = [r for r in rows for _ in range(generations)]
+    return {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        "input_lengths": torch.tensor([len(r) for r in rows]),
+        "draw_ids": torch.arange(len(sizes)).repeat_interleave(generations),
+        "sample_index": torch.arange(generations).repeat(len(sizes)),
+    }
+
+
+def as_training_data(inputs, outputs, generations):
+    position = torch.arange(outputs["output_ids"].shape[1])[None]
+    prompt, total = inputs["input_lengths"][:, None], outputs["unpadded_sequence_lengths"][:, None]
+    return {
+        "input_ids": outputs["output_ids"], "input_lengths": outputs["unpadded_sequence_lengths"],
+        "token_mask": ((position >= prompt) & (position < total)).float(), "sample_mask": torch.ones(len(total)),
+        "group_id": torch.arange(len(total)) // generations,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_generation_logprobs_equal_the_trainers_bit_for_bit(precision, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for batch, chunk, generations, share in ((1, 16, 1, True), (7, 5, 3, True), (70, 64, 8, True), (23, 1000, 4, False)):
+            policy = make_policy(precision, max_batch_size=batch, prefill_chunk_tokens=chunk, temperature=0.8)
+            policy.config.__dict__["share_prompt_prefix"] = share
+            sizes = [1 + (37 * i) % 300 for i in range(6)]
+            inputs = prompts(sizes, generations, seed=batch)
+            outputs = policy.create_generation().generate(inputs)
+            data = as_training_data(inputs, outputs, generations)
+            scored = policy.get_logprobs(data)["logprobs"]
+            assert torch.equal(scored, outputs["logprobs"] * data["token_mask"])
+            assert outputs["generation_lengths"].min() >= 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_text_depends_on_its_own_key_only():
+    inputs = prompts([5, 17, 40], generations=4)
+    whole = make_policy(max_batch_size=64).create_generation().generate(inputs)
+    for batch, chunk in ((1, 3), (5, 16)):
+        other = make_policy(max_batch_size=batch, prefill_chunk_tokens=chunk).create_generation()
+        assert torch.equal(other.generate(inputs)["output_ids"], whole["output_ids"])
+    alone = {k: v[6:7] for k, v in inputs.items()}
+    row = make_policy().create_generation().generate(alone)["output_ids"][0]
+    assert torch.equal(row, whole["output_ids"][6, : len(row)])
+    val = make_policy().create_generation().generate({**inputs, "stream": "val"})
+    assert not torch.equal(val["output_ids"], whole["output_ids"][:, : val["output_ids"].shape[1]]) or val["output_ids"].shape != whole["output_ids"].shape
+
+
+def test_stop_strings_and_lengths():
+    inputs = prompts([6] * 5, generations=6)
+    policy = make_policy(stop_strings=["7"], max_new_tokens=25)
+    outputs = policy.create_generation().generate(inputs)
+    seven = policy.tokenizer.convert_tokens_to_ids("7")
+    for row, n, total, cut in zip(outputs["output_ids"], outputs["generation_lengths"], outputs["unpadded_sequence_lengths"], outputs["truncated"], strict=True):
+        response = row[total - n : total].tolist()
+        stopped = response[-1] in (seven, policy.tokenizer.eos_token_id)
+        assert stopped != bool(cut) and seven not in response[:-1]
+        assert n == 25 or not cut
+
+
+def test_greedy_takes_the_likeliest_token():
+    policy = make_policy(max_new_tokens=12, stop_token_ids=[])
+    inputs = prompts([9])
+    row = policy.create_generation().generate(inputs, greedy=True)["output_ids"][0]
+    for t in range(9, len(row)):
+        assert int(policy.trainer.logits(row[:t].clone())[-1].argmax()) == int(row[t])
+
+
+def test_the_engine_reads_the_trainers_storage():
+    policy = make_policy("bfloat16")
+    generation = policy.create_generation()
+    before = generation.generate(prompts([8]), greedy=True)["logprobs"]
+    policy.state_dict()["model.norm.weight"].mul_(0.5)
+    assert generation.weight_digest() == policy.weight_digest()
+    assert not torch.equal(generation.generate(prompts([8]), greedy=True)["logprobs"], before)
+
+
+def test_an_unknown_stream_is_refused():
+    with pytest.raises(ValueError, match="train, val, eval"):
+        make_policy().create_generation().generate({**prompts([3]), "stream": "test"})

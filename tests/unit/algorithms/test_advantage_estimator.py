@@ -1,0 +1,127 @@
+"""The estimator classes: settings, grouping, and which inputs reach the native ops."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
+from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, calculate_kl
+
+LOSS = ClippedPGLossConfig()
+PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
+GAE = dict(gae_lambda=0.9, gae_gamma=1.0, normalize_advantages=False, gae_lambda_value=None, gae_lambda_policy=None, length_adaptive_alpha=0.0)
+
+
+def make(name, config, loss=LOSS):
+    return ADVANTAGE_ESTIMATORS[name](config, loss)
+
+
+def test_grpo_by_hand():
+    """Groups (1, 0) and (2, 2): leave one out gives +-1 and 0; two samples leave no spread, so nothing is divided."""
+    rewards, mask = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.ones(4, 3)
+    a = make("grpo", AdvEstimatorConfig()).compute_advantage(PROMPTS, rewards, mask)
+    assert a.shape == (4, 3) and a[:, 0].tolist() == [1.0, -1.0, 0.0, 0.0]
+    flat = make("grpo", {"use_leave_one_out_baseline": False, "normalize_rewards": True}).compute_advantage(PROMPTS, rewards, mask)
+    assert flat[:2, 1].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)])
+
+
+def test_group_id_wins_over_equal_prompts():
+    rewards, mask = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(4, 1)
+    same = torch.zeros(4, 2, dtype=torch.long)
+    by_prompt = make("grpo", AdvEstimatorConfig(normalize_rewards=False)).compute_advantage(same, rewards, mask)
+    by_group = make("grpo", AdvEstimatorConfig(normalize_rewards=False)).compute_advantage(same, rewards, mask, group_id=torch.tensor([7, 7, 8, 8]))
+    assert by_prompt[3].item() == pytest.approx(-1 / 3) and by_group[3].item() == 0.0
+
+
+def test_settings_may_be_a_dataclass():
+    @dataclasses.dataclass
+    class Settings:
+        use_leave_one_out_baseline: bool = False
+        normalize_rewards: bool = False
+
+    a = make("grpo", Settings()).compute_advantage(PROMPTS, torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.ones(4, 1))
+    assert a[:, 0].tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_gdpo_weights_and_errors():
+    batch = {"reward/b": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward/a": torch.tensor([0.0, 0.0, 1.0, 0.0]), "other": 1}
+    mask = torch.ones(4, 2)
+    config = AdvEstimatorConfig(normalize_rewards=False, use_leave_one_out_baseline=False, reward_weights=[2.0, 1.0])
+    a = make("gdpo", config).compute_advantage(PROMPTS, batch["reward/a"], mask, batch)
+    parts = torch.tensor([0.5, -0.5, 1.5, -1.5])  # 2 * a's (0, 0, .5, -.5) + b's (.5, -.5, .5, -.5)
+    assert torch.allclose(a[:, 0], (parts - parts.mean()) / parts.std())
+    with pytest.raises(ValueError, match="at least two"):
+        make("gdpo", AdvEstimatorConfig()).compute_advantage(PROMPTS, None, mask, {"reward/a": batch["reward/a"]})
+    with pytest.raises(ValueError, match="3 entries for 2"):
+        make("gdpo", AdvEstimatorConfig(reward_weights=[1, 1, 1])).compute_advantage(PROMPTS, None, mask, batch)
+
+
+def test_reinforce_plus_plus_takes_the_kl_only_when_it_is_in_the_reward():
+    rewards, mask = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.ones(4, 3)
+    lp, ref = -torch.rand(4, 3), -torch.rand(4, 3)
+    kw = dict(logprobs_policy=lp, logprobs_reference=ref)
+    plain = make("reinforce_plus_plus", AdvEstimatorConfig()).compute_advantage(PROMPTS, rewards, mask)
+    off = make("reinforce_plus_plus", AdvEstimatorConfig()).compute_advantage(PROMPTS, rewards, mask, **kw)
+    loss = ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.5, reference_policy_kl_type="k2")
+    on = make("reinforce_plus_plus", AdvEstimatorConfig(), loss).compute_advantage(PROMPTS, rewards, mask, **kw)
+    assert torch.equal(plain, off)
+    tokens = (rewards - torch.tensor([0.5, 0.5, 2.0, 2.0]))[:, None] - 0.5 * (ref - lp) ** 2 / 2
+    assert torch.allclose(on, (tokens - tokens.mean()) / tokens.var(unbiased=False).sqrt(), atol=1e-6)
+    raw = make("reinforce_plus_plus", {"minus_baseline": False}).compute_advantage(PROMPTS, rewards, mask)
+    assert torch.allclose(raw[:, 0], (rewards - rewards.mean()) / rewards.std(unbiased=False), atol=1e-6)
+
+
+def test_gae_inputs_and_metrics():
+    rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[0, 1, 1], [0, 1, 0]])
+    values = torch.rand(2, 3)
+    loss = ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1)
+    lp, ref = -torch.rand(2, 3), -torch.rand(2, 3)
+    est = make("gae", GAE, loss)
+    a, returns = est.compute_advantage(None, rewards, mask, values, reference_logprobs=ref, logprobs=lp)
+    penalty = 0.1 * calculate_kl(lp, ref, "k3")
+    last = 1.0 - penalty[0, 2] - values[0, 2]
+    first = -penalty[0, 1] + values[0, 2] - values[0, 1] + 0.9 * last
+    assert a[0].tolist() == pytest.approx([0.0, first.item(), last.item()], abs=1e-6)
+    assert returns[0, 2].item() == pytest.approx(last.item() + values[0, 2].item(), abs=1e-6)
+    with_bool, _ = est.compute_advantage(None, rewards, mask.bool(), values, reference_logprobs=ref, logprobs=lp)
+    assert torch.equal(with_bool, a) and est.last_metrics == {"advantage/degenerate_whitening": 0.0}
+    with pytest.raises(ValueError, match="gae_gamma"):
+        make("gae", {"gae_lambda": 0.9})
+
+
+def test_gae_decoupled_lambdas():
+    rewards, mask, values = torch.tensor([1.0]), torch.ones(1, 4), torch.rand(1, 4)
+    vapo = make("gae", GAE | {"gae_lambda_value": 1.0, "length_adaptive_alpha": 0.5})
+    a, returns = vapo.compute_advantage(None, rewards, mask, values)
+    assert torch.allclose(returns, torch.ones(1, 4))  # lambda 1: Monte-Carlo
+    half = make("gae", GAE | {"gae_lambda": 0.5}).compute_advantage(None, rewards, mask, values)[0]
+    assert torch.allclose(a, half)  # 1 - 1 / (0.5 * 4) = 0.5
+
+
+def test_raw_reward_and_opd():
+    rewards, mask = torch.tensor([1.0, 3.0]), torch.tensor([[1, 1], [1, 0]])
+    a, returns = make("raw_reward", {"normalize_advantages": False}).compute_advantage(None, rewards, mask)
+    assert returns is None and a.tolist() == [[1.0, 1.0], [3.0, 3.0]]
+    opd = make("opd", {})
+    teacher, student = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -5.0]])
+    assert opd.compute_advantage(None, None, torch.tensor([[1, 0]]), teacher_logprobs=teacher, prev_logprobs=student).tolist() == [[1.0, 0.0]]
+    with pytest.raises(ValueError, match="teacher_logprobs"):
+        opd.compute_advantage(None, None, mask, prev_logprobs=student)
+
+
+def test_degenerate_whitening_is_counted():
+    est = make("reinforce_plus_plus", {})
+    a = est.compute_advantage(PROMPTS, torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.zeros(4, 3))
+    assert not a.any() and est.last_metrics["advantage/degenerate_whitening"] == 1.0
+
+
+def test_baseline_per_prompt_ignores_invalid_samples():
+    rewards = torch.tensor([1.0, 0.0, 5.0, 2.0])
+    prompts = torch.zeros(4, 2)
+    base, std = calculate_baseline_and_std_per_prompt(prompts, rewards, torch.tensor([1.0, 1.0, 0.0, 1.0]), leave_one_out_baseline=False)
+    assert base.tolist() == [1.0] * 4 and std.tolist() == pytest.approx([1.0] * 4)
+    alone, zero = calculate_baseline_and_std_per_prompt(prompts, rewards, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    assert torch.equal(alone, rewards) and not zero.any()

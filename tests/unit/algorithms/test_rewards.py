@@ -1,0 +1,90 @@
+"""Reward scaling, reward shaping and sequence log-prob errors, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
+from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
+from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
+
+DAPO = dict(overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10)
+
+
+def logs(*lengths):
+    return [[{"role": "user", "token_ids": torch.zeros(3)}, {"role": "assistant", "token_ids": torch.zeros(n)}] for n in lengths]
+
+
+def test_scaling_maps_clamps_and_reaches_components(capsys):
+    batch = {"total_reward": torch.tensor([0.0, 1.0, 0.5, 7.0]), "reward/format": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward": "kept"}
+    out = scale_rewards(batch, RewardScalingConfig(enabled=True, target_min=-1.0, target_max=1.0))
+    assert out["total_reward"].tolist() == [-1.0, 1.0, 0.0, 1.0] and out["reward/format"].tolist() == [1.0, -1.0, 1.0, -1.0]
+    assert out["reward"] == "kept" and "1 of 4" in capsys.readouterr().out
+    same = {"total_reward": torch.tensor([3.0])}
+    assert scale_rewards(same, {"enabled": False})["total_reward"].tolist() == [3.0]
+
+
+def test_overlong_penalty_by_hand():
+    """Expected length 6: 6 costs 0, 8 costs 1, 10 costs 2, 14 costs 4 (it is not capped)."""
+    batch = {"total_reward": torch.ones(5), "message_log": logs(3, 6, 8, 10, 14)}
+    out = apply_reward_shaping(batch, RewardShapingConfig(enabled=True, **DAPO))
+    assert out["total_reward"].tolist() == [1.0, 1.0, 0.0, -1.0, -3.0]
+    assert out["unshaped_total_reward"].tolist() == [1.0] * 5
+    lengths = {"total_reward": torch.ones(2), "response_token_lengths": torch.tensor([3, 10])}
+    assert apply_reward_shaping(lengths, {"enabled": True, **DAPO})["total_reward"].tolist() == [1.0, -1.0]
+
+
+def test_overlong_counts_the_first_assistant_message_only():
+    log = logs(8)[0] + [{"role": "assistant", "token_ids": torch.zeros(50)}]
+    out = apply_reward_shaping({"total_reward": torch.ones(1), "message_log": [log]}, RewardShapingConfig(enabled=True, **DAPO))
+    assert out["total_reward"].tolist() == [0.0]
+
+
+def test_stop_properly_comes_alone_unless_composed(capsys):
+    make = lambda: {"total_reward": torch.tensor([1.0, 1.0, -1.0]), "truncated": [False, True, True], "message_log": logs(8, 8, 8)}  # noqa: E731
+    alone = apply_reward_shaping(make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, **DAPO))
+    assert alone["total_reward"].tolist() == [1.0, 0.5, -0.5]
+    assert "[WARN]" in capsys.readouterr().out
+    both = apply_reward_shaping(make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, compose=True, **DAPO))
+    assert both["total_reward"].tolist() == [0.0, -0.5, -1.5] and both["unshaped_total_reward"].tolist() == [1.0, 1.0, -1.0]
+    assert "[WARN]" not in capsys.readouterr().out
+
+
+def test_shaping_errors():
+    rewards = {"total_reward": torch.ones(1)}
+    assert "unshaped_total_reward" not in apply_reward_shaping(dict(rewards), RewardShapingConfig())
+    with pytest.raises(ValueError, match="overlong_buffer_penalty, max_response_length is not set"):
+        apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, overlong_buffer_length=4))
+    with pytest.raises(AssertionError, match="coef is 2.0"):
+        apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=2.0))
+    with pytest.raises(AssertionError, match="truncated"):
+        apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5))
+    with pytest.raises(AssertionError, match="no assistant message"):
+        apply_reward_shaping(rewards | {"message_log": [[]]}, RewardShapingConfig(enabled=True, **DAPO))
+    with pytest.raises(AssertionError, match="2 message logs for 1 rewards"):
+        apply_reward_shaping(rewards | {"message_log": logs(1, 1)}, RewardShapingConfig(enabled=True, **DAPO))
+    with pytest.raises(AssertionError, match="penalty is -1"):
+        apply_reward_shaping(rewards | {"message_log": logs(1)}, RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_penalty": -1}))
+    with pytest.raises(ZeroDivisionError, match="overlong_buffer_length is 0"):
+        apply_reward_shaping(rewards | {"message_log": logs(1)}, RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_length": 0}))
+
+
+def error_data():
+    gap = torch.tensor([[9.0, 0.0, 0.0], [9.0, math.log(3.0), 0.0], [9.0, math.log(2.0), math.log(4.0)], [9.0, 5.0, 5.0]])
+    mask = torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]])
+    return {"prev_logprobs": torch.zeros(4, 3), "generation_logprobs": gap, "token_mask": mask, "sample_mask": torch.tensor([1.0, 1, 1, 0])}
+
+
+def test_seq_logprob_errors_by_hand():
+    """Errors 1, (3 + 1)/2 = 2, (2 + 4)/2 = 3; the masked row does not count. Threshold 2.5 drops the third."""
+    rewards = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    data = error_data()
+    m = compute_and_apply_seq_logprob_error_masking(data, rewards, None)
+    assert [m[f"{k}_seq_mult_prob_error"] for k in ("max", "mean", "min")] == pytest.approx([3.0, 2.0, 1.0])
+    assert m["num_masked_seqs"] == 0 and data["sample_mask"].tolist() == [1, 1, 1, 0]
+    m = compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)
+    assert data["sample_mask"].tolist() == [1, 1, 0, 0] and (m["num_masked_seqs"], m["masked_correct_pct"]) == (1, 1.0)
+    assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0) and m["max_seq_mult_prob_error"] == pytest.approx(3.0)
+    data["sample_mask"].zero_()
+    assert compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)["max_seq_mult_prob_error"] == 0.0

@@ -33,19 +33,20 @@ def _line(where: str) -> int:
 
 
 class Report:
-    """Collects mistakes and knows where each key was written."""
+    """Collects mistakes and knows where each key was written. `file` is named for what is written nowhere."""
 
-    def __init__(self, positions: dict[str, str]):
+    def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
+        self._file = file
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Place of the key, or of the section around it when the key is a default."""
+        """Place of the key, or of the section around it when the key is a default, or the file's first line."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
             dotted = dotted.rpartition(".")[0]
-        return ""
+        return f"{self._file}:1" if self._file else ""
 
     def is_written(self, dotted: str) -> bool:
         return dotted in self._positions

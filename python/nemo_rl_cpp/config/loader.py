@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -49,7 +50,7 @@ def _load(
         data, positions, problems = _config.load(str(file), list(overrides), ALIASES, set(known_keys(model)))
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", str(error))]) from None
-    report = Report(positions)
+    report = Report(positions, _short(file))
     for kind, key, where, message in problems:
         text = unknown_key(key, model) if kind == "unknown_key" else message
         if kind == "unknown_key":
@@ -57,6 +58,8 @@ def _load(
         report.problems.append(Problem(where, key, text))
         if kind == "interpolation":
             _remove(data, tuple(key.split(".")))
+    for key in _not_given(data, ""):
+        report.problems.append(Problem(report.where(key), key, "is '???': it must be given, in the file or on the command line"))
     config = _validate(data, model, report)
     if config is not None:
         config.fill_defaults()
@@ -67,6 +70,20 @@ def _load(
     assert config is not None
     config._positions = positions
     return config
+
+
+def _short(file: Path) -> str:
+    """The file as messages name it: relative to the working directory when it lies below it."""
+    full = file.resolve()
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
+
+
+def _not_given(data: Any, prefix: str) -> list[str]:
+    """Keys whose value is OmegaConf's mark of a mandatory value, `???`."""
+    if data == "???":
+        return [prefix]
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [key for name, value in inner for key in _not_given(value, f"{prefix}.{name}" if prefix else str(name))]
 
 
 def _with_plus(where: str) -> str:

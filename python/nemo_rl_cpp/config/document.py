@@ -67,8 +67,6 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(str(value) for value in arguments)
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
-    if origin is tuple:
-        return f"{len(arguments)} x {_type_name(arguments[0])}"
     if origin is dict or annotation is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -80,7 +78,7 @@ def _default(info: Any) -> str:
     value = info.default_factory() if info.default_factory is not None else info.default
     if value is PydanticUndefined or value is ...:
         return "must be given"
-    return f"`{shown(list(value) if isinstance(value, tuple) else value)}`"
+    return f"`{shown(value)}`"
 
 
 def _row(name: str, info: Any) -> str:

@@ -131,7 +131,6 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "string_type": "a text",
     "list_type": "a list",
-    "tuple_type": "a list of two numbers",
     "too_short": "a longer list",
     "too_long": "a shorter list",
     "dict_type": "a section (lines of key: value)",

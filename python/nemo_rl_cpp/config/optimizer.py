@@ -21,7 +21,7 @@ class OptimizerKwargs(Section):
 
     lr: NonNegative = key(5e-6, "learning rate")
     weight_decay: NonNegative = key(0.01, "decoupled weight decay")
-    betas: tuple[Real, Real] = key((0.9, 0.999), "decay of the first and second moment, each in [0, 1)")
+    betas: list[Real] = key([0.9, 0.999], "decay of the first and second moment, each in [0, 1)", min_length=2, max_length=2)
     eps: NonNegative = key(1e-8, "added to the square root of the second moment")
     amsgrad: bool = only(False, why="AMSGrad is not supported")
     maximize: bool = only(False, why="the loss is minimised")
@@ -154,7 +154,7 @@ class MegatronSchedule:
 
 def torch_optimizer(config: OptimizerConfig) -> OptimizerSettings:
     kwargs = config.kwargs
-    return OptimizerSettings(kwargs.lr, kwargs.weight_decay, kwargs.betas, kwargs.eps)
+    return OptimizerSettings(kwargs.lr, kwargs.weight_decay, (kwargs.betas[0], kwargs.betas[1]), kwargs.eps)
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .dump import to_yaml
+from nemo_rl_cpp.utils.yaml_text import dump_yaml
+
 from .errors import ConfigError
 from .master import MasterConfig
 from .memory import forecast_text
@@ -40,8 +41,7 @@ def run(
         print_mistakes(error)
         return 2
     if arguments.dry_run:
-        print(to_yaml(config.resolved))
-        print()
+        print(dump_yaml(config.resolved))
         print(forecast_text(config))  # type: ignore[arg-type]
         return 0
     start(config)

@@ -8,7 +8,10 @@ import pytest
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config import ConfigError, find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.document import document
+from nemo_rl_cpp.config.data import DATASET_KEYS
+from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
+from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -35,11 +38,9 @@ def test_loads(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_a_dumped_configuration_loads_to_the_same(path, tmp_path):
-    from nemo_rl_cpp.config.dump import to_yaml
-
     config = loader(path)(path)
     copy = tmp_path / "copy.yaml"
-    copy.write_text(to_yaml(config.resolved))
+    copy.write_text(dump_yaml(config.resolved))
     assert loader(path)(copy).resolved == config.resolved
 
 
@@ -158,3 +159,22 @@ def test_lax_values_as_in_nemo_rl(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "8")
     config = load_grpo_config("grpo_tiny.yaml", ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"])
     assert (config.grpo.max_num_steps, config.grpo.seed, config.grpo.val_at_end) == (8, 8, True)
+
+
+def test_data_sets_and_their_keys_are_those_of_the_data_sets():
+    from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY, check_dataset_config
+
+    assert set(DATASET_KEYS) == set(DATASET_REGISTRY)
+    for name, keys in DATASET_KEYS.items():
+        check_dataset_config({"dataset_name": name} | dict.fromkeys(keys))
+        with pytest.raises(ValueError, match="Known are ") as caught:
+            check_dataset_config({"dataset_name": name, "nothing": 1})
+        known = set(str(caught.value).rpartition("Known are ")[2].split(", "))
+        common = {"dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed", "split_validation_size"}
+        assert known == common | set(keys)
+
+
+def test_environments_are_those_of_the_registry():
+    from nemo_rl_cpp.environments.utils import ENV_REGISTRY
+
+    assert set(KNOWN_ENVIRONMENTS) <= set(ENV_REGISTRY)

@@ -50,7 +50,8 @@ Node from_python(const py::handle& value) {
 void add_positions(const Node& node, const std::string& key, py::dict& positions) {
   if (!key.empty() && !node.source.file.empty()) positions[py::str(key)] = node.source.text();
   const std::string prefix = key.empty() ? "" : key + ".";
-  for (std::size_t i = 0; i < node.items.size(); ++i) add_positions(node.items[i], prefix + std::to_string(i), positions);
+  for (std::size_t i = 0; i < node.items.size(); ++i)
+    add_positions(node.items[i], prefix + std::to_string(i), positions);
   for (const auto& [name, value] : node.entries) add_positions(value, prefix + name, positions);
 }
 
@@ -88,14 +89,16 @@ PYBIND11_MODULE(_config, m) {
   m.def(
       "load",
       [](const std::string& path, const std::vector<std::string>& overrides,
-         const std::vector<std::pair<std::string, std::string>>& aliases, const std::unordered_set<std::string>& known_keys) {
+         const std::vector<std::pair<std::string, std::string>>& aliases,
+         const std::unordered_set<std::string>& known_keys) {
         const LoadedConfig config = load_config(path, overrides, {alias_list(aliases), known_keys});
         py::dict positions;
         add_positions(config.tree, "", positions);
         return py::make_tuple(to_python(config.tree), positions, problem_list(config.problems));
       },
       py::arg("path"), py::arg("overrides"), py::arg("aliases"), py::arg("known_keys"),
-      "File with parents, overrides and interpolation -> (data, {dotted key: 'file.yaml:line'}, [(kind, key, where, message)])");
+      "File with parents, overrides and interpolation -> (data, {dotted key: 'file.yaml:line'}, [(kind, key, where, "
+      "message)])");
 
   m.def(
       "load_file",

@@ -31,7 +31,8 @@ std::vector<std::string> parent_names(const Node& defaults) {
   } else if (defaults.is_string()) {
     names.push_back(defaults.string);
   } else {
-    throw LoadError("root", defaults.source.text() + ": defaults takes a file name or a list of them, not " + kind_name(defaults.kind));
+    throw LoadError("root", defaults.source.text() + ": defaults takes a file name or a list of them, not " +
+                                kind_name(defaults.kind));
   }
   return names;
 }
@@ -42,10 +43,12 @@ struct Request {
   std::string asked_at;  // "child.yaml:1: ", empty for the first file
 };
 
-Node load(const Request& request, const std::vector<Alias>& aliases, std::vector<Problem>& problems, std::vector<fs::path>& open) {
+Node load(const Request& request, const std::vector<Alias>& aliases, std::vector<Problem>& problems,
+          std::vector<fs::path>& open) {
   std::error_code error;
   if (!fs::is_regular_file(request.path, error))
-    throw LoadError("missing_file", request.asked_at + "the configuration file " + request.path.string() + " does not exist");
+    throw LoadError("missing_file",
+                    request.asked_at + "the configuration file " + request.path.string() + " does not exist");
   const fs::path full = fs::canonical(request.path);
   if (std::find(open.begin(), open.end(), full) != open.end())
     throw LoadError("cycle", request.asked_at + "defaults form a circle: " + display_name(full) + " is its own parent");
@@ -57,7 +60,8 @@ Node load(const Request& request, const std::vector<Alias>& aliases, std::vector
   const std::string name = display_name(full);
   Node tree = read_yaml(text.str(), name);
   if (tree.is_null()) tree = Node::make_mapping();
-  if (!tree.is_mapping()) throw LoadError("root", name + ":1: the file must hold a mapping (key: value), not " + kind_name(tree.kind));
+  if (!tree.is_mapping())
+    throw LoadError("root", name + ":1: the file must hold a mapping (key: value), not " + kind_name(tree.kind));
 
   Node merged = Node::make_mapping();
   if (const Node* defaults = tree.find("defaults")) {
@@ -94,7 +98,8 @@ void merge(Node& base, const Node& child) {
 void merge_file(Node& base, Node child) {
   for (auto& [key, section] : child.entries) {
     const Node* marker = section.is_mapping() ? section.find("_override_") : nullptr;
-    const bool replaces = marker != nullptr && (marker->is_number() ? marker->number() != 0 : marker->is_string() && !marker->string.empty());
+    const bool replaces = marker != nullptr && (marker->is_number() ? marker->number() != 0
+                                                                    : marker->is_string() && !marker->string.empty());
     if (replaces) {
       section.erase("_override_");
       base.erase(key);

@@ -23,9 +23,10 @@ void merge_file(Node& base, Node child);
 /// Renames alias keys of one file or override. The same key in both spellings with different values is a problem.
 void rename_aliases(Node& tree, const std::vector<Alias>& aliases, std::vector<Problem>& problems);
 
-/// Loads `path` and, depth first, the parents that its `defaults` names (a string or a list; relative to the folder of the
-/// file that names them, or to `base_dir` for the first file when it is not empty); later parents win over earlier ones and
-/// the file over all. `defaults` is removed. Throws LoadError; a missing or cyclic parent names the file and line that asks.
+/// Loads `path` and, depth first, the parents that its `defaults` names (a string or a list; relative to the folder of
+/// the file that names them, or to `base_dir` for the first file when it is not empty); later parents win over earlier
+/// ones and the file over all. `defaults` is removed. Throws LoadError; a missing or cyclic parent names the file and
+/// line that asks.
 Node load_with_parents(const std::string& path, const std::string& base_dir, const std::vector<Alias>& aliases,
                        std::vector<Problem>& problems);
 

@@ -32,7 +32,9 @@ class Resolver {
     for (auto& [name, value] : node.entries) resolve_node(value, child_key(key, name));
   }
 
-  static std::string child_key(const std::string& key, const std::string& name) { return key.empty() ? name : key + "." + name; }
+  static std::string child_key(const std::string& key, const std::string& name) {
+    return key.empty() ? name : key + "." + name;
+  }
 
   void resolve_string(Node& node, const std::string& key) {
     const Source source = node.source;
@@ -43,7 +45,8 @@ class Resolver {
       open_.erase(key);
     } catch (const ArgumentError& error) {
       open_.erase(key);
-      if (failed_.insert(key).second) problems_.push_back({"interpolation", key, source.text(), node.string + ": " + error.what()});
+      if (failed_.insert(key).second)
+        problems_.push_back({"interpolation", key, source.text(), node.string + ": " + error.what()});
       value = Node::make_null();
     }
     value.source = source;
@@ -53,7 +56,8 @@ class Resolver {
 
   /// A text with interpolations: one that is nothing but an interpolation keeps the value's type.
   Node text_value(const std::string& text, const std::string& key) {
-    if (text.rfind("${", 0) == 0 && closing(text, 0) + 1 == text.size()) return interpolation(text.substr(2, text.size() - 3), key);
+    if (text.rfind("${", 0) == 0 && closing(text, 0) + 1 == text.size())
+      return interpolation(text.substr(2, text.size() - 3), key);
     std::string out;
     for (std::size_t p = 0; p < text.size();) {
       const std::size_t dollar = text.find("${", p);
@@ -71,7 +75,8 @@ class Resolver {
       }
       const std::size_t close = closing(text, dollar);
       const Node value = interpolation(text.substr(dollar + 2, close - dollar - 2), key);
-      NRL_CHECK_ARG(!value.is_mapping() && !value.is_list(), "is ", kind_name(value.kind), " and cannot stand inside a text");
+      NRL_CHECK_ARG(!value.is_mapping() && !value.is_list(), "is ", kind_name(value.kind),
+                    " and cannot stand inside a text");
       out += python_text(value);
       p = close + 1;
     }
@@ -85,8 +90,10 @@ class Resolver {
     for (std::size_t i = open; i < text.size(); ++i) {
       const char c = text[i];
       if (quote != '\0') {
-        if (c == '\\') ++i;
-        else if (c == quote) quote = '\0';
+        if (c == '\\')
+          ++i;
+        else if (c == quote)
+          quote = '\0';
       } else if (depth > 0 && (c == '\'' || c == '"')) {
         quote = c;
       } else if (c == '{') {
@@ -106,7 +113,8 @@ class Resolver {
     std::vector<Node> arguments;
     const std::string rest = body.substr(colon + 1);
     if (!trim(rest).empty())
-      for (const std::string& argument : split_top_level(rest)) arguments.push_back(argument_value(trim(argument), key));
+      for (const std::string& argument : split_top_level(rest))
+        arguments.push_back(argument_value(trim(argument), key));
     return call_resolver(name, arguments);
   }
 
@@ -145,7 +153,8 @@ class Resolver {
   Node argument_value(const std::string& text, const std::string& key) {
     if (text.size() >= 2 && (text[0] == '\'' || text[0] == '"') && text.back() == text[0]) {
       const std::string inner = text.substr(1, text.size() - 2);
-      return inner.find("${") == std::string::npos ? Node::make_string(inner) : Node::make_string(plain_text(inner, key));
+      return inner.find("${") == std::string::npos ? Node::make_string(inner)
+                                                   : Node::make_string(plain_text(inner, key));
     }
     if (text.find("${") != std::string::npos) return text_value(text, key);
     if (const auto value = literal(text)) return *value;
@@ -175,7 +184,9 @@ class Resolver {
     Node* found = look_up(path);
     NRL_CHECK_ARG(found != nullptr, "there is no key ", path);
     NRL_CHECK_ARG(!open_.contains(path), "refers to itself through ", path);
-    NRL_CHECK_ARG(!(found->is_string() && found->string == "?" "??"), path, " is '???' (must be given) and was not set");
+    NRL_CHECK_ARG(!(found->is_string() && found->string == "?"
+                                                           "??"),
+                  path, " is '???' (must be given) and was not set");
     resolve_node(*found, path);
     NRL_CHECK_ARG(!failed_.contains(path), "depends on ", path, ", which failed");
     return *found;
@@ -211,9 +222,9 @@ class Resolver {
   Node& root_;
   const std::vector<Alias>& aliases_;
   std::vector<Problem>& problems_;
-  std::set<std::string> open_;    // being resolved now
+  std::set<std::string> open_;  // being resolved now
   std::set<std::string> failed_;
-  std::set<std::string> done_;    // a resolved text may hold a literal "${"
+  std::set<std::string> done_;  // a resolved text may hold a literal "${"
 };
 
 }  // namespace

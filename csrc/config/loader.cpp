@@ -4,7 +4,8 @@
 
 namespace nemo_rl::config {
 
-LoadedConfig load_config(const std::string& path, const std::vector<std::string>& overrides, const OverrideRules& rules) {
+LoadedConfig load_config(const std::string& path, const std::vector<std::string>& overrides,
+                         const OverrideRules& rules) {
   LoadedConfig config;
   config.tree = load_with_parents(path, "", rules.aliases, config.problems);
   apply_overrides(config.tree, overrides, rules, config.problems);

@@ -87,7 +87,8 @@ bool Node::same_value(const Node& other) const {
     return std::equal(items.begin(), items.end(), other.items.begin(), other.items.end(),
                       [](const Node& a, const Node& b) { return a.same_value(b); });
   if (is_mapping())
-    return entries.size() == other.entries.size() && std::all_of(entries.begin(), entries.end(), [&](const Entry& entry) {
+    return entries.size() == other.entries.size() &&
+           std::all_of(entries.begin(), entries.end(), [&](const Entry& entry) {
              const Node* theirs = other.find(entry.first);
              return theirs != nullptr && entry.second.same_value(*theirs);
            });

@@ -50,7 +50,9 @@ struct Node {
   bool is_number() const { return kind == Kind::integer || kind == Kind::real || kind == Kind::boolean; }
 
   /// The value as a number; only where is_number().
-  double number() const { return kind == Kind::real ? real : kind == Kind::boolean ? boolean : static_cast<double>(integer); }
+  double number() const {
+    return kind == Kind::real ? real : kind == Kind::boolean ? boolean : static_cast<double>(integer);
+  }
 
   /// The entry of a mapping, or the element of a list when the key is its number; nullptr if there is none.
   Node* find(const std::string& key);

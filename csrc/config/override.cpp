@@ -66,14 +66,16 @@ class Applier {
 
   void check_spelling(const Override& given, const std::string& key, const Node& value) {
     const auto [before, first] = spellings_.try_emplace(key, given.key, value);
-    NRL_CHECK_ARG(first || before->second.first == given.key || before->second.second.same_value(value), "is another name of ",
-                  before->second.first, ", which another override sets to a different value; keep one of them");
+    NRL_CHECK_ARG(first || before->second.first == given.key || before->second.second.same_value(value),
+                  "is another name of ", before->second.first,
+                  ", which another override sets to a different value; keep one of them");
     if (!first) before->second = {given.key, value};
   }
 
   void erase(const Override& given, const std::string& key, const Node* old) {
     NRL_CHECK_ARG(old != nullptr && !old->is_null(), "cannot be deleted: it does not exist");
-    NRL_CHECK_ARG(!given.has_value || given.value.is_null() || old->same_value(given.value) || python_text(*old) == python_text(given.value),
+    NRL_CHECK_ARG(!given.has_value || given.value.is_null() || old->same_value(given.value) ||
+                      python_text(*old) == python_text(given.value),
                   "is not deleted: its value is ", python_text(*old), ", not ", python_text(given.value));
     const auto parts = split_key(key);
     Node* parent = parts.size() == 1 ? &tree_ : find_path(tree_, join_key(parts, parts.size() - 1));
@@ -99,12 +101,13 @@ class Applier {
       Node* next = node->find(parts[i]);
       if (next == nullptr) {
         NRL_CHECK_ARG(!node->is_list(), "has no element ", parts[i], ": the list holds ", node->items.size());
-        if (!may_create(key, given)) throw UnknownKey(first_unknown(parts, i), "does not exist; to add a key write +" + given.text);
+        if (!may_create(key, given))
+          throw UnknownKey(first_unknown(parts, i), "does not exist; to add a key write +" + given.text);
         next = &node->set(parts[i], i + 1 < parts.size() ? Node::make_mapping() : Node::make_null());
         next->source = value.source;
       } else if (i + 1 < parts.size() && !next->is_mapping() && !next->is_list()) {
-        NRL_CHECK_ARG(!next->is_string() || next->string.find("${") == std::string::npos, "lies in ", here, ", which is ", next->string,
-                      "; change the keys that it refers to");
+        NRL_CHECK_ARG(!next->is_string() || next->string.find("${") == std::string::npos, "lies in ", here,
+                      ", which is ", next->string, "; change the keys that it refers to");
         *next = Node::make_mapping();
         next->source = value.source;
       }
@@ -137,7 +140,8 @@ class Applier {
 
 }  // namespace
 
-void apply_overrides(Node& tree, const std::vector<std::string>& overrides, const OverrideRules& rules, std::vector<Problem>& problems) {
+void apply_overrides(Node& tree, const std::vector<std::string>& overrides, const OverrideRules& rules,
+                     std::vector<Problem>& problems) {
   Applier applier(tree, rules);
   for (const std::string& text : overrides) {
     const std::string where = "override '" + text + "'";

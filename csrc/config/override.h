@@ -13,8 +13,8 @@ enum class OverrideType { change, add, force_add, erase };
 
 struct Override {
   OverrideType type = OverrideType::change;
-  std::string key;   // dotted
-  Node value;        // unset for `~key`
+  std::string key;  // dotted
+  Node value;       // unset for `~key`
   bool has_value = false;
   std::string text;  // as given
 };
@@ -28,7 +28,9 @@ struct OverrideRules {
   std::unordered_set<std::string> known_keys;
 };
 
-/// Applies overrides in order, each seeing the ones before. Every failure is collected; a failed one leaves the tree as it was.
-void apply_overrides(Node& tree, const std::vector<std::string>& overrides, const OverrideRules& rules, std::vector<Problem>& problems);
+/// Applies overrides in order, each seeing the ones before. Every failure is collected; a failed one leaves the tree as
+/// it was.
+void apply_overrides(Node& tree, const std::vector<std::string>& overrides, const OverrideRules& rules,
+                     std::vector<Problem>& problems);
 
 }  // namespace nemo_rl::config

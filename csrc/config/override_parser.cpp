@@ -10,8 +10,26 @@
 namespace nemo_rl::config {
 namespace {
 
-enum class Token { open_paren, comma, close_paren, open_bracket, close_bracket, open_brace, close_brace, colon, equal,
-                   number, word, punctuation, identifier, escape, space, quoted, interpolation, end };
+enum class Token {
+  open_paren,
+  comma,
+  close_paren,
+  open_bracket,
+  close_bracket,
+  open_brace,
+  close_brace,
+  colon,
+  equal,
+  number,
+  word,
+  punctuation,
+  identifier,
+  escape,
+  space,
+  quoted,
+  interpolation,
+  end
+};
 
 struct Lexeme {
   Token token;
@@ -19,7 +37,9 @@ struct Lexeme {
 };
 
 bool is_space(char c) { return c == ' ' || c == '\t'; }
-bool is_alpha(char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0 && static_cast<unsigned char>(c) < 128; }
+bool is_alpha(char c) {
+  return std::isalpha(static_cast<unsigned char>(c)) != 0 && static_cast<unsigned char>(c) < 128;
+}
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
 /// Splits a value into tokens. Structural characters take the blanks around them, as Hydra's lexer does.
@@ -92,12 +112,15 @@ class Lexer {
     const std::size_t number = match_number(text_, p_, &is_real);
     std::size_t identifier = p_;
     if (is_alpha(c) || c == '_')
-      while (is_alpha(at(identifier)) || is_digit(at(identifier)) || at(identifier) == '_' || at(identifier) == '-') ++identifier;
+      while (is_alpha(at(identifier)) || is_digit(at(identifier)) || at(identifier) == '_' || at(identifier) == '-')
+        ++identifier;
     const std::size_t length = identifier - p_;
     if (number > 0 && number >= length) return take(Token::number, p_ + number);
     if (length > 0) return take(literal(text_.substr(p_, length)) ? Token::word : Token::identifier, identifier);
     std::size_t escapes = p_;
-    while (at(escapes) == '\\' && at(escapes + 1) != '\0' && std::string("\\()[]{}:=, \t").find(at(escapes + 1)) != std::string::npos) escapes += 2;
+    while (at(escapes) == '\\' && at(escapes + 1) != '\0' &&
+           std::string("\\()[]{}:=, \t").find(at(escapes + 1)) != std::string::npos)
+      escapes += 2;
     if (escapes > p_) return take(Token::escape, escapes);
     NRL_CHECK_ARG(std::string("/-\\+.$%*@?|").find(c) != std::string::npos && c != '\0', "the character '",
                   static_cast<unsigned char>(c) < 128 ? std::string(1, c) : text_.substr(p_, 4),
@@ -138,8 +161,11 @@ class Parser {
 
   Node value() {
     Node node = element();
-    NRL_CHECK_ARG(peek() != Token::comma, "a choice of several values (a sweep) is not possible here; a list is written [1,2], a comma in a text \\,");
-    NRL_CHECK_ARG(peek() == Token::end, "'", current().text, "' is not expected here; quote the value if it belongs to it");
+    NRL_CHECK_ARG(
+        peek() != Token::comma,
+        "a choice of several values (a sweep) is not possible here; a list is written [1,2], a comma in a text \\,");
+    NRL_CHECK_ARG(peek() == Token::end, "'", current().text,
+                  "' is not expected here; quote the value if it belongs to it");
     return node;
   }
 
@@ -148,7 +174,8 @@ class Parser {
   Token peek(std::size_t ahead = 0) const { return lexemes_[std::min(p_ + ahead, lexemes_.size() - 1)].token; }
 
   void expect(Token token, const char* what) {
-    NRL_CHECK_ARG(peek() == token, what, " is missing", peek() == Token::end ? std::string() : " before '" + current().text + "'");
+    NRL_CHECK_ARG(peek() == token, what, " is missing",
+                  peek() == Token::end ? std::string() : " before '" + current().text + "'");
     ++p_;
   }
 
@@ -186,8 +213,14 @@ class Parser {
 
   static bool in_primitive(Token token, bool with_colon) {
     switch (token) {
-      case Token::identifier: case Token::word: case Token::number: case Token::punctuation: case Token::escape: case Token::space: return true;
-      case Token::colon: case Token::interpolation: return with_colon;
+      case Token::identifier:
+      case Token::word:
+      case Token::number:
+      case Token::punctuation:
+      case Token::escape:
+      case Token::space: return true;
+      case Token::colon:
+      case Token::interpolation: return with_colon;
       default: return false;
     }
   }
@@ -197,7 +230,8 @@ class Parser {
     while (in_primitive(peek(), with_colon)) parts.push_back(lexemes_[p_++]);
     if (!parts.empty() && parts.front().token == Token::space) parts.erase(parts.begin());
     if (!parts.empty() && parts.back().token == Token::space) parts.pop_back();
-    NRL_CHECK_ARG(!parts.empty(), peek() == Token::end ? std::string("a value is missing") : "a value is missing before '" + current().text + "'");
+    NRL_CHECK_ARG(!parts.empty(), peek() == Token::end ? std::string("a value is missing")
+                                                       : "a value is missing before '" + current().text + "'");
     if (parts.size() == 1) {
       if (parts[0].token == Token::number || parts[0].token == Token::word) return *literal(parts[0].text);
       return Node::make_string(unescape(parts[0]));
@@ -210,7 +244,8 @@ class Parser {
   Node cast() {
     const std::string name = lexemes_[p_++].text;
     const bool known = name == "int" || name == "float" || name == "str" || name == "bool";
-    NRL_CHECK_ARG(known, "the function ", name, "() is not possible here (known: int, float, str, bool); quote the value if it is text");
+    NRL_CHECK_ARG(known, "the function ", name,
+                  "() is not possible here (known: int, float, str, bool); quote the value if it is text");
     ++p_;
     const Node argument = element();
     NRL_CHECK_ARG(peek() != Token::comma, name, "() takes one value");
@@ -229,14 +264,16 @@ class Parser {
       return out;
     }
     NRL_CHECK_ARG(!value.is_null(), name, "(null) is not possible");
-    if (name == "str") return Node::make_string(value.kind == Kind::boolean ? (value.boolean ? "true" : "false") : python_text(value));
+    if (name == "str")
+      return Node::make_string(value.kind == Kind::boolean ? (value.boolean ? "true" : "false") : python_text(value));
     Node number = value;
     if (value.is_string()) {
       std::string text = value.string;
       text.erase(0, text.find_first_not_of(" \t"));
       text.erase(text.find_last_not_of(" \t") + 1);
       const auto parsed = literal(text);
-      const bool fits = parsed && !parsed->is_null() && (name == "bool") == (parsed->kind == Kind::boolean) && (name != "int" || parsed->kind == Kind::integer);
+      const bool fits = parsed && !parsed->is_null() && (name == "bool") == (parsed->kind == Kind::boolean) &&
+                        (name != "int" || parsed->kind == Kind::integer);
       NRL_CHECK_ARG(fits, name, "(", value.string, ") is not possible");
       number = *parsed;
     }
@@ -254,12 +291,14 @@ class Parser {
 
 void check_key(const std::string& key) {
   NRL_CHECK_ARG(!key.empty(), "the key is missing: write key=value");
-  NRL_CHECK_ARG(key.find('@') == std::string::npos && key.find('/') == std::string::npos,
-                "'", key, "' looks like a Hydra config group; there are none here: write section.key=value");
+  NRL_CHECK_ARG(key.find('@') == std::string::npos && key.find('/') == std::string::npos, "'", key,
+                "' looks like a Hydra config group; there are none here: write section.key=value");
   for (const auto& part : split_key(key)) {
     const bool number = !part.empty() && std::all_of(part.begin(), part.end(), is_digit);
     const bool word = !part.empty() && (is_alpha(part[0]) || part[0] == '_' || part[0] == '$') &&
-                      std::all_of(part.begin(), part.end(), [](char c) { return is_alpha(c) || is_digit(c) || c == '_' || c == '-' || c == '$'; });
+                      std::all_of(part.begin(), part.end(), [](char c) {
+                        return is_alpha(c) || is_digit(c) || c == '_' || c == '-' || c == '$';
+                      });
     NRL_CHECK_ARG(word || (number && part.size() < key.size()), "'", key,
                   "' is not a key: write words joined by dots (a.b.c), with the element's number for a list (a.0)");
   }

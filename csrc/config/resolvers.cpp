@@ -13,7 +13,8 @@ Node environment(const std::vector<Node>& arguments) {
   NRL_CHECK_ARG(arguments.size() == 1 || arguments.size() == 2, "oc.env takes a name and possibly a default");
   const std::string name = python_text(arguments[0]);
   if (const char* value = std::getenv(name.c_str())) return Node::make_string(value);
-  NRL_CHECK_ARG(arguments.size() == 2, "the environment variable ", name, " is not set; set it, or give a default: ${oc.env:", name, ",default}");
+  NRL_CHECK_ARG(arguments.size() == 2, "the environment variable ", name,
+                " is not set; set it, or give a default: ${oc.env:", name, ",default}");
   return arguments[1].is_null() ? Node::make_null() : Node::make_string(python_text(arguments[1]));
 }
 
@@ -51,8 +52,8 @@ Node repeat(const Node& text, const Node& times) {
 
 Node call_resolver(const std::string& name, const std::vector<Node>& arguments) {
   if (name == "oc.env") return environment(arguments);
-  NRL_CHECK_ARG(name == "mul" || name == "add" || name == "sub" || name == "div" || name == "max",
-                "unknown resolver '", name, "' (known: mul, add, sub, div, max, oc.env)");
+  NRL_CHECK_ARG(name == "mul" || name == "add" || name == "sub" || name == "div" || name == "max", "unknown resolver '",
+                name, "' (known: mul, add, sub, div, max, oc.env)");
   NRL_CHECK_ARG(arguments.size() == 2, name, " takes two values, not ", arguments.size());
   const Node &a = arguments[0], &b = arguments[1];
   if (a.is_number() && b.is_number()) return on_numbers(name, a, b);

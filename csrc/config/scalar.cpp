@@ -31,7 +31,8 @@ std::int64_t to_int(const std::string& digits, int base, bool negative) {
   std::int64_t value = 0;
   const std::string text = (negative ? "-" : "") + digits;
   const auto result = std::from_chars(text.data(), text.data() + text.size(), value, base);
-  if (result.ec == std::errc::result_out_of_range) throw std::out_of_range("the integer " + text + " does not fit 64 bits");
+  if (result.ec == std::errc::result_out_of_range)
+    throw std::out_of_range("the integer " + text + " does not fit 64 bits");
   return value;
 }
 
@@ -65,7 +66,8 @@ Node yaml_int(std::string text) {
   text = without_underscores(std::move(text));
   const bool negative = text[0] == '-';
   if (text[0] == '-' || text[0] == '+') text.erase(0, 1);
-  if (text.find(':') != std::string::npos) return Node::make_int(static_cast<std::int64_t>(sexagesimal(text)) * (negative ? -1 : 1));
+  if (text.find(':') != std::string::npos)
+    return Node::make_int(static_cast<std::int64_t>(sexagesimal(text)) * (negative ? -1 : 1));
   if (text.rfind("0b", 0) == 0) return Node::make_int(to_int(text.substr(2), 2, negative));
   if (text.rfind("0x", 0) == 0) return Node::make_int(to_int(text.substr(2), 16, negative));
   if (text.size() > 1 && text[0] == '0') return Node::make_int(to_int(text.substr(1), 8, negative));
@@ -84,7 +86,8 @@ Node yaml_scalar(const std::string& text) {
   static const std::regex integer(
       R"([-+]?0b[0-1_]+|[-+]?0[0-7_]+|[-+]?(0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+)");
   if (text.size() > 64) return Node::make_string(text);  // no number or word is that long
-  const bool numeric = !text.empty() && (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-' || text[0] == '+' || text[0] == '.');
+  const bool numeric = !text.empty() && (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-' ||
+                                         text[0] == '+' || text[0] == '.');
   if (numeric) {
     if (std::regex_match(text, real)) return yaml_float(text);
     if (std::regex_match(text, integer)) return yaml_int(text);
@@ -98,7 +101,9 @@ Node yaml_scalar(const std::string& text) {
 }
 
 std::size_t match_number(const std::string& text, std::size_t begin, bool* is_real) {
-  const auto digit = [&](std::size_t i) { return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i])); };
+  const auto digit = [&](std::size_t i) {
+    return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i]));
+  };
   const auto digits = [&](std::size_t i) {  // digits with single underscores between them
     while (digit(i)) {
       ++i;
@@ -164,7 +169,8 @@ std::string python_real(double value) {
     if (std::isdigit(static_cast<unsigned char>(c))) digits += c;
   const std::string sign = text[0] == '-' ? "-" : "";
   if (exponent < -4 || exponent >= 16) {
-    const std::string power = (exponent < 0 ? "-" : "+") + std::string(std::abs(exponent) < 10 ? "0" : "") + std::to_string(std::abs(exponent));
+    const std::string power = (exponent < 0 ? "-" : "+") + std::string(std::abs(exponent) < 10 ? "0" : "") +
+                              std::to_string(std::abs(exponent));
     return sign + digits[0] + (digits.size() > 1 ? "." + digits.substr(1) : "") + "e" + power;
   }
   if (exponent < 0) return sign + "0." + std::string(-exponent - 1, '0') + digits;

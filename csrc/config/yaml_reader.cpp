@@ -36,7 +36,8 @@ class TreeBuilder : public YAML::EventHandler {
     place(found->second, mark, 0);
   }
 
-  void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor, const std::string& value) override {
+  void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
+                const std::string& value) override {
     if (is_key_next()) {
       open_key(value, mark, tag == "?");
       return;
@@ -48,12 +49,14 @@ class TreeBuilder : public YAML::EventHandler {
     }
   }
 
-  void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor, YAML::EmitterStyle::value) override {
+  void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
+                       YAML::EmitterStyle::value) override {
     open(Node::make_list(), mark, anchor);
   }
   void OnSequenceEnd() override { close(); }
 
-  void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor, YAML::EmitterStyle::value) override {
+  void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
+                  YAML::EmitterStyle::value) override {
     open(Node::make_mapping(), mark, anchor);
   }
   void OnMapEnd() override { close(); }
@@ -85,7 +88,8 @@ class TreeBuilder : public YAML::EventHandler {
     if ((tag == yaml + "int" && node.kind == Kind::integer) || (tag == yaml + "bool" && node.kind == Kind::boolean) ||
         (tag == yaml + "null" && node.is_null()))
       return node;
-    fail("syntax", mark, "the tag " + tag + " does not fit '" + value + "' (known: !!str, !!int, !!float, !!bool, !!null)");
+    fail("syntax", mark,
+         "the tag " + tag + " does not fit '" + value + "' (known: !!str, !!int, !!float, !!bool, !!null)");
   }
 
   void open_key(const std::string& key, const YAML::Mark& mark, bool plain) {
@@ -93,7 +97,8 @@ class TreeBuilder : public YAML::EventHandler {
     frame.is_merge = plain && key == "<<";
     if (!frame.is_merge)
       if (const Node* first = frame.node.find(key))
-        fail("duplicate", mark, "the key '" + key + "' is given twice (first in line " + std::to_string(first->source.line) + ")");
+        fail("duplicate", mark,
+             "the key '" + key + "' is given twice (first in line " + std::to_string(first->source.line) + ")");
     frame.has_key = true;
     frame.key = key;
     frame.key_mark = mark;
@@ -118,7 +123,8 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   void place(Node node, const YAML::Mark& mark, YAML::anchor_t anchor) {
-    if (is_key_next()) fail("syntax", mark, "a key must be a word or a number, not " + std::string(kind_name(node.kind)));
+    if (is_key_next())
+      fail("syntax", mark, "a key must be a word or a number, not " + std::string(kind_name(node.kind)));
     const bool keyed = !stack_.empty() && stack_.back().has_key;
     node.source = {file_, (keyed ? stack_.back().key_mark : mark).line + 1};  // a value belongs to the line of its key
     if (anchor != 0) anchors_[anchor] = node;
@@ -158,15 +164,20 @@ class TreeBuilder : public YAML::EventHandler {
 /// The parser's terse words, with what usually causes them.
 std::string explain(const std::string& message) {
   if (message == "illegal EOF in scalar") return "a quoted text is not closed before the end of the file";
-  if (message == "illegal map value") return "': ' cannot stand here: the line above has no colon, or a text with ': ' in it needs quotes";
-  if (message.rfind("end of map not found", 0) == 0) return "this line does not fit the mapping above: check its indentation and its colon";
+  if (message == "illegal map value")
+    return "': ' cannot stand here: the line above has no colon, or a text with ': ' in it needs quotes";
+  if (message.rfind("end of map not found", 0) == 0)
+    return "this line does not fit the mapping above: check its indentation and its colon";
   return message;
 }
 
 }  // namespace
 
 Node read_yaml(const std::string& text, const std::string& file) {
-  std::istringstream stream(text + (text.ends_with('\n') ? "#" : "\n#"));  // without the '#' the parser lets an unclosed quote run to the end of the file
+  std::istringstream stream(
+      text + (text.ends_with('\n')
+                  ? "#"
+                  : "\n#"));  // without the '#' the parser lets an unclosed quote run to the end of the file
   TreeBuilder builder(file);
   try {
     YAML::Parser parser(stream);

@@ -7,7 +7,8 @@
 namespace nemo_rl::config {
 
 /// Parses one YAML document. `file` names it in positions and messages. Anchors, aliases and `<<` merges are resolved.
-/// Throws LoadError: "syntax" (malformed, more than one document, an unknown tag) or "duplicate" (a key twice in one mapping).
+/// Throws LoadError: "syntax" (malformed, more than one document, an unknown tag) or "duplicate" (a key twice in one
+/// mapping).
 Node read_yaml(const std::string& text, const std::string& file);
 
 }  // namespace nemo_rl::config

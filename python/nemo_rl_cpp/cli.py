@@ -25,7 +25,9 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("check", help="check a configuration with its overrides, without loading anything else")
+    parser = commands.add_parser(
+        "check", help="check a configuration with its overrides, without loading anything else"
+    )
     parser.add_argument("--config", required=True, help="YAML file, or the name of a shipped one")
     parser.add_argument("--kind", choices=("grpo", "ppo", "eval"), help="kind of run (default: by the file's sections)")
     parser.set_defaults(run=_check)

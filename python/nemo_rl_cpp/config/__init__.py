@@ -1,4 +1,4 @@
-"""Configuration of runs: YAML files with inheritance, overrides and interpolation, checked against a schema. No torch."""
+"""Configuration of runs: YAML with inheritance, overrides and interpolation, checked against a schema. No torch."""
 
 from .errors import ConfigError, Problem
 from .loader import load_eval_config, load_grpo_config, load_ppo_config

@@ -1,7 +1,7 @@
 """`dtensor_cfg` and `megatron_cfg`: NeMo RL's training backends.
 
-The native trainer stands in for both. Which one is enabled decides where optimizer, schedule, gradient clipping, activation
-checkpointing and parallel sizes are read from; the rest makes no difference here.
+The native trainer stands in for both. Which one is enabled decides where optimizer, schedule, gradient clipping,
+activation checkpointing and parallel sizes are read from; the rest makes no difference here.
 """
 
 from __future__ import annotations
@@ -106,8 +106,12 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: Positive = key(1, "only 1 is supported yet")
     expert_model_parallel_size: Positive = key(1, "only 1 is supported yet")
     optimizer: MegatronOptimizerConfig = section(MegatronOptimizerConfig, "optimizer")
-    scheduler: MegatronSchedulerConfig = section(MegatronSchedulerConfig, "learning rate and weight decay over the steps")
-    checkpoint: MegatronCheckpointConfig = section(MegatronCheckpointConfig, "Megatron's checkpoint format, not used here")
+    scheduler: MegatronSchedulerConfig = section(
+        MegatronSchedulerConfig, "learning rate and weight decay over the steps"
+    )
+    checkpoint: MegatronCheckpointConfig = section(
+        MegatronCheckpointConfig, "Megatron's checkpoint format, not used here"
+    )
     peft: PeftConfig = section(PeftConfig, "LoRA (not supported)")
     distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")

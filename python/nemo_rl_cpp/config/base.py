@@ -16,12 +16,17 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", populate_by_name=True, protected_namespaces=(), allow_inf_nan=False, validate_default=False, defer_build=True
+        extra="forbid",
+        populate_by_name=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        validate_default=False,
+        defer_build=True,
     )
 
     @property
     def is_active(self) -> bool:
-        """Whether the section does anything; values of unsupported features are not checked in one that is switched off."""
+        """Whether the section does anything; unsupported features are not looked for in one that is switched off."""
         return True
 
     def __getitem__(self, key: str) -> Any:
@@ -94,5 +99,10 @@ def only(*allowed: Any, why: str, **options: Any) -> Any:
 def no_effect(default: Any, why: str = "makes no difference here", **options: Any) -> Any:
     """A key of NeMo RL that is accepted with any value of its type."""
     if isinstance(default, (list, dict)):
-        return Field(default_factory=lambda: type(default)(default), description=why, json_schema_extra={"no_effect": True}, **options)
+        return Field(
+            default_factory=lambda: type(default)(default),
+            description=why,
+            json_schema_extra={"no_effect": True},
+            **options,
+        )
     return Field(default, description=why, json_schema_extra={"no_effect": True}, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Int, Positive, Section, key, no_effect, only
+from .base import Positive, Section, key, no_effect, only
 
 
 class CheckpointingConfig(Section):
@@ -12,7 +12,9 @@ class CheckpointingConfig(Section):
 
     enabled: bool = key(True, "write checkpoints")
     checkpoint_dir: str = key("results/grpo", "folder of the run; the same folder resumes it")
-    metric_name: str | None = key("val:accuracy", "metric that ranks checkpoints, train:NAME or val:NAME; null: newest win")
+    metric_name: str | None = key(
+        "val:accuracy", "metric that ranks checkpoints, train:NAME or val:NAME; null: newest win"
+    )
     higher_is_better: bool = key(True, "direction of the metric")
     keep_top_k: Positive | None = key(3, "checkpoints kept by rank (the latest always stays); null: all")
     save_period: Positive = key(10, "steps between checkpoints")

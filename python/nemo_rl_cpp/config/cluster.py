@@ -12,7 +12,9 @@ class ClusterConfig(Section):
 
     gpus_per_node: Positive = key(1, "devices of a machine; only 1 is supported yet (a CPU counts as one)")
     num_nodes: Positive = key(1, "machines; only 1 is supported yet")
-    executor: Literal["auto", "in_process", "ray"] = key("auto", "in_process: everything in this process; ray is not supported yet")
+    executor: Literal["auto", "in_process", "ray"] = key(
+        "auto", "in_process: everything in this process; ray is not supported yet"
+    )
     master_port_range_low: Int = no_effect(1400)
     master_port_range_high: Int = no_effect(1999)
     segment_size: Int | None = no_effect(None)

@@ -46,7 +46,12 @@ class DatasetDefaults(Section):
 def _held_out(value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (isinstance(value, float) and value >= 1):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value < 0
+        or (isinstance(value, float) and value >= 1)
+    ):
         raise ValueError(f"must be a share from 0 to below 1, or a whole number of samples, not {value!r}")
     return value
 
@@ -58,7 +63,9 @@ class DatasetConfig(DatasetDefaults):
     """One data set. Further keys depend on dataset_name."""
 
     dataset_name: str = key(..., "known name, ResponseDataset with data_path, or a class package.module.Name")
-    split_validation_size: HeldOut = key(None, "held out for validation: a share below 1, or a number of samples; null or 0: nothing")
+    split_validation_size: HeldOut = key(
+        None, "held out for validation: a share below 1, or a number of samples; null or 0: nothing"
+    )
     seed: Int | None = key(None, "seed of the split or of generated data")
 
 
@@ -75,9 +82,13 @@ class DataConfig(Section):
     """Where prompts come from and how they become samples."""
 
     train: Datasets | None = key(None, "data set to train on, or a list of them")
-    validation: Datasets | None = key(None, "data set to validate on, or a list; null: the part held out from train, if any")
+    validation: Datasets | None = key(
+        None, "data set to validate on, or a list; null: the part held out from train, if any"
+    )
     default: DatasetDefaults | None = section(DatasetDefaults, "settings of all data sets that do not have their own")
-    max_input_seq_length: Positive | None = key(None, "prompts of this many tokens or more are cut and get no gradient; null: no limit")
+    max_input_seq_length: Positive | None = key(
+        None, "prompts of this many tokens or more are cut and get no gradient; null: no limit"
+    )
     shuffle: bool = key(True, "shuffle the training data")
     num_workers: Int = key(1, "loader processes", ge=0)
     use_multiple_dataloader: bool = key(False, "a loader of its own for each data set")

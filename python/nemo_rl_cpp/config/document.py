@@ -28,11 +28,12 @@ A file that is not found as given is looked for among the shipped configurations
 
 ## Files
 
-- `defaults: parent.yaml` (or a list) names files that this one changes, relative to its own folder. Later parents win over
-  earlier ones, the file wins over all. Mappings merge key by key; lists, numbers, texts and `null` replace.
+- `defaults: parent.yaml` (or a list) names files that this one changes, relative to its own folder. Later parents win
+  over earlier ones, the file wins over all. Mappings merge key by key; lists, numbers, texts and `null` replace.
 - `_override_: true` in a section at the top of a file throws the parent's section away first.
-- `${a.b}` is the value of another key, `${.x}` of a sibling, `${..x}` of a parent's sibling; it may stand inside a text or stand
-  for a whole section. `${mul:a,b}`, `add`, `sub`, `div`, `max` calculate; `${oc.env:NAME,default}` reads the environment.
+- `${a.b}` is the value of another key, `${.x}` of a sibling, `${..x}` of a parent's sibling; it may stand inside a text
+  or stand for a whole section. `${mul:a,b}`, `add`, `sub`, `div`, `max` calculate; `${oc.env:NAME,default}` reads the
+  environment.
 - Plain words are read as YAML 1.1: `1e-8` is a number, `yes`, `no`, `on`, `off` are true and false, `010` is 8.
 
 ## Overrides
@@ -45,15 +46,15 @@ A file that is not found as given is looked for among the shipped configurations
 | `~a.b`, `~a.b=v` | delete (if the value is v) |
 
 A value is a number, `true`, `false`, `null`, a text (quoted where it holds other characters than letters, digits and
-`/-\\+.$%*@?|:`), a list `[1,2]` (replaces), a mapping `{c: 9}` (merges), `${x.y}`, or a cast such as `str(5)`. `a.0=v` changes an
-element of a list. `\\,` is a literal comma.
+`/-\\+.$%*@?|:`), a list `[1,2]` (replaces), a mapping `{c: 9}` (merges), `${x.y}`, or a cast such as `str(5)`. `a.0=v`
+changes an element of a list. `\\,` is a literal comma.
 
 ## Mistakes
 
-Unknown keys, wrong types, values out of range and combinations that cannot work are all reported at once, each with file and
-line, before anything heavy is loaded. Keys marked *switched off* belong to features of NeMo RL that are not supported: they are
-accepted at the value shown and rejected otherwise (in a backend section that is not enabled they are not looked at). Keys
-marked *no effect* are accepted with any value of their type.
+Unknown keys, wrong types, values out of range and combinations that cannot work are all reported at once, each with file
+and line, before anything heavy is loaded. Keys marked *switched off* belong to features of NeMo RL that are not supported:
+they are accepted at the value shown and rejected otherwise (in a backend section that is not enabled they are not looked
+at). Keys marked *no effect* are accepted with any value of their type.
 """
 
 
@@ -71,7 +72,9 @@ def _type_name(annotation: Any) -> str:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    return {int: "integer", float: "number", str: "text", bool: "true or false", list: "list", Any: "any"}.get(annotation, str(annotation))
+    return {int: "integer", float: "number", str: "text", bool: "true or false", list: "list", Any: "any"}.get(
+        annotation, str(annotation)
+    )
 
 
 def _default(info: Any) -> str:
@@ -113,7 +116,11 @@ def document() -> str:
     lines += [f"| `{spelling}` | `{canonical}` |" for spelling, canonical in ALIASES]
     lines += ["", "## A GRPO, DAPO or ProRLv2 run", ""]
     shown_sections: set[str] = set()
-    titles = ((GRPOMasterConfig, None), (PPOMasterConfig, "## Further sections of a PPO run"), (EvalMasterConfig, "## An evaluation"))
+    titles = (
+        (GRPOMasterConfig, None),
+        (PPOMasterConfig, "## Further sections of a PPO run"),
+        (EvalMasterConfig, "## An evaluation"),
+    )
     for master, title in titles:
         if title:
             lines += [title, ""]
@@ -128,7 +135,14 @@ def document() -> str:
             elif name == "env":
                 _environments(lines)
             else:
-                lines += [f"### `{name}`", "", "| key | type | default | meaning |", "|---|---|---|---|", _row(name, info), ""]
+                lines += [
+                    f"### `{name}`",
+                    "",
+                    "| key | type | default | meaning |",
+                    "|---|---|---|---|",
+                    _row(name, info),
+                    "",
+                ]
         if master is GRPOMasterConfig:
             _datasets(lines)
     return "\n".join(lines).rstrip() + "\n"
@@ -141,7 +155,14 @@ def _environments(lines: list[str]) -> None:
 
 
 def _datasets(lines: list[str]) -> None:
-    lines += ["### Keys of each data set", "", "Beside the keys of `data.train`; a class of your own takes any.", "", "| dataset_name | keys |", "|---|---|"]
+    lines += [
+        "### Keys of each data set",
+        "",
+        "Beside the keys of `data.train`; a class of your own takes any.",
+        "",
+        "| dataset_name | keys |",
+        "|---|---|",
+    ]
     lines += [f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} |" for name, keys in DATASET_KEYS.items()] + [""]
 
 

@@ -11,7 +11,9 @@ class VerifierPoolConfig(Section):
     """Verifiers that run in processes of their own and are killed at a deadline."""
 
     num_workers: Positive = key(1, "verifier processes")
-    verifier_deadline_s: Real = key(5.0, "seconds for one response, after which its verifier is killed and it scores 0", gt=0)
+    verifier_deadline_s: Real = key(
+        5.0, "seconds for one response, after which its verifier is killed and it scores 0", gt=0
+    )
     verifier_memory_mb: Positive | None = key(2048, "memory of a verifier process in MB; null: no limit")
     max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
 
@@ -19,8 +21,12 @@ class VerifierPoolConfig(Section):
 class MathEnvConfig(VerifierPoolConfig):
     """Compares the answer with the ground truth: 1 or 0."""
 
-    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = key("hf_math_verify", "how answers are compared")
-    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = key("math", "kind of answer")
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = key(
+        "hf_math_verify", "how answers are compared"
+    )
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = key(
+        "math", "kind of answer"
+    )
     stop_strings: list[str] | None = key(None, "texts that end a response of the next turn")
 
 

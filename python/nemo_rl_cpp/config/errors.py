@@ -23,7 +23,9 @@ class ConfigError(ValueError):
     """A configuration that cannot be used. `str()` lists every mistake, one a line; `problems` holds them."""
 
     def __init__(self, problems: list[Problem]):
-        self.problems = sorted(set(problems), key=lambda p: (p.where.rpartition(":")[0], _line(p.where), p.key, p.message))
+        self.problems = sorted(
+            set(problems), key=lambda p: (p.where.rpartition(":")[0], _line(p.where), p.key, p.message)
+        )
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
@@ -52,14 +54,18 @@ class Report:
         return dotted in self._positions
 
     def has_problem(self, dotted: str) -> bool:
-        """Whether the key, a section around it or a key in it is wrong already: what follows from it is not reported."""
+        """Whether the key, a section around it or a key in it is wrong already: consequences are not reported."""
         return any(
-            p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".") for p in self.problems if p.key
+            p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
+            for p in self.problems
+            if p.key
         )
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Reports a mistake at `dotted`, unless it or a `related` key is wrong already. Its place is that of the first of
-        these keys that an override sets, else of the first that a file sets."""
+        """Reports a mistake at `dotted`, unless it or a `related` key is wrong already.
+
+        Its place is that of the first of these keys that an override sets, else of the first that a file sets.
+        """
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return

@@ -11,7 +11,8 @@ class VllmConfig(Section):
     """Settings of vLLM. With the native engine only max_model_len is read."""
 
     max_model_len: Positive | None = key(
-        None, "longest sequence, prompt and response; null: policy.max_total_sequence_length (alias: policy.generation.max_model_len)"
+        None,
+        "longest sequence; null: policy.max_total_sequence_length (alias: policy.generation.max_model_len)",
     )
     async_engine: bool = no_effect(False)
     precision: str | None = no_effect(None)
@@ -93,9 +94,13 @@ class McoreGenerationConfig(Section):
 class GenerationConfig(Section):
     """How responses are sampled, and by which engine."""
 
-    backend: Literal["native", "vllm"] = key("native", "native: the engine that shares the trainer's weights; vllm is not supported yet")
+    backend: Literal["native", "vllm"] = key(
+        "native", "native: the engine that shares the trainer's weights; vllm is not supported yet"
+    )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
-    temperature: NonNegative = key(1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only")
+    temperature: NonNegative = key(
+        1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only"
+    )
     top_p: Real = key(1.0, "nucleus sampling; 1: off", gt=0, le=1)
     top_k: Int | None = key(None, "sample among the k likeliest tokens; null or -1: off", ge=-1)
     val_temperature: NonNegative | None = key(None, "temperature in validation; null: temperature")
@@ -103,8 +108,12 @@ class GenerationConfig(Section):
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
     stop_token_ids: list[Count] | None = key(None, "tokens that end a response; null: the tokenizer's end token")
     stop_strings: list[str] | None = key(None, "texts that end a response; they stay in it")
-    kv_cache_gb: Real | None = key(None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0)
-    max_batch_size: Positive | None = key(None, "responses generated at the same time; null: as many as kv_cache_gb holds")
+    kv_cache_gb: Real | None = key(
+        None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0
+    )
+    max_batch_size: Positive | None = key(
+        None, "responses generated at the same time; null: as many as kv_cache_gb holds"
+    )
     prefill_chunk_tokens: Positive = key(2048, "prompt tokens that enter the model at once; smaller saves memory")
     packed_weights: Literal["off", "on"] = key("off", "on: a copy of the weights laid out for speed; not supported yet")
     vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these only max_model_len is read")

@@ -59,7 +59,9 @@ class GRPOConfig(Section):
         10, "batches generated for one step before the run stops with an error (alias: max_num_gen_batches)"
     )
     batch_multiplier: Real = key(
-        1.0, "prompts drawn at a time = num_prompts_per_step x this; needs dynamic sampling (alias: dapo_batch_multiplier)", ge=1
+        1.0,
+        "prompts drawn at a time = num_prompts_per_step x this; needs dynamic sampling (alias: dapo_batch_multiplier)",
+        ge=1,
     )
     dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
     skip_reference_policy_logprobs_calculation: bool = key(False, "no reference model; needs a KL weight of 0")

@@ -23,21 +23,27 @@ from .messages import dotted_key, known_keys, sentence, shown, unknown_key
 Master = TypeVar("Master", bound=MasterConfig)
 
 
-def load_grpo_config(path: str | os.PathLike[str] = "grpo_math_1B.yaml", overrides: Sequence[str] = ()) -> GRPOMasterConfig:
+def load_grpo_config(
+    path: str | os.PathLike[str] = "grpo_math_1B.yaml", overrides: Sequence[str] = ()
+) -> GRPOMasterConfig:
     """The checked configuration of a GRPO, DAPO or ProRLv2 run.
 
-    `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra overrides ("policy.optimizer.kwargs.lr=1e-6").
-    Raises ConfigError (a ValueError) whose text lists every mistake with file, line, key and remedy. Does not import torch.
+    `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra's ("policy.optimizer.kwargs.lr=1e-6").
+    Raises ConfigError (a ValueError) that lists every mistake with file, line, key and remedy. Does not import torch.
     """
     return _load(path, overrides, GRPOMasterConfig, rules.check_grpo)
 
 
-def load_ppo_config(path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml", overrides: Sequence[str] = ()) -> PPOMasterConfig:
+def load_ppo_config(
+    path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml", overrides: Sequence[str] = ()
+) -> PPOMasterConfig:
     """The checked configuration of a PPO run; see `load_grpo_config`."""
     return _load(path, overrides, PPOMasterConfig, rules.check_ppo)
 
 
-def load_eval_config(path: str | os.PathLike[str] = "evals/eval.yaml", overrides: Sequence[str] = ()) -> EvalMasterConfig:
+def load_eval_config(
+    path: str | os.PathLike[str] = "evals/eval.yaml", overrides: Sequence[str] = ()
+) -> EvalMasterConfig:
     """The checked configuration of an evaluation; see `load_grpo_config`."""
     return _load(path, overrides, EvalMasterConfig, rules.check_eval)
 
@@ -59,7 +65,9 @@ def _load(
         if kind == "interpolation":
             _remove(data, tuple(key.split(".")))
     for key in _not_given(data, ""):
-        report.problems.append(Problem(report.where(key), key, "is '???': it must be given, in the file or on the command line"))
+        report.problems.append(
+            Problem(report.where(key), key, "is '???': it must be given, in the file or on the command line")
+        )
     config = _validate(data, model, report)
     if config is not None:
         config.fill_defaults()
@@ -91,7 +99,7 @@ def _with_plus(where: str) -> str:
 
 
 def _validate(data: dict[str, Any], model: type[Master], report: Report) -> Master | None:
-    """The typed configuration; where the file has mistakes, that of the file without them, so that the rest is checked too."""
+    """The typed configuration; of a file with mistakes, what is left without them, so that the rest is checked too."""
     if isinstance(data.get("env"), dict):
         for name, inner in KNOWN_ENVIRONMENTS.items():
             if isinstance(data["env"].get(name), dict):
@@ -138,7 +146,12 @@ def _remove(data: dict[str, Any], location: tuple[str, ...]) -> None:
         if not isinstance(node, dict) or part not in node:
             return
         inner = node[part]
-        if i + 1 == len(location) or isinstance(inner, list) and i + 2 >= len(location) or not isinstance(inner, (dict, list)):
+        if (
+            i + 1 == len(location)
+            or isinstance(inner, list)
+            and i + 2 >= len(location)
+            or not isinstance(inner, (dict, list))
+        ):
             del node[part]
             return
         if isinstance(inner, list):
@@ -163,7 +176,11 @@ def _check_marks(section: Section, prefix: str, report: Report) -> None:
         value = getattr(section, name)
         key = prefix + (info.alias or name)
         mark = info.json_schema_extra
-        if isinstance(mark, dict) and "only" in mark and not any(value == ok and type(value) is type(ok) for ok in mark["only"]):
+        if (
+            isinstance(mark, dict)
+            and "only" in mark
+            and not any(value == ok and type(value) is type(ok) for ok in mark["only"])
+        ):
             allowed = " or ".join(shown(ok) for ok in mark["only"])
             report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
         if isinstance(value, Section):
@@ -175,7 +192,7 @@ def _check_marks(section: Section, prefix: str, report: Report) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """"grpo", "ppo" or "eval", by the sections of a file."""
+    """ "grpo", "ppo" or "eval", by the sections of a file."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file))

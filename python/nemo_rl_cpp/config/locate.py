@@ -49,7 +49,9 @@ def find_config(path: str | os.PathLike[str]) -> Path:
 
 
 def _not_found(given: str, relative: Path) -> str:
-    known = sorted({str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")})
+    known = sorted(
+        {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
+    )
     near = difflib.get_close_matches(str(relative), known, 3, 0.5)
     near += [name for name in known if Path(name).name == relative.name and name not in near]
     hint = f"did you mean {' or '.join(near)}?" if near else f"shipped are {', '.join(known)}"

@@ -17,7 +17,9 @@ class WandbConfig(Section):
     job_type: str | None = key(None, "kind of run")
     tags: list[str] | None = key(None, "tags")
     notes: str | None = key(None, "text shown with the run")
-    mode: Literal["online", "offline", "disabled", "shared"] | None = key(None, "online, offline, disabled or shared; null: WANDB_MODE")
+    mode: Literal["online", "offline", "disabled", "shared"] | None = key(
+        None, "online, offline, disabled or shared; null: WANDB_MODE"
+    )
     id: str | None = key(None, "identifier of a run to continue")
     resume: Literal["allow", "must", "never", "auto"] | None = key(None, "how that run continues")
     log_nemo_gym_full_result_tables: bool = no_effect(False)

@@ -16,7 +16,9 @@ class ClippedPGLossConfig(Section):
     kl_output_clamp_value: Real | None = key(10.0, "bound of the KL of a token; null: none", gt=0)
     use_kl_in_reward: bool = key(False, "subtract the KL from the reward instead of adding it to the loss")
     ratio_clip_min: NonNegative = key(0.2, "the ratio is clipped below at 1 - this")
-    ratio_clip_max: NonNegative = key(0.2, "the ratio is clipped above at 1 + this (larger than ratio_clip_min: clip higher)")
+    ratio_clip_max: NonNegative = key(
+        0.2, "the ratio is clipped above at 1 + this (larger than ratio_clip_min: clip higher)"
+    )
     ratio_clip_c: Real | None = key(None, "dual clip for negative advantages, above 1 (usually 3); null: off")
     token_level_loss: bool = key(True, "mean over tokens; false: mean over sequences of the mean over tokens")
     sequence_level_importance_ratios: bool = key(False, "one ratio a sequence (GSPO); needs token_level_loss: false")

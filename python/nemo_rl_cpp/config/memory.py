@@ -68,8 +68,15 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
     if file.is_file():
         known = json.loads(file.read_text(encoding="utf-8"))
     elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct":  # the packaged model; its sizes are public
-        known = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-                 "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+        known = {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        }
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     if any(name not in known for name in needed):
@@ -101,12 +108,43 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
     if config.loss_fn.reference_policy_kl_penalty:
         resting += (("reference weights", sizes.parameters * width),)
     phases = [
-        Phase("generation", (*resting, ("KV cache", _kv_cache(policy, sizes, _rollouts(config))), ("logits", _batch(policy, config) * sizes.vocab_size * 4.0))),
-        Phase("log-probabilities", (*resting, ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers), ("logits chunk", _logits(policy, sizes)))),
-        Phase("policy training", (*resting, ("policy gradients", sizes.parameters * 4.0), ("activations", _activations(policy, sizes)), ("logits chunk", 2 * _logits(policy, sizes)))),
+        Phase(
+            "generation",
+            (
+                *resting,
+                ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
+                ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
+            ),
+        ),
+        Phase(
+            "log-probabilities",
+            (
+                *resting,
+                ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
+                ("logits chunk", _logits(policy, sizes)),
+            ),
+        ),
+        Phase(
+            "policy training",
+            (
+                *resting,
+                ("policy gradients", sizes.parameters * 4.0),
+                ("activations", _activations(policy, sizes)),
+                ("logits chunk", 2 * _logits(policy, sizes)),
+            ),
+        ),
     ]
     if value is not None:
-        phases.append(Phase("value training", (*resting, ("value gradients", value.backbone_parameters * 4.0), ("activations", _activations(config.value, value)))))
+        phases.append(
+            Phase(
+                "value training",
+                (
+                    *resting,
+                    ("value gradients", value.backbone_parameters * 4.0),
+                    ("activations", _activations(config.value, value)),
+                ),
+            )
+        )
     return phases
 
 

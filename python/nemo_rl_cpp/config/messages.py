@@ -50,7 +50,9 @@ def known_keys(model: type[Section]) -> frozenset[str]:
         for name, inner in KNOWN_ENVIRONMENTS.items():
             walk(inner, f"env.{name}.")
     if "grpo" in model.model_fields or "ppo" in model.model_fields:
-        found.update(f"data.{split}.{key}" for split in ("train", "validation") for keys in DATASET_KEYS.values() for key in keys)
+        found.update(
+            f"data.{split}.{key}" for split in ("train", "validation") for keys in DATASET_KEYS.values() for key in keys
+        )
     return frozenset(found)
 
 
@@ -61,7 +63,9 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
         return "works in a section at the top of the file only, not deeper"
     prefix = f"{parent}." if parent else ""
     every = known_keys(model) | {spelling for spelling, canonical in ALIASES if canonical in known_keys(model)}
-    here = sorted(key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix))
+    here = sorted(
+        key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+    )
     near = difflib.get_close_matches(name, here, 1, 0.55)
     if near:
         return f"is unknown; did you mean {near[0]}?"
@@ -118,7 +122,12 @@ def _choice(expected: str, value: Any) -> str:
     return f"must be {what}, not {shown(value)}{hint}"
 
 
-_BOUNDS = {"greater_than_equal": "at least", "greater_than": "greater than", "less_than_equal": "at most", "less_than": "less than"}
+_BOUNDS = {
+    "greater_than_equal": "at least",
+    "greater_than": "greater than",
+    "less_than_equal": "at most",
+    "less_than": "less than",
+}
 _EXPECTED = {
     "int_type": "an integer",
     "int_parsing": "an integer",

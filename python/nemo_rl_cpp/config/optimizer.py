@@ -21,7 +21,9 @@ class OptimizerKwargs(Section):
 
     lr: NonNegative = key(5e-6, "learning rate")
     weight_decay: NonNegative = key(0.01, "decoupled weight decay")
-    betas: list[Real] = key([0.9, 0.999], "decay of the first and second moment, each in [0, 1)", min_length=2, max_length=2)
+    betas: list[Real] = key(
+        [0.9, 0.999], "decay of the first and second moment, each in [0, 1)", min_length=2, max_length=2
+    )
     eps: NonNegative = key(1e-8, "added to the square root of the second moment")
     amsgrad: bool = only(False, why="AMSGrad is not supported")
     maximize: bool = only(False, why="the loss is minimised")
@@ -99,7 +101,9 @@ class MegatronOptimizerConfig(Section):
 class MegatronSchedulerConfig(Section):
     """Megatron's schedule of learning rate and weight decay; effective when megatron_cfg.enabled."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key("constant", "shape of the decay after warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
+        "constant", "shape of the decay after warm-up"
+    )
     lr_decay_iters: Positive | None = key(1000, "steps until min_lr; null: the whole run")
     lr_warmup_iters: Count = key(13, "steps of linear warm-up")
     lr_warmup_init: NonNegative = key(5e-7, "learning rate at the start of the warm-up")

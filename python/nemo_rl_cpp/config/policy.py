@@ -24,7 +24,9 @@ from .optimizer import (
 
 def _precision(value: Any) -> Any:
     if value == "float16":
-        raise ValueError("float16 is not supported: its range is too small for training without loss scaling; use bfloat16 or float32")
+        raise ValueError(
+            "float16 is not supported: its range is too small without loss scaling; use bfloat16 or float32"
+        )
     return value
 
 
@@ -40,7 +42,9 @@ class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
     name: str | None = key(None, "folder or name on the hub; null: policy.model_name")
-    chat_template: str | None = key("default", "default: the tokenizer's; null: plain text; else a .jinja file or a template")
+    chat_template: str | None = key(
+        "default", "default: the tokenizer's; null: plain text; else a .jinja file or a template"
+    )
     chat_template_kwargs: dict[str, Any] | None = key(None, "arguments of the chat template")
     use_fastokens: bool = no_effect(False)
 
@@ -49,8 +53,12 @@ class DynamicBatchingConfig(Section):
     """Micro-batches of similar lengths by a token budget; not together with sequence_packing."""
 
     enabled: bool = key(False, "sort by length and fill micro-batches to the budget")
-    train_mb_tokens: Positive | None = key(None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size")
-    logprob_mb_tokens: Positive | None = key(None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size")
+    train_mb_tokens: Positive | None = key(
+        None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
+    )
+    logprob_mb_tokens: Positive | None = key(
+        None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
+    )
     sequence_length_round: Positive = key(64, "lengths count rounded up to a multiple of this")
 
 
@@ -58,11 +66,15 @@ class SequencePackingConfig(Section):
     """Sequences laid end to end in one micro-batch by a token budget, without padding."""
 
     enabled: bool = key(True, "pack sequences")
-    train_mb_tokens: Positive | None = key(None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size")
-    logprob_mb_tokens: Positive | None = key(None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size")
-    algorithm: Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"] = key(
-        "modified_first_fit_decreasing", "how sequences are put into bins"
+    train_mb_tokens: Positive | None = key(
+        None, "tokens of a training micro-batch; null: max_total_sequence_length x train_micro_batch_size"
     )
+    logprob_mb_tokens: Positive | None = key(
+        None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
+    )
+    algorithm: Literal[
+        "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+    ] = key("modified_first_fit_decreasing", "how sequences are put into bins")
     microbatch_order: Literal["packer", "largest_first"] | None = key("packer", "order of the bins")
     sequence_length_round: Positive = no_effect(64, "there is no padding")
 
@@ -88,14 +100,22 @@ class TrainedModelConfig(Section):
     hf_config_overrides: dict[str, Any] | None = key({}, "changes to the model's config.json")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
     train_global_batch_size: Positive | None = key(None, "samples an optimizer step")
-    train_micro_batch_size: Positive | None = key(None, "samples a micro-batch, where neither packing nor dynamic batching decides")
-    logprob_batch_size: Positive | None = key(None, "samples of a log-probability micro-batch; null: train_micro_batch_size")
+    train_micro_batch_size: Positive | None = key(
+        None, "samples a micro-batch, where neither packing nor dynamic batching decides"
+    )
+    logprob_batch_size: Positive | None = key(
+        None, "samples of a log-probability micro-batch; null: train_micro_batch_size"
+    )
     max_total_sequence_length: Positive | None = key(None, "longest sequence, prompt and response")
     precision: Precision = key("bfloat16", "float32, or bfloat16 (bf16 compute, fp32 master weights and optimizer)")
     make_sequence_length_divisible_by: Positive = key(1, "padded batches get a length divisible by this")
-    max_grad_norm: NonNegative | None = key(1.0, "bound of the gradient's global norm; null or 0: none (dtensor_cfg.enabled)")
+    max_grad_norm: NonNegative | None = key(
+        1.0, "bound of the gradient's global norm; null or 0: none (dtensor_cfg.enabled)"
+    )
     optimizer: OptimizerConfig | None = section(OptimizerConfig, "optimizer (dtensor_cfg.enabled)")
-    scheduler: Schedule | None = key(None, "learning-rate schedules, one after another; null: constant (dtensor_cfg.enabled)")
+    scheduler: Schedule | None = key(
+        None, "learning-rate schedules, one after another; null: constant (dtensor_cfg.enabled)"
+    )
     dtensor_cfg: DTensorConfig = section(DTensorConfig, "NeMo RL's PyTorch backend")
     megatron_cfg: MegatronConfig = section(MegatronConfig, "NeMo RL's Megatron backend")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
@@ -111,7 +131,11 @@ class TrainedModelConfig(Section):
     @property
     def activation_checkpointing(self) -> bool:
         """Whether the backward pass recomputes activations, from the enabled backend's section."""
-        return self.megatron_cfg.activation_checkpointing if self.megatron_cfg.enabled else self.dtensor_cfg.activation_checkpointing
+        return (
+            self.megatron_cfg.activation_checkpointing
+            if self.megatron_cfg.enabled
+            else self.dtensor_cfg.activation_checkpointing
+        )
 
     def effective_optimizer(self) -> OptimizerSettings:
         """AdamW's numbers from megatron_cfg.optimizer when that backend is enabled, else from `optimizer`."""
@@ -120,7 +144,7 @@ class TrainedModelConfig(Section):
         return torch_optimizer(self.optimizer or OptimizerConfig())
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """The schedule from megatron_cfg.scheduler when that backend is enabled, else from `scheduler`; None: constant."""
+        """The schedule of megatron_cfg when that backend is enabled, else of `scheduler`; None: constant."""
         if self.megatron_cfg.enabled:
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
@@ -152,15 +176,23 @@ class PolicyConfig(TrainedModelConfig):
     """The model that is trained, how it is trained, and how it generates."""
 
     model_name: str = key(..., "folder, packaged model (smollm2-135m-instruct), tiny-random, or name on the hub")
-    train_global_batch_size: Positive = key(512, "samples an optimizer step; prompts x generations of a step is a multiple of it")
-    train_micro_batch_size: Positive = key(4, "samples a micro-batch, where neither packing nor dynamic batching decides")
+    train_global_batch_size: Positive = key(
+        512, "samples an optimizer step; prompts x generations of a step is a multiple of it"
+    )
+    train_micro_batch_size: Positive = key(
+        4, "samples a micro-batch, where neither packing nor dynamic batching decides"
+    )
     max_total_sequence_length: Positive = key(512, "longest sequence, prompt and response")
-    backend: Literal["native", "hf"] = key("native", "native: the C++ trainer (Llama, Qwen2, Qwen3); hf is not available yet")
+    backend: Literal["native", "hf"] = key(
+        "native", "native: the C++ trainer (Llama, Qwen2, Qwen3); hf is not available yet"
+    )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
         "auto", "take the generation's log-probabilities as the old policy's; auto: while the two agree bit for bit"
     )
     share_prompt_prefix: bool = key(True, "compute the prompt of a group once in training")
-    generation_batch_size: Positive = no_effect(32, "the engine batches by itself; see policy.generation.max_batch_size")
+    generation_batch_size: Positive = no_effect(
+        32, "the engine batches by itself; see policy.generation.max_batch_size"
+    )
     logprob_chunk_size: Positive | None = key(None, "response tokens of one LM-head chunk; null: chosen by the core")
     refit_buffer_size_gb: Real | None = no_effect(None, "weights are shared, nothing is transferred")
     offload_optimizer_for_logprob: bool = no_effect(False)
@@ -172,5 +204,11 @@ class PolicyConfig(TrainedModelConfig):
         self.fill_batching()
         limit = self.max_total_sequence_length
         generation = self.generation
-        fill(generation, max_new_tokens=limit, val_temperature=generation.temperature, val_top_p=generation.top_p, val_top_k=generation.top_k)
+        fill(
+            generation,
+            max_new_tokens=limit,
+            val_temperature=generation.temperature,
+            val_top_p=generation.top_p,
+            val_top_k=generation.top_k,
+        )
         fill(generation.vllm_cfg, max_model_len=limit, precision=self.precision)

@@ -11,7 +11,9 @@ from .rewards import RewardScalingConfig, RewardShapingConfig
 class GAEConfig(Section):
     """Generalised advantage estimation, or raw rewards as advantages."""
 
-    name: Literal["gae", "raw_reward"] = key("gae", "gae: with a value model; raw_reward: without, the reward is the advantage")
+    name: Literal["gae", "raw_reward"] = key(
+        "gae", "gae: with a value model; raw_reward: without, the reward is the advantage"
+    )
     gae_lambda: Fraction = key(0.95, "lambda: 0 is one-step TD, 1 is Monte Carlo")
     gae_gamma: Fraction = key(1.0, "discount a token")
     normalize_advantages: bool = key(True, "whiten advantages over the batch's valid tokens")
@@ -52,7 +54,9 @@ class PPOConfig(Section):
         10, "batches generated for one step before the run stops with an error (alias: max_num_gen_batches)"
     )
     batch_multiplier: Real = key(
-        1.0, "prompts drawn at a time = num_prompts_per_step x this; needs dynamic sampling (alias: dapo_batch_multiplier)", ge=1
+        1.0,
+        "prompts drawn at a time = num_prompts_per_step x this; needs dynamic sampling (alias: dapo_batch_multiplier)",
+        ge=1,
     )
     dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
     skip_reference_policy_logprobs_calculation: bool = key(True, "no reference model; needs a KL weight of 0")

@@ -25,9 +25,15 @@ class RewardShapingConfig(Section):
     `compose` is set)."""
 
     enabled: bool = key(False, "shape rewards")
-    overlong_buffer_length: Count | None = key(None, "DAPO: tokens before max_response_length in which the penalty grows")
-    overlong_buffer_penalty: NonNegative | None = key(None, "DAPO: penalty at the end of the buffer; it keeps growing beyond")
-    max_response_length: Positive | None = key(None, "DAPO: response length in tokens at which the full penalty is reached")
+    overlong_buffer_length: Count | None = key(
+        None, "DAPO: tokens before max_response_length in which the penalty grows"
+    )
+    overlong_buffer_penalty: NonNegative | None = key(
+        None, "DAPO: penalty at the end of the buffer; it keeps growing beyond"
+    )
+    max_response_length: Positive | None = key(
+        None, "DAPO: response length in tokens at which the full penalty is reached"
+    )
     stop_properly_penalty_coef: Real | None = key(
         None, "factor in [0, 1] on the reward of truncated samples; null switches it off", ge=0, le=1
     )

@@ -15,12 +15,25 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     loop = config.grpo
     _check_loop(loop, "grpo", report)
     _check_validation(loop, report)
-    if loop.advantage_clip_low is not None and loop.advantage_clip_high is not None and loop.advantage_clip_low > loop.advantage_clip_high:
-        report.add("grpo.advantage_clip_low", f"{loop.advantage_clip_low} is above advantage_clip_high {loop.advantage_clip_high}; swap them",
-                   "grpo.advantage_clip_high")
+    if (
+        loop.advantage_clip_low is not None
+        and loop.advantage_clip_high is not None
+        and loop.advantage_clip_low > loop.advantage_clip_high
+    ):
+        report.add(
+            "grpo.advantage_clip_low",
+            f"{loop.advantage_clip_low} is above advantage_clip_high {loop.advantage_clip_high}; swap them",
+            "grpo.advantage_clip_high",
+        )
     rules_loss.check_policy_loss(config.loss_fn, report)
-    rules_loss.check_kl(config.loss_fn, loop.skip_reference_policy_logprobs_calculation, "grpo",
-                        loop.adv_estimator.name, "reinforce_plus_plus", report)
+    rules_loss.check_kl(
+        config.loss_fn,
+        loop.skip_reference_policy_logprobs_calculation,
+        "grpo",
+        loop.adv_estimator.name,
+        "reinforce_plus_plus",
+        report,
+    )
     _check_force_on_policy(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
@@ -31,7 +44,9 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
     loop = config.ppo
     _check_loop(loop, "ppo", report)
     rules_loss.check_policy_loss(config.loss_fn, report)
-    rules_loss.check_kl(config.loss_fn, loop.skip_reference_policy_logprobs_calculation, "ppo", loop.adv_estimator.name, "gae", report)
+    rules_loss.check_kl(
+        config.loss_fn, loop.skip_reference_policy_logprobs_calculation, "ppo", loop.adv_estimator.name, "gae", report
+    )
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "ppo", config.policy.train_global_batch_size, "policy", report)
     if loop.adv_estimator.name == "gae":  # raw_reward builds no value model
@@ -39,19 +54,31 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
         _check_value_length(config, report)
     elif loop.policy_training_start_step > 0:
-        report.add("ppo.policy_training_start_step", "must be 0 with adv_estimator raw_reward: there is no critic to warm up",
-                   "ppo.adv_estimator.name")
+        report.add(
+            "ppo.policy_training_start_step",
+            "must be 0 with adv_estimator raw_reward: there is no critic to warm up",
+            "ppo.adv_estimator.name",
+        )
     _check_run(config, report)
 
 
 def check_eval(config: EvalMasterConfig, report: Report) -> None:
     wanted, generation = config.eval, config.generation
     if wanted.k_value > wanted.num_tests_per_prompt:
-        report.add("eval.k_value", f"is {wanted.k_value} but each prompt gets {wanted.num_tests_per_prompt} responses; "
-                   "raise eval.num_tests_per_prompt or lower eval.k_value", "eval.num_tests_per_prompt")
+        report.add(
+            "eval.k_value",
+            f"is {wanted.k_value} but each prompt gets {wanted.num_tests_per_prompt} responses; "
+            "raise eval.num_tests_per_prompt or lower eval.k_value",
+            "eval.num_tests_per_prompt",
+        )
     if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
-        report.add("generation.temperature", "is greedy, so all responses to a prompt would be equal; with eval.num_tests_per_prompt above 1 "
-                   "set generation.temperature above 0 and top_k to null", "generation.top_k", "eval.num_tests_per_prompt")
+        report.add(
+            "generation.temperature",
+            "is greedy, so all responses to a prompt would be equal; with eval.num_tests_per_prompt above 1 "
+            "set generation.temperature above 0 and top_k to null",
+            "generation.top_k",
+            "eval.num_tests_per_prompt",
+        )
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
     rules_model.check_generation_backend(generation, "generation", report)
@@ -65,30 +92,47 @@ def _check_run(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> No
     limit = config.policy.max_total_sequence_length
     longest_prompt = config.data.max_input_seq_length
     if longest_prompt is not None and longest_prompt > limit:
-        report.add("data.max_input_seq_length", f"is {longest_prompt}, more than policy.max_total_sequence_length {limit}: a prompt must leave "
-                   "room for a response; lower it", "policy.max_total_sequence_length")
+        report.add(
+            "data.max_input_seq_length",
+            f"is {longest_prompt}, more than policy.max_total_sequence_length {limit}: a prompt must leave "
+            "room for a response; lower it",
+            "policy.max_total_sequence_length",
+        )
     rules_model.check_cluster(config.cluster, report)
     _check_checkpointing(config, report)
     for name in ("wandb", "mlflow", "swanlab", "trackio"):
         if getattr(config.logger, f"{name}_enabled") and importlib.util.find_spec(name) is None:
-            report.add(f"logger.{name}_enabled", f"is true but {name} is not installed; install it (the extra `{name}` of this package) "
-                       "or set it to false")
+            report.add(
+                f"logger.{name}_enabled",
+                f"is true but {name} is not installed; install it (the extra `{name}` of this package) "
+                "or set it to false",
+            )
 
 
 def _check_loop(loop: GRPOConfig | PPOConfig, name: str, report: Report) -> None:
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:
-            report.add(f"{name}.batch_multiplier", f"is {loop.batch_multiplier:g} but only dynamic sampling draws more prompts; "
-                       f"set {name}.use_dynamic_sampling to true or batch_multiplier to 1", f"{name}.use_dynamic_sampling")
+            report.add(
+                f"{name}.batch_multiplier",
+                f"is {loop.batch_multiplier:g} but only dynamic sampling draws more prompts; "
+                f"set {name}.use_dynamic_sampling to true or batch_multiplier to 1",
+                f"{name}.use_dynamic_sampling",
+            )
         if loop.dynamic_sampling_keep_surplus:
             report.add(f"{name}.dynamic_sampling_keep_surplus", f"needs {name}.use_dynamic_sampling: true")
     elif loop.num_generations_per_prompt == 1:
-        report.add(f"{name}.num_generations_per_prompt", "is 1: rewards of a group of one never differ, so dynamic sampling would keep nothing; "
-                   "set at least 2", f"{name}.use_dynamic_sampling")
+        report.add(
+            f"{name}.num_generations_per_prompt",
+            "is 1: rewards of a group of one never differ, so dynamic sampling would keep nothing; set at least 2",
+            f"{name}.use_dynamic_sampling",
+        )
     scaling = loop.reward_scaling
     if scaling.enabled and not scaling.source_min < scaling.source_max:
-        report.add(f"{name}.reward_scaling.source_min", f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}",
-                   f"{name}.reward_scaling.source_max")
+        report.add(
+            f"{name}.reward_scaling.source_min",
+            f"{scaling.source_min:g} must be below source_max {scaling.source_max:g}",
+            f"{name}.reward_scaling.source_max",
+        )
     _check_shaping(loop, f"{name}.reward_shaping", report)
 
 
@@ -102,8 +146,12 @@ def _check_shaping(loop: GRPOConfig | PPOConfig, prefix: str, report: Report) ->
     if shaping.compose and not stop_properly:
         report.add(f"{prefix}.compose", "needs stop_properly_penalty_coef beside the overlong keys")
     if missing and (shaping.compose or not stop_properly):
-        report.add(f"{prefix}.{missing[0]}", f"is missing: the overlong penalty needs {', '.join(overlong)} "
-                   "(or set stop_properly_penalty_coef for the truncation penalty)", f"{prefix}.enabled")
+        report.add(
+            f"{prefix}.{missing[0]}",
+            f"is missing: the overlong penalty needs {', '.join(overlong)} "
+            "(or set stop_properly_penalty_coef for the truncation penalty)",
+            f"{prefix}.enabled",
+        )
     elif not missing and shaping.overlong_buffer_length == 0 and (shaping.compose or not stop_properly):
         report.add(f"{prefix}.overlong_buffer_length", "must be at least 1, not 0: the penalty grows over these tokens")
 
@@ -112,11 +160,17 @@ def _check_validation(loop: GRPOConfig, report: Report) -> None:
     metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if (metric is None) != (threshold is None):
         given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
-        report.add(f"grpo.stop_at_validation_{absent}", f"is missing: stop_at_validation_{given} is set; set both or neither",
-                   f"grpo.stop_at_validation_{given}")
+        report.add(
+            f"grpo.stop_at_validation_{absent}",
+            f"is missing: stop_at_validation_{given} is set; set both or neither",
+            f"grpo.stop_at_validation_{given}",
+        )
     if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
-        report.add("grpo.stop_at_validation_metric", "pass_k is measured with val_num_generations_per_prompt above 1 only; raise that",
-                   "grpo.val_num_generations_per_prompt")
+        report.add(
+            "grpo.stop_at_validation_metric",
+            "pass_k is measured with val_num_generations_per_prompt above 1 only; raise that",
+            "grpo.val_num_generations_per_prompt",
+        )
 
 
 def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
@@ -124,12 +178,22 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
         return
     batch = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     if batch != config.policy.train_global_batch_size:
-        report.add("loss_fn.force_on_policy_ratio", f"needs one optimizer step a batch: set policy.train_global_batch_size to {batch} "
-                   f"(num_prompts_per_step x num_generations_per_prompt), not {config.policy.train_global_batch_size}",
-                   "policy.train_global_batch_size")
-    if config.loss_fn.use_kl_in_reward and config.loss_fn.reference_policy_kl_penalty and config.grpo.seq_logprob_error_threshold is None:
-        report.add("loss_fn.use_kl_in_reward", "needs the old policy's log-probabilities, which force_on_policy_ratio skips; "
-                   "set one of the two to false", "loss_fn.force_on_policy_ratio")
+        report.add(
+            "loss_fn.force_on_policy_ratio",
+            f"needs one optimizer step a batch: set policy.train_global_batch_size to {batch} "
+            f"(num_prompts_per_step x num_generations_per_prompt), not {config.policy.train_global_batch_size}",
+            "policy.train_global_batch_size",
+        )
+    if (
+        config.loss_fn.use_kl_in_reward
+        and config.loss_fn.reference_policy_kl_penalty
+        and config.grpo.seq_logprob_error_threshold is None
+    ):
+        report.add(
+            "loss_fn.use_kl_in_reward",
+            "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false",
+            "loss_fn.force_on_policy_ratio",
+        )
 
 
 def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, model: str, report: Report) -> None:
@@ -141,25 +205,39 @@ def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, m
     below = max((d for d in divisors if d < global_batch), default=None)
     above = min((d for d in divisors if d > global_batch), default=None)
     legal = " or ".join(str(d) for d in (below, above) if d is not None)
-    report.add(f"{model}.train_global_batch_size", f"is {global_batch}, which does not divide the {batch} samples of a step "
-               f"({name}.num_prompts_per_step {prompts} x {name}.num_generations_per_prompt {generations}); the nearest legal values are {legal}",
-               f"{name}.num_prompts_per_step", f"{name}.num_generations_per_prompt")
+    report.add(
+        f"{model}.train_global_batch_size",
+        f"is {global_batch}, which does not divide the {batch} samples of a step "
+        f"({name}.num_prompts_per_step {prompts} x {name}.num_generations_per_prompt {generations}); "
+        f"the nearest legal values are {legal}",
+        f"{name}.num_prompts_per_step",
+        f"{name}.num_generations_per_prompt",
+    )
 
 
 def _check_value_length(config: PPOMasterConfig, report: Report) -> None:
     if config.value.max_total_sequence_length < config.policy.max_total_sequence_length:
-        report.add("value.max_total_sequence_length", f"is {config.value.max_total_sequence_length}, but the policy makes sequences of up to "
-                   f"{config.policy.max_total_sequence_length}; set it to ${{policy.max_total_sequence_length}}",
-                   "policy.max_total_sequence_length")
+        report.add(
+            "value.max_total_sequence_length",
+            f"is {config.value.max_total_sequence_length}, but the policy makes sequences of up to "
+            f"{config.policy.max_total_sequence_length}; set it to ${{policy.max_total_sequence_length}}",
+            "policy.max_total_sequence_length",
+        )
 
 
 def _check_checkpointing(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
     checkpoints = config.checkpointing
     metric = checkpoints.metric_name
     if metric is not None and not (metric.startswith(("train:", "val:")) and metric.partition(":")[2]):
-        report.add("checkpointing.metric_name", f"must be train:NAME, val:NAME or null, not {metric!r}; for example val:accuracy")
+        report.add(
+            "checkpointing.metric_name",
+            f"must be train:NAME, val:NAME or null, not {metric!r}; for example val:accuracy",
+        )
     limit = checkpoints.checkpoint_must_save_by
     if limit is not None:
         parts = limit.split(":")
         if len(parts) != 4 or not all(part.isdigit() for part in parts):
-            report.add("checkpointing.checkpoint_must_save_by", f"must be DD:HH:MM:SS (days, hours, minutes, seconds), not {limit!r}")
+            report.add(
+                "checkpointing.checkpoint_must_save_by",
+                f"must be DD:HH:MM:SS (days, hours, minutes, seconds), not {limit!r}",
+            )

@@ -20,7 +20,9 @@ def check_data(data: DataConfig, env: dict[str, Any], report: Report) -> None:
         for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
             _check_dataset(dataset, dotted, report)
             inherits = dataset.env_name is None
-            _check_env_name(default.env_name if inherits else dataset.env_name, "data.default" if inherits else dotted, env, report)
+            _check_env_name(
+                default.env_name if inherits else dataset.env_name, "data.default" if inherits else dotted, env, report
+            )
 
 
 def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -> None:
@@ -36,11 +38,17 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report) -> None:
     if name not in DATASET_KEYS:
         near = difflib.get_close_matches(name, DATASET_KEYS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_KEYS)}"
-        report.add(f"{dotted}.dataset_name", f"{name} is unknown; {hint} (a class of your own is written package.module.Name)")
+        report.add(
+            f"{dotted}.dataset_name", f"{name} is unknown; {hint} (a class of your own is written package.module.Name)"
+        )
         return
     _check_extra_keys(dataset, dotted, DATASET_KEYS[name], report)
     if name == "ResponseDataset" and "data_path" not in (dataset.model_extra or {}):
-        report.add(f"{dotted}.data_path", "is missing: ResponseDataset reads a file or a data set of the hub", f"{dotted}.dataset_name")
+        report.add(
+            f"{dotted}.data_path",
+            "is missing: ResponseDataset reads a file or a data set of the hub",
+            f"{dotted}.dataset_name",
+        )
 
 
 def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], report: Report) -> None:
@@ -60,7 +68,9 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
     for name in ("prompt_file", "system_prompt_file"):
         path = getattr(dataset, name)
         if path is not None and find_prompt(path) is None:
-            report.add(f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null")
+            report.add(
+                f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null"
+            )
 
 
 def _check_env_name(name: str | None, dotted: str, env: dict[str, Any], report: Report) -> None:

@@ -10,7 +10,11 @@ def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
         report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
-        report.add("loss_fn.sequence_level_importance_ratios", "needs loss_fn.token_level_loss: false", "loss_fn.token_level_loss")
+        report.add(
+            "loss_fn.sequence_level_importance_ratios",
+            "needs loss_fn.token_level_loss: false",
+            "loss_fn.token_level_loss",
+        )
     _check_cispo(loss, report)
     _check_truncation(loss, report)
 
@@ -20,9 +24,15 @@ def _check_cispo(loss: ClippedPGLossConfig, report: Report) -> None:
         return
     for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
         if getattr(loss, name):
-            report.add(f"loss_fn.{name}", "cannot be true together with loss_fn.use_cispo; set one of them to false", "loss_fn.use_cispo")
+            report.add(
+                f"loss_fn.{name}",
+                "cannot be true together with loss_fn.use_cispo; set one of them to false",
+                "loss_fn.use_cispo",
+            )
     if loss.ratio_clip_c is not None:
-        report.add("loss_fn.ratio_clip_c", "must be null with loss_fn.use_cispo: CISPO has no dual clip", "loss_fn.use_cispo")
+        report.add(
+            "loss_fn.ratio_clip_c", "must be null with loss_fn.use_cispo: CISPO has no dual clip", "loss_fn.use_cispo"
+        )
     if not loss.token_level_loss:
         report.add("loss_fn.token_level_loss", "must be true with loss_fn.use_cispo", "loss_fn.use_cispo")
 
@@ -37,11 +47,19 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
     if kind is None:
         for name, value in (("ratio", high), ("ratio_min", low)):
             if value is not None:
-                report.add(f"{prefix}_{name}", f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to tis, icepop "
-                           "or seq-mask-tis, or this to null", f"{prefix}_type")
+                report.add(
+                    f"{prefix}_{name}",
+                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to tis, icepop "
+                    "or seq-mask-tis, or this to null",
+                    f"{prefix}_type",
+                )
         return
     if not loss.use_importance_sampling_correction:
-        report.add("loss_fn.use_importance_sampling_correction", f"must be true with truncated_importance_sampling_type {kind}", f"{prefix}_type")
+        report.add(
+            "loss_fn.use_importance_sampling_correction",
+            f"must be true with truncated_importance_sampling_type {kind}",
+            f"{prefix}_type",
+        )
     if high is None:
         report.add(f"{prefix}_ratio", f"is missing: the type {kind} needs an upper bound", f"{prefix}_type")
     elif high <= 0:
@@ -49,20 +67,34 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
     if low is None and kind != "tis":
         report.add(f"{prefix}_ratio_min", f"is missing: the type {kind} needs a lower bound", f"{prefix}_type")
     elif low is not None and high is not None and low > high:
-        report.add(f"{prefix}_ratio_min", f"{low:g} is above truncated_importance_sampling_ratio {high:g}", f"{prefix}_ratio")
+        report.add(
+            f"{prefix}_ratio_min", f"{low:g} is above truncated_importance_sampling_ratio {high:g}", f"{prefix}_ratio"
+        )
     if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-        report.add(f"{prefix}_type", "seq-mask-tis needs token-level ratios: set sequence_level_importance_ratios to false",
-                   "loss_fn.sequence_level_importance_ratios")
+        report.add(
+            f"{prefix}_type",
+            "seq-mask-tis needs token-level ratios: set sequence_level_importance_ratios to false",
+            "loss_fn.sequence_level_importance_ratios",
+        )
 
 
-def check_kl(loss: ClippedPGLossConfig, skips_reference: bool, loop: str, estimator: str, kl_estimator: str, report: Report) -> None:
+def check_kl(
+    loss: ClippedPGLossConfig, skips_reference: bool, loop: str, estimator: str, kl_estimator: str, report: Report
+) -> None:
     """`kl_estimator` is the advantage estimator that takes the KL into the reward."""
     penalty = loss.reference_policy_kl_penalty
     if penalty == 0:
         return
     if skips_reference:
-        report.add(f"{loop}.skip_reference_policy_logprobs_calculation", f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; "
-                   "set the penalty to 0 or this to false", "loss_fn.reference_policy_kl_penalty")
+        report.add(
+            f"{loop}.skip_reference_policy_logprobs_calculation",
+            f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
+            "loss_fn.reference_policy_kl_penalty",
+        )
     if loss.use_kl_in_reward and estimator != kl_estimator:
-        report.add("loss_fn.use_kl_in_reward", f"has an effect with {loop}.adv_estimator.name {kl_estimator} only, not {estimator}; set it to false "
-                   "or change the estimator", f"{loop}.adv_estimator.name")
+        report.add(
+            "loss_fn.use_kl_in_reward",
+            f"has an effect with {loop}.adv_estimator.name {kl_estimator} only, not {estimator}; set it to false "
+            "or change the estimator",
+            f"{loop}.adv_estimator.name",
+        )

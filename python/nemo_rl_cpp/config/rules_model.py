@@ -29,39 +29,59 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
     else:
         optimizer, prefix = model.megatron_cfg.optimizer, f"{name}.megatron_cfg"
         if optimizer.min_lr > optimizer.lr:
-            report.add(f"{prefix}.optimizer.min_lr", f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it", f"{prefix}.optimizer.lr")
+            report.add(
+                f"{prefix}.optimizer.min_lr",
+                f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it",
+                f"{prefix}.optimizer.lr",
+            )
 
 
 def _check_backend(model: TrainedModelConfig, name: str, report: Report) -> None:
     if model.dtensor_cfg.enabled and model.megatron_cfg.enabled:
-        report.add(f"{name}.megatron_cfg.enabled", f"and {name}.dtensor_cfg.enabled are both true; set one of them to false",
-                   f"{name}.dtensor_cfg.enabled")
+        report.add(
+            f"{name}.megatron_cfg.enabled",
+            f"and {name}.dtensor_cfg.enabled are both true; set one of them to false",
+            f"{name}.dtensor_cfg.enabled",
+        )
     for backend, sizes in PARALLEL_SIZES.items():
         config = getattr(model, backend)
         if not config.enabled:
             continue
         for size in sizes:
             if getattr(config, size) != 1:
-                report.add(f"{name}.{backend}.{size}", f"is {getattr(config, size)}: training on several devices is not supported yet; set it to 1")
+                report.add(
+                    f"{name}.{backend}.{size}",
+                    f"is {getattr(config, size)}: training on several devices is not supported yet; set it to 1",
+                )
 
 
 def _check_batching(model: TrainedModelConfig, name: str, report: Report) -> None:
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
-        report.add(f"{name}.dynamic_batching.enabled", f"and {name}.sequence_packing.enabled are both true; set one of them to false",
-                   f"{name}.sequence_packing.enabled")
+        report.add(
+            f"{name}.dynamic_batching.enabled",
+            f"and {name}.sequence_packing.enabled are both true; set one of them to false",
+            f"{name}.sequence_packing.enabled",
+        )
     for batching in ("sequence_packing", "dynamic_batching"):
         config = getattr(model, batching)
         for budget in ("train_mb_tokens", "logprob_mb_tokens"):
             tokens = getattr(config, budget)
             if config.enabled and tokens < model.max_total_sequence_length:
-                report.add(f"{name}.{batching}.{budget}", f"is {tokens}, too small for one sequence of max_total_sequence_length "
-                           f"{model.max_total_sequence_length}; raise it", f"{name}.max_total_sequence_length")
+                report.add(
+                    f"{name}.{batching}.{budget}",
+                    f"is {tokens}, too small for one sequence of max_total_sequence_length "
+                    f"{model.max_total_sequence_length}; raise it",
+                    f"{name}.max_total_sequence_length",
+                )
 
 
 def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report) -> None:
     if model.optimizer is None:
-        report.add(f"{name}.optimizer", f"is null but {name}.megatron_cfg is not enabled; give an optimizer (torch.optim.AdamW) or enable megatron_cfg",
-                   f"{name}.megatron_cfg.enabled")
+        report.add(
+            f"{name}.optimizer",
+            f"is null but {name}.megatron_cfg is not enabled; give an optimizer (torch.optim.AdamW) or enable it",
+            f"{name}.megatron_cfg.enabled",
+        )
     elif not all(0 <= beta < 1 for beta in model.optimizer.kwargs.betas):
         report.add(f"{name}.optimizer.kwargs.betas", f"must lie in [0, 1), not {list(model.optimizer.kwargs.betas)}")
     stages = model.scheduler or []
@@ -72,22 +92,34 @@ def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report)
     elif stages and not named:
         report.add(f"{name}.scheduler", "has milestones but no schedule; add an entry with a name, or write null")
     elif named and len(milestones[0] if milestones else []) != len(named) - 1:
-        report.add(f"{name}.scheduler", f"has {len(named)} schedules, which need {len(named) - 1} milestones (the steps at which the next begins), "
-                   f"not {len(milestones[0]) if milestones else 0}")
+        report.add(
+            f"{name}.scheduler",
+            f"has {len(named)} schedules, which need {len(named) - 1} milestones (the steps at which the next begins), "
+            f"not {len(milestones[0]) if milestones else 0}",
+        )
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, name: str, report: Report) -> None:
     template = tokenizer.chat_template
     if template is not None and template.endswith(".jinja") and find_prompt(template) is None:
-        report.add(f"{name}.chat_template", f"names the file {template}, which does not exist; correct the path, or write default or null")
+        report.add(
+            f"{name}.chat_template",
+            f"names the file {template}, which does not exist; correct the path, or write default or null",
+        )
 
 
 def check_generation_backend(generation: GenerationConfig, name: str, report: Report) -> None:
     if generation.backend == "vllm":
         if importlib.util.find_spec("vllm") is None:
-            report.add(f"{name}.backend", f"is vllm, which is not installed; use the native engine: add the override {name}.backend=native")
+            report.add(
+                f"{name}.backend",
+                f"is vllm, which is not installed; use the native engine: add the override {name}.backend=native",
+            )
         else:
-            report.add(f"{name}.backend", f"is vllm, which is not supported yet; use the native engine: add the override {name}.backend=native")
+            report.add(
+                f"{name}.backend",
+                f"is vllm, which is not supported yet; use the native engine: add the override {name}.backend=native",
+            )
     if generation.packed_weights == "on":
         report.add(f"{name}.packed_weights", "is not supported yet; set it to 'off'")
 
@@ -95,12 +127,18 @@ def check_generation_backend(generation: GenerationConfig, name: str, report: Re
 def _check_sampling(generation: GenerationConfig, report: Report) -> None:
     prefix = "policy.generation"
     if generation.temperature == 0:
-        report.add(f"{prefix}.temperature", "cannot be 0 in training: greedy responses to a prompt are all equal; set it above 0")
+        report.add(
+            f"{prefix}.temperature",
+            "cannot be 0 in training: greedy responses to a prompt are all equal; set it above 0",
+        )
     for name in ("temperature", "top_p", "top_k"):
         train, val = getattr(generation, name), getattr(generation, f"val_{name}")
         if train != val:
-            report.add(f"{prefix}.val_{name}", f"is {val} but {name} is {train}: validation samples as training does; remove it or make them equal",
-                       f"{prefix}.{name}")
+            report.add(
+                f"{prefix}.val_{name}",
+                f"is {val} but {name} is {train}: validation samples as training does; remove it or make them equal",
+                f"{prefix}.{name}",
+            )
 
 
 def check_cluster(cluster: ClusterConfig, report: Report) -> None:
@@ -110,4 +148,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
         report.add("cluster.executor", f"ray {reason}; set it to auto or in_process")
     for name in ("gpus_per_node", "num_nodes"):
         if getattr(cluster, name) != 1:
-            report.add(f"cluster.{name}", f"is {getattr(cluster, name)}: running on several devices is not supported yet; set it to 1")
+            report.add(
+                f"cluster.{name}",
+                f"is {getattr(cluster, name)}: running on several devices is not supported yet; set it to 1",
+            )

@@ -14,15 +14,21 @@ from .master import MasterConfig
 from .memory import forecast_text
 
 
-def parse_arguments(argv: Sequence[str] | None, default_config: str, description: str) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(
+    argv: Sequence[str] | None, default_config: str, description: str
+) -> tuple[argparse.Namespace, list[str]]:
     """(--config, --dry-run) and the overrides: everything else on the command line."""
     parser = argparse.ArgumentParser(
         description=description,
-        epilog="Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value adds one, "
-        "~section.key deletes one.",
+        epilog="Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value "
+        "adds one, ~section.key deletes one.",
     )
-    parser.add_argument("--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="show the resolved configuration and a memory forecast, then stop")
+    parser.add_argument(
+        "--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the resolved configuration and a memory forecast, then stop"
+    )
     return parser.parse_known_args(argv)
 
 

@@ -72,9 +72,12 @@ TEST(YamlScalar, NumbersAsYaml11) {
 }
 
 TEST(PythonText, RealsAsPythonsRepr) {
-  const std::pair<double, const char*> cases[] = {{1e16, "1e+16"}, {1e15, "1000000000000000.0"}, {1e-4, "0.0001"}, {1e-5, "1e-05"},
-                                                  {0.1, "0.1"}, {123456789.125, "123456789.125"}, {-2.5e-7, "-2.5e-07"}, {0.0, "0.0"},
-                                                  {-0.0, "-0.0"}, {1e22, "1e+22"}, {5e-324, "5e-324"}, {100.0, "100.0"}};
+  const std::pair<double, const char*> cases[] = {{1e16, "1e+16"},       {1e15, "1000000000000000.0"},
+                                                  {1e-4, "0.0001"},      {1e-5, "1e-05"},
+                                                  {0.1, "0.1"},          {123456789.125, "123456789.125"},
+                                                  {-2.5e-7, "-2.5e-07"}, {0.0, "0.0"},
+                                                  {-0.0, "-0.0"},        {1e22, "1e+22"},
+                                                  {5e-324, "5e-324"},    {100.0, "100.0"}};
   for (const auto& [value, text] : cases) EXPECT_EQ(python_text(Node::make_real(value)), text);
 }
 
@@ -168,8 +171,9 @@ TEST(Interpolation, KeepsTheReferringLineAndCollectsFailures) {
 }
 
 TEST(Interpolation, EndsOnEveryKindOfCircle) {
-  for (const char* text : {"a: ${a}\n", "a: ${b}\nb: ${c}\nc: ${a}\n", "a: {b: '${c}'}\nc: ${a}\n", "a: x${b}\nb: '${mul:2,${a}}'\n",
-                           "a: ['${a}']\n", "a: {b: '${a.b}'}\n", "a: ${${a}}\n", "a: ${b.c}\nb: ${a}\n"}) {
+  for (const char* text :
+       {"a: ${a}\n", "a: ${b}\nb: ${c}\nc: ${a}\n", "a: {b: '${c}'}\nc: ${a}\n", "a: x${b}\nb: '${mul:2,${a}}'\n",
+        "a: ['${a}']\n", "a: {b: '${a.b}'}\n", "a: ${${a}}\n", "a: ${b.c}\nb: ${a}\n"}) {
     Node tree = read_yaml(text, "x.yaml");
     std::vector<Problem> problems;
     resolve_interpolations(tree, {}, problems);

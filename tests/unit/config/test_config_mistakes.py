@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 
 GRPO = """\
@@ -189,7 +188,11 @@ def test_a_mistake_in_a_parent_names_the_parent_and_one_in_an_override_the_overr
     Path("child.yaml").write_text("defaults: parent.yaml\nloss_fn:\n  ratio_clip_c: 1\n")
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("child.yaml", ["grpo.val_period=often"])
-    assert {p.where for p in caught.value.problems} == {"parent.yaml:2", "child.yaml:3", "override 'grpo.val_period=often'"}
+    assert {p.where for p in caught.value.problems} == {
+        "parent.yaml:2",
+        "child.yaml:3",
+        "override 'grpo.val_period=often'",
+    }
 
 
 def test_a_follow_up_of_a_mistake_is_not_reported_again():
@@ -286,7 +289,9 @@ def test_mistakes_are_reported_within_a_second_and_without_torch():
         "sys.exit(status)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 2, run.stderr
     assert "bad.yaml:2: grpo.num_promts_per_step is unknown; did you mean num_prompts_per_step?" in run.stderr

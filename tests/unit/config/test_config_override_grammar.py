@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.utils.config import OverridesError, parse_hydra_overrides
 
@@ -91,7 +90,11 @@ def test_later_overrides_win_and_see_earlier_ones():
 def test_every_failure_is_listed():
     with pytest.raises(OverridesError) as caught:
         parse_hydra_overrides(base(), ["zzz=1", "a=2", "b.d.9=1", "a=[1"])
-    assert [line for line in ("'zzz=1'", "'b.d.9=1'", "'a=[1'") if line in str(caught.value)] == ["'zzz=1'", "'b.d.9=1'", "'a=[1'"]
+    assert [line for line in ("'zzz=1'", "'b.d.9=1'", "'a=[1'") if line in str(caught.value)] == [
+        "'zzz=1'",
+        "'b.d.9=1'",
+        "'a=[1'",
+    ]
     assert "'a=2'" not in str(caught.value)
 
 
@@ -103,12 +106,17 @@ def test_hint_to_add_a_key():
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text("policy:\n  model_name: m\n  optimizer: null\n  megatron_cfg: {enabled: true}\ndata:\n  train: {dataset_name: arithmetic}\n")
+    (tmp_path / "c.yaml").write_text(
+        "policy:\n  model_name: m\n  optimizer: null\n  megatron_cfg: {enabled: true}\ndata:\n  train: {dataset_name: arithmetic}\n"
+    )
     return "c.yaml"
 
 
 def test_a_key_of_the_schema_may_be_changed_though_the_file_does_not_set_it(small):
-    config = load_grpo_config(small, ["policy.megatron_cfg.optimizer.lr=1e-3", "+grpo.seed=7", "logger.wandb.project=p", "data.train.max_number=9"])
+    config = load_grpo_config(
+        small,
+        ["policy.megatron_cfg.optimizer.lr=1e-3", "+grpo.seed=7", "logger.wandb.project=p", "data.train.max_number=9"],
+    )
     assert config.policy.effective_optimizer().lr == 1e-3
     assert (config.grpo.seed, config.logger.wandb.project, config.data.train.max_number) == (7, "p", 9)
     assert config.positions["grpo.seed"] == "override '+grpo.seed=7'"
@@ -131,4 +139,6 @@ def test_both_spellings_of_a_key(small, overrides):
 
 def test_two_spellings_with_two_values_fail(small):
     with pytest.raises(ConfigError, match="is another name of grpo.dapo_batch_multiplier.*keep one"):
-        load_grpo_config(small, ["grpo.use_dynamic_sampling=true", "grpo.dapo_batch_multiplier=3", "grpo.batch_multiplier=2"])
+        load_grpo_config(
+            small, ["grpo.use_dynamic_sampling=true", "grpo.dapo_batch_multiplier=3", "grpo.batch_multiplier=2"]
+        )

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp import cli, run_grpo_math, run_ppo
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.memory import forecast, model_sizes
@@ -43,12 +42,22 @@ def test_check_command(capsys):
 
 @pytest.mark.parametrize("script", ["run_grpo_math.py", "run_ppo.py"])
 def test_examples_are_thin_wrappers(script):
-    run = subprocess.run([sys.executable, ROOT / "examples" / script, "policy.backend=hf"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / script, "policy.backend=hf"], capture_output=True, text=True
+    )
     assert run.returncode == 2
     assert "policy.backend hf is not available yet; use native" in run.stderr
 
 
-SMOL = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=10, tie_word_embeddings=True)
+SMOL = dict(
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=10,
+    tie_word_embeddings=True,
+)
 
 
 def test_parameter_count_by_hand():
@@ -81,7 +90,9 @@ def test_forecast_by_hand(tmp_path):
     assert generation["policy weights"] == 2 * n
     assert generation["policy master weights"] == 4 * n
     assert generation["policy optimizer"] == 8 * n
-    assert generation["KV cache"] == 8 * 16 * 2 * 2 * 2 * 2 * 2  # 8 sequences of 16 tokens, k and v, 2 layers, 2 heads of 2, 2 bytes
+    assert (
+        generation["KV cache"] == 8 * 16 * 2 * 2 * 2 * 2 * 2
+    )  # 8 sequences of 16 tokens, k and v, 2 layers, 2 heads of 2, 2 bytes
     assert "reference weights" not in generation
     full = _parts(phases, "policy training")["activations"]
     checkpointed = forecast(load_grpo_config(tmp_path / "c.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]))
@@ -91,7 +102,11 @@ def test_forecast_by_hand(tmp_path):
 
 
 def test_forecast_of_ppo_holds_the_value_model():
-    overrides = [f"policy.hf_config_overrides={{{', '.join(f'{k}: {str(v).lower()}' for k, v in SMOL.items())}}}".replace("policy.hf", "++policy.hf")]
+    overrides = [
+        f"policy.hf_config_overrides={{{', '.join(f'{k}: {str(v).lower()}' for k, v in SMOL.items())}}}".replace(
+            "policy.hf", "++policy.hf"
+        )
+    ]
     phases = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", overrides))
     assert [phase.name for phase in phases][-1] == "value training"
     without = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward"]))

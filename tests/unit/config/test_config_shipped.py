@@ -4,11 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.config import ConfigError, find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.document import document
+from nemo_rl_cpp.config import (
+    ConfigError,
+    find_config,
+    find_prompt,
+    load_eval_config,
+    load_grpo_config,
+    load_ppo_config,
+)
 from nemo_rl_cpp.config.data import DATASET_KEYS
+from nemo_rl_cpp.config.document import document
 from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
@@ -27,7 +33,13 @@ EXCEPTIONS = {
 
 
 def loader(path):
-    return load_eval_config if "evals" in path.parts else load_ppo_config if path.name.startswith("ppo") else load_grpo_config
+    return (
+        load_eval_config
+        if "evals" in path.parts
+        else load_ppo_config
+        if path.name.startswith("ppo")
+        else load_grpo_config
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
@@ -55,7 +67,11 @@ def test_values_are_nemo_rls(name):
 
 
 def test_nemo_rls_own_file_needs_one_override(tmp_path):
-    text = (ROOT / "configs/grpo_math_1B.yaml").read_text().replace("backend: native                 # NeMo RL: vllm", "backend: vllm")
+    text = (
+        (ROOT / "configs/grpo_math_1B.yaml")
+        .read_text()
+        .replace("backend: native                 # NeMo RL: vllm", "backend: vllm")
+    )
     theirs = "\n".join(line for line in text.splitlines() if line.strip() != "backend: native")
     (tmp_path / "theirs.yaml").write_text(theirs)
     with pytest.raises(ConfigError, match="policy.generation.backend=native"):
@@ -66,9 +82,18 @@ def test_nemo_rls_own_file_needs_one_override(tmp_path):
 def test_shipped_names(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     math = ROOT / "configs/grpo_math_1B.yaml"
-    for name in ("grpo_math_1B.yaml", "configs/grpo_math_1B.yaml", "examples/configs/grpo_math_1B.yaml", "examples/configs/grpo.yaml", "grpo.yaml"):
+    for name in (
+        "grpo_math_1B.yaml",
+        "configs/grpo_math_1B.yaml",
+        "examples/configs/grpo_math_1B.yaml",
+        "examples/configs/grpo.yaml",
+        "grpo.yaml",
+    ):
         assert find_config(name) == math
-    assert find_config("examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml") == ROOT / "configs/recipes/llm/dapo-qwen2.5-7b.yaml"
+    assert (
+        find_config("examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml")
+        == ROOT / "configs/recipes/llm/dapo-qwen2.5-7b.yaml"
+    )
     (tmp_path / "grpo.yaml").write_text("a: 1\n")
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
 
@@ -101,7 +126,10 @@ def test_guides_commands():
     assert dapo.grpo.dynamic_sampling_max_gen_batches == 7
     assert (dapo.grpo.reward_scaling.target_min, dapo.grpo.reward_scaling.target_max) == (-1.0, 1.0)
     assert dapo.policy.generation.vllm_cfg.max_model_len == 2048
-    vapo = load_ppo_config("examples/configs/ppo_math_1B_megatron.yaml", ["ppo.adv_estimator.gae_lambda_value=1.0", "ppo.adv_estimator.length_adaptive_alpha=0.05"])
+    vapo = load_ppo_config(
+        "examples/configs/ppo_math_1B_megatron.yaml",
+        ["ppo.adv_estimator.gae_lambda_value=1.0", "ppo.adv_estimator.length_adaptive_alpha=0.05"],
+    )
     assert vapo.ppo.adv_estimator.gae_lambda_value == 1.0
 
 
@@ -120,13 +148,19 @@ def test_effective_settings_follow_the_enabled_backend():
     dtensor = load_grpo_config("grpo_math_1B.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]).policy
     assert dtensor.effective_optimizer().lr == 5e-6
     assert dtensor.effective_scheduler() == TorchSchedule(
-        (TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}), TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})), (50,)
+        (
+            TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}),
+            TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10}),
+        ),
+        (50,),
     )
     assert (dtensor.effective_max_grad_norm(), dtensor.activation_checkpointing) == (1.0, True)
 
     megatron = load_ppo_config("ppo_math_1B_megatron.yaml", ["value.megatron_cfg.optimizer.clip_grad=0"])
     assert megatron.value.effective_optimizer().lr == 2e-6
-    assert megatron.policy.effective_scheduler() == MegatronSchedule(1e-6, 1e-7, "constant", 1000, 10, 1e-7, 0.1, 0.1, "constant")
+    assert megatron.policy.effective_scheduler() == MegatronSchedule(
+        1e-6, 1e-7, "constant", 1000, 10, 1e-7, 0.1, 0.1, "constant"
+    )
     assert (megatron.policy.effective_max_grad_norm(), megatron.value.effective_max_grad_norm()) == (1.0, None)
 
 
@@ -157,7 +191,9 @@ def test_sections_are_read_by_attribute_and_by_key():
 
 def test_lax_values_as_in_nemo_rl(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "8")
-    config = load_grpo_config("grpo_tiny.yaml", ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"])
+    config = load_grpo_config(
+        "grpo_tiny.yaml", ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"]
+    )
     assert (config.grpo.max_num_steps, config.grpo.seed, config.grpo.val_at_end) == (8, 8, True)
 
 
@@ -170,7 +206,15 @@ def test_data_sets_and_their_keys_are_those_of_the_data_sets():
         with pytest.raises(ValueError, match="Known are ") as caught:
             check_dataset_config({"dataset_name": name, "nothing": 1})
         known = set(str(caught.value).rpartition("Known are ")[2].split(", "))
-        common = {"dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed", "split_validation_size"}
+        common = {
+            "dataset_name",
+            "env_name",
+            "processor",
+            "prompt_file",
+            "system_prompt_file",
+            "seed",
+            "split_validation_size",
+        }
         assert known == common | set(keys)
 
 

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.utils.config import (
     load_config,
@@ -45,7 +44,11 @@ def test_scalar(text):
 
 
 def test_anchors_and_merge_keys():
-    assert load("x: &x {p: 1, q: 2}\ny:\n  <<: *x\n  q: 3\nz: *x\n") == {"x": {"p": 1, "q": 2}, "y": {"p": 1, "q": 3}, "z": {"p": 1, "q": 2}}
+    assert load("x: &x {p: 1, q: 2}\ny:\n  <<: *x\n  q: 3\nz: *x\n") == {
+        "x": {"p": 1, "q": 2},
+        "y": {"p": 1, "q": 3},
+        "z": {"p": 1, "q": 2},
+    }
 
 
 def test_empty_file_is_an_empty_mapping():
@@ -143,7 +146,10 @@ def test_parents_are_relative_to_the_file_that_names_them(folder):
 
 
 def test_override_marker_replaces_a_top_level_section_only():
-    write(parent="s: {a: 1, t: {b: 2}}\nu: {a: 1}\n", child="defaults: parent.yaml\ns: {_override_: true, c: 3}\nu: {_override_: false, d: 4}\n")
+    write(
+        parent="s: {a: 1, t: {b: 2}}\nu: {a: 1}\n",
+        child="defaults: parent.yaml\ns: {_override_: true, c: 3}\nu: {_override_: false, d: 4}\n",
+    )
     assert load_config("child.yaml") == {"s": {"c": 3}, "u": {"a": 1, "_override_": False, "d": 4}}
     write(deep="defaults: parent.yaml\ns: {t: {_override_: true, c: 3}}\n")
     assert load_config("deep.yaml")["s"]["t"] == {"b": 2, "_override_": True, "c": 3}
@@ -156,7 +162,14 @@ def test_interpolation_sees_the_merged_tree():
 
 
 def test_errors_of_inheritance():
-    write(a="defaults: b.yaml\n", b="x: 1\ndefaults: a.yaml\n", c="defaults: none.yaml\n", d="- 1\n", e="a: 1\na: 2\n", f="defaults: {x: 1}\n")
+    write(
+        a="defaults: b.yaml\n",
+        b="x: 1\ndefaults: a.yaml\n",
+        c="defaults: none.yaml\n",
+        d="- 1\n",
+        e="a: 1\na: 2\n",
+        f="defaults: {x: 1}\n",
+    )
     with pytest.raises(RecursionError, match=r"b\.yaml:2: .*a\.yaml is its own parent"):
         load_config("a.yaml")
     with pytest.raises(FileNotFoundError, match=r"c\.yaml:1: .*none\.yaml does not exist"):
@@ -170,7 +183,12 @@ def test_errors_of_inheritance():
 
 
 def test_two_parents_with_a_common_one_are_no_circle():
-    write(root="a: 1\n", left="defaults: root.yaml\nl: 1\n", right="defaults: root.yaml\nr: 1\n", child="defaults: [left.yaml, right.yaml]\n")
+    write(
+        root="a: 1\n",
+        left="defaults: root.yaml\nl: 1\n",
+        right="defaults: root.yaml\nr: 1\n",
+        child="defaults: [left.yaml, right.yaml]\n",
+    )
     assert load_config("child.yaml") == {"a": 1, "l": 1, "r": 1}
 
 

@@ -186,7 +186,7 @@ class Resolver {
     NRL_CHECK_ARG(!open_.contains(path), "refers to itself through ", path);
     NRL_CHECK_ARG(!(found->is_string() && found->string == "?"
                                                            "??"),
-                  path, " is '???' (must be given) and was not set");
+                  path, " is '?" "??' (must be given) and was not set");
     resolve_node(*found, path);
     NRL_CHECK_ARG(!failed_.contains(path), "depends on ", path, ", which failed");
     return *found;

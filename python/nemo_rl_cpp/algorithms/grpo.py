@@ -1,0 +1,299 @@
+"""GRPO: the training loop, and NeMo RL's names around it.
+
+`grpo_loop` is the algorithm. Everything that a configuration can switch on or off is a component of it; see
+`algorithms/components.py` for what they are and `algorithms/setup.py` for how they are made.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.algorithms import setup as build
+from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator, ReinforcePlusPlusAdvantageEstimator
+from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
+from nemo_rl_cpp.algorithms.components import GRPOComponents
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.algorithms.observe import StepReport, observe, observe_start
+from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
+from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
+from nemo_rl_cpp.algorithms.setup import shutdown_environments
+from nemo_rl_cpp.algorithms.step_metrics import baseline_metrics, batch_metrics, rollout_table, training_metrics
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
+from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig
+from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
+from nemo_rl_cpp.config.master import GRPOMasterConfig
+from nemo_rl_cpp.config.rewards import RewardScalingConfig
+from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
+from nemo_rl_cpp.experience.prompt_source import PromptSource
+from nemo_rl_cpp.experience.rollout_runner import RolloutRunner, aggregate_rollout_metrics
+from nemo_rl_cpp.experience.train_batch import (
+    add_token_loss_masks,
+    build_train_batch,
+    extract_initial_prompt_messages,
+    sampled_by_policy,
+)
+from nemo_rl_cpp.models.sources import SourceError
+from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
+
+MasterConfig = GRPOMasterConfig
+GRPOSaveState = TrainState
+
+
+# ---- the loop
+
+
+def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState) -> None:
+    """Each turn trains version `state.step` of the policy and yields the next one."""
+    grpo = config.grpo
+    needs = LogprobNeeds.of(config.loss_fn, grpo.seq_logprob_error_threshold)
+    observe_start(parts, state)
+    while not state.finished:
+        with parts.run.timer.step(state.step + 1) as timer:
+            with timer("prepare_for_generation/total"):
+                metrics = parts.refit.sync_weights(timer=timer)
+                parts.generation.prepare_for_generation()
+            while not parts.sampler.full:  # one round, unless dynamic sampling asks for more
+                prompts = parts.prompts.next()
+                with timer("generation"):
+                    rollouts = parts.rollouts.run(prompts, weight_version=state.step)
+                with timer("reward_calculation"):
+                    rollouts = shape_rewards(rollouts, grpo)
+                with timer("dynamic_sampling"):
+                    parts.sampler.add(rollouts)  # the limit and its error live in the sampler
+            with timer("data_processing"):
+                parts.generation.finish_generation()
+                samples = parts.sampler.take()
+                batch = build_train_batch(
+                    samples, pad_token_id=parts.tokenizer.pad_token_id, overlong_filtering=grpo.overlong_filtering,
+                    divisible_by=config.policy.make_sequence_length_divisible_by,
+                )  # fmt: skip
+            with timer("policy_and_reference_logprobs"):
+                parts.refit.verify_before_training()
+                metrics |= add_logprobs(parts.policy, batch, needs, weight_version=state.step)
+                metrics |= mask_by_logprob_error(batch, grpo.seq_logprob_error_threshold)
+            with timer("advantage_calculation"):
+                batch["advantages"] = _clip_grpo_advantages(compute_advantages(parts, batch), grpo)
+            with timer("policy_training"):
+                parts.policy.prepare_for_training()
+                result = parts.policy.train(batch, parts.loss_fn, timer=timer)
+                parts.refit.mark_stale()
+            with timer("metrics"):
+                report = report_step(parts, grpo, samples, batch, metrics | training_metrics(result))
+        state.advance(grpo.num_prompts_per_step, report.metrics["global_valid_toks"])
+        for _ in range(parts.prompts.pop_finished_epochs()):
+            state.next_epoch()
+        observe(parts, config, grpo, state, report)
+
+
+def shape_rewards(rollouts: Any, loop: GRPOConfig) -> Any:
+    """`reward_scaling`, then `reward_shaping`."""
+    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
+
+
+def compute_advantages(parts: GRPOComponents, batch: Any) -> torch.Tensor:
+    """[B, S], by the estimator. Groups go by `group_id`: two equal prompts of a batch are two groups."""
+    return parts.advantage_estimator.compute_advantage(
+        prompt_ids=batch["group_id"][:, None],
+        rewards=batch["rewards"],
+        mask=batch["token_mask"] * batch["sample_mask"][:, None],
+        repeated_batch=batch,
+        logprobs_policy=batch.get("prev_logprobs", batch["generation_logprobs"]),
+        logprobs_reference=batch.get("reference_policy_logprobs"),
+    )
+
+
+def mask_by_logprob_error(batch: Any, threshold: float | None) -> dict[str, float]:
+    """Drops sequences by `seq_logprob_error_threshold`; nothing to measure where generation is the training forward."""
+    if "prev_logprobs" not in batch:
+        return {}
+    metrics = compute_and_apply_seq_logprob_error_masking(batch, batch["rewards"], threshold)
+    return metrics | {"num_masked_seqs_by_logprob_error": metrics["num_masked_seqs"]}
+
+
+def report_step(parts: GRPOComponents, loop: GRPOConfig, samples: Any, batch: Any, metrics: dict[str, Any]) -> StepReport:
+    """Everything that is logged of a step but its times."""
+    rewards, groups = batch["rewards"], batch["group_id"][:, None]
+    baseline, _ = calculate_baseline_and_std_per_prompt(
+        groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=loop.use_leave_one_out_baseline
+    )
+    rollout_metrics = parts.rollouts.pop_metrics()
+    metrics = metrics | rollout_metrics | parts.sampler.pop_metrics() | batch_metrics(samples, batch) | baseline_metrics(baseline)
+    trained = (batch["token_mask"] != 0) & (batch["sample_mask"] != 0)[:, None]
+    return StepReport(
+        metrics=metrics,
+        table=rollout_table(samples, batch),
+        histograms={"baseline_reward": baseline.tolist(), "advantages": batch["advantages"][trained].tolist()},
+        generated_tokens=rollout_metrics.get("total_generated_tokens"),
+    )
+
+
+def _clip_grpo_advantages(advantages: torch.Tensor, grpo_config: GRPOConfig) -> torch.Tensor:
+    """Advantages within [advantage_clip_low, advantage_clip_high]; a bound that is None does not bind."""
+    low, high = grpo_config.advantage_clip_low, grpo_config.advantage_clip_high
+    return advantages if low is None and high is None else advantages.clamp(min=low, max=high)
+
+
+def _create_advantage_estimator(master_config: GRPOMasterConfig) -> Any:
+    """By `grpo.adv_estimator.name`; ValueError for a name that GRPO has no estimator for."""
+    settings = master_config.grpo.adv_estimator
+    known = {"grpo": GRPOAdvantageEstimator, "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator}
+    if settings.name not in known:
+        raise ValueError(f"grpo.adv_estimator.name is {settings.name!r}; expected {' or '.join(known)}")
+    return known[settings.name](settings, master_config.loss_fn)
+
+
+# ---- from a configuration to a finished run
+
+
+def main(config: GRPOMasterConfig) -> None:
+    """A whole run: data, environments, policy, engine, training (resumed where it was), summary. What
+    `run_grpo_math.py` calls. A model or data set that cannot be had ends the program with one sentence."""
+    set_seed(config.grpo.seed)
+    try:
+        tokenizer = build.make_tokenizer(config.policy)
+        data = build.make_data(config, tokenizer)
+    except SourceError as error:
+        raise SystemExit(f"error: {error}") from None
+    try:
+        policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, config, *_ = setup(
+            config, tokenizer, data.train, data.validation
+        )
+        grpo_train(
+            policy, generation, loader, val_loader, tokenizer, loss_fn, data.task_to_env, data.val_task_to_env, logger,
+            checkpoints, state, config,
+        )  # fmt: skip
+    except SourceError as error:
+        raise SystemExit(f"error: {error}") from None
+    finally:
+        shutdown_environments(data.task_to_env, data.val_task_to_env)
+
+
+def setup(
+    master_config: GRPOMasterConfig,
+    tokenizer: Any,
+    dataset: Any,
+    val_dataset: Any,
+    processor: Any = None,
+    policy_factory: Callable[..., Any] | None = None,
+) -> tuple[Any, ...]:
+    """Everything that `grpo_train` takes but the environments, in NeMo RL's order: (policy, generation, None, (cluster,
+    cluster), loader, validation loader, loss, logger, checkpoints, state, configuration, {}, {}).
+
+    Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. `policy_factory` makes the policy instead of
+    `Policy`, with its arguments. `processor` (images, sound) is not supported.
+    """
+    if processor is not None:
+        raise ValueError("processor: images and sound are not supported, only text")
+    config, loop = master_config, master_config.grpo
+    checkpoints = build.make_checkpoints(config)
+    resume = find_resume(checkpoints)
+    state = resume.state
+    loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
+    resume.load_data_position(loader, config.data)
+    val_loader = build.make_val_dataloader(val_dataset, loop)
+    cluster = build.make_cluster(config)
+    policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
+    generation = policy.create_generation(config.policy.generation, seed=loop.seed)
+    logger = build.make_logger(config, state)
+    return (
+        policy, generation, None, (cluster, cluster), loader, val_loader, ClippedPGLossFn(config.loss_fn), logger, checkpoints,
+        state, config, {}, {},
+    )  # fmt: skip
+
+
+def grpo_train(
+    policy: Any,
+    policy_generation: Any,
+    wrapped_dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: Any,
+    task_to_env: dict[str, Any],
+    val_task_to_env: dict[str, Any] | None,
+    logger: Any,
+    checkpointer: Any,
+    grpo_save_state: TrainState,
+    master_config: GRPOMasterConfig,
+    processor: Any = None,
+) -> None:
+    """Trains to the end, with NeMo RL's arguments: makes the components of `grpo_loop` from them and runs it.
+
+    `policy_generation` None: an engine on the policy's own weights. `loss_fn`: `ClippedPGLossFn`, or any callable on
+    log-probabilities (see `algorithms/loss`).
+    """
+    if processor is not None:
+        raise ValueError("processor: images and sound are not supported, only text")
+    config, loop, state = master_config, master_config.grpo, build.limited(grpo_save_state, master_config.grpo)
+    generation = policy_generation or policy.create_generation(config.policy.generation, seed=loop.seed)
+    title = f"GRPO {config.policy.model_name}"
+    parts = GRPOComponents(
+        policy=policy,
+        generation=generation,
+        tokenizer=tokenizer,
+        refit=create_weight_synchronizer(policy, generation, config.policy.generation.backend, config.policy.generation.colocated.enabled),
+        prompts=PromptSource(wrapped_dataloader, loop.num_generations_per_prompt, state),
+        rollouts=RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
+        sampler=GroupSampler(loop),
+        advantage_estimator=_create_advantage_estimator(config),
+        loss_fn=loss_fn,
+        validator=build.make_validator(config, loop, generation, val_dataloader, tokenizer, val_task_to_env or task_to_env, logger),
+        run=build.make_services(config, loop, state, logger, checkpointer, title),
+    )
+    build.resume_of(checkpointer, state).load_sampler(parts.sampler)
+    run_to_end(grpo_loop, parts, config, state, title)
+
+
+def async_grpo_train(*args: Any, **kwargs: Any) -> None:
+    """NeMo RL's training beside generation; always an error here."""
+    raise NotImplementedError(
+        "training while generating (grpo.async_grpo.enabled) is not supported: policy and engine share one set of weights. "
+        "Set grpo.async_grpo.enabled=false and call grpo_train"
+    )
+
+
+# ---- further names of NeMo RL
+
+
+def validate(
+    policy_generation: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    val_task_to_env: dict[str, Any] | None,
+    step: int,
+    master_config: GRPOMasterConfig,
+    logger: Any = None,
+    processor: Any = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(metrics, timings) of one validation, see `Validator.run`; empty ones, with a message, without a loader."""
+    if val_dataloader is None:
+        print("no validation data: nothing is validated")
+        return {}, {}
+    validator = build.make_validator(
+        master_config, master_config.grpo, policy_generation, val_dataloader, tokenizer, val_task_to_env, logger
+    )
+    metrics, timings = validator.run(step)
+    return metrics, timings
+
+
+def refit_policy_generation(
+    policy: Any,
+    policy_generation: Any,
+    colocated_inference: bool,
+    _refit_buffer_size_gb: float | None = None,
+    timer: Any = None,
+    kv_scales: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """Brings the policy's weights to the engine; with shared weights nothing moves and the digests are compared."""
+    synchronizer = create_weight_synchronizer(policy, policy_generation, "native", colocated_inference)
+    return synchronizer.sync_weights(timer=timer, kv_scales=kv_scales)
+
+
+def add_grpo_token_loss_masks_and_generation_logprobs(message_logs: list[Any]) -> None:
+    """In place: `token_loss_mask` and `generation_logprobs` of every message, see `add_token_loss_masks`."""
+    add_token_loss_masks(message_logs, sampled_by_policy)

@@ -1,0 +1,86 @@
+"""Runs a training loop from its start to its end, however it ends: signals, report, summary."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.utils.report.page import duration
+
+
+def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config: Any, state: TrainState, title: str) -> None:
+    """`loop(parts, config, state)` with Ctrl-C ending it at a step boundary; then the last page of the report, the end of
+    the logs, and a summary table. An exception leaves the report saying what it was, and goes on to the caller."""
+    run, began, first = parts.run, time.monotonic(), state.step
+    status, message = "failed", ""
+    if run.report is not None:
+        run.report.start()
+    try:
+        with run.stop:
+            loop(parts, config, state)
+        status = "interrupted" if run.stop.requested else "finished"
+    except KeyboardInterrupt:
+        status, message = "interrupted", "stopped at once, in the middle of a step"
+        raise
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if run.report is not None:
+            run.report.finish(status, message)
+        if run.logger is not None:
+            run.logger.finish()
+        if run.checkpoints is not None:
+            run.checkpoints.shutdown()
+        if run.progress is not None:
+            run.progress.finish(summary(parts, state, first, time.monotonic() - began), title=f"{title}: {status}")
+
+
+def summary(parts: Any, state: TrainState, first_step: int, seconds: float) -> dict[str, Any]:
+    """What the table at the end of a run says."""
+    run = parts.run
+    steps = state.step - first_step
+    table: dict[str, Any] = {"steps": f"{state.step}" + (f" ({steps} now, from step {first_step})" if first_step else "")}
+    if state.stop_reason is not None:
+        table["ended by"] = state.stop_reason
+    table["time"] = duration(seconds) + (f", {seconds / steps:.2f} s a step" if steps else "")
+    if run.history:
+        rewards = [row["reward"] for row in run.history]
+        table["reward"] = f"{rewards[0]:.3f} -> {rewards[-1]:.3f} (best {max(rewards):.3f})"
+    for row, name in ((run.validations[:1], "validation, first"), (run.validations[-1:], "validation, last")):
+        if row:
+            table[name] = _validation_text(row[0])
+    if run.history:
+        table |= _health(run.history)
+    if run.checkpoints is not None and run.checkpoints.enabled and state.step:
+        latest = run.checkpoints.checkpoint_dir / f"step_{state.step}"
+        if latest.is_dir():
+            table["checkpoint"] = f"{latest} (model: {latest / 'policy' / 'weights'})"
+    if run.logger is not None:
+        table["logs"] = str(run.logger.log_dir)
+    if run.report is not None:
+        table["report"] = str(run.report.path)
+    return table
+
+
+def _validation_text(row: dict[str, Any]) -> str:
+    text = f"accuracy {row['accuracy']:.3f}"
+    if "accuracy_ci95_low" in row:
+        text += f" (95 % interval {row['accuracy_ci95_low']:.3f} to {row['accuracy_ci95_high']:.3f})"
+    if "well_formed" in row and "accuracy_of_well_formed" in row:
+        text += f", {row['accuracy_of_well_formed']:.3f} among the {100 * row['well_formed']:.0f} % well-formed answers"
+    return f"{text} on {row['num_samples']} prompts after step {row['step']}"
+
+
+def _health(history: list[dict[str, Any]]) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    rates = [row["tokens_per_sec"] for row in history if "tokens_per_sec" in row]
+    if rates:
+        rows["speed"] = f"{sum(rates) / len(rates):,.0f} tokens a second over whole steps"
+    errors = [row["token_mult_prob_error"] for row in history if "token_mult_prob_error" in row]
+    gaps = [row["max_logprob_gap"] for row in history if "max_logprob_gap" in row]
+    if errors:
+        rows["generation against training"] = f"token_mult_prob_error at most {max(errors):.9g}"
+        if gaps:
+            rows["generation against training"] += f", largest log-probability gap {max(gaps):.3g}"
+    return rows

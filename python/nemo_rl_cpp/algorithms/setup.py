@@ -1,0 +1,177 @@
+"""From a configuration to the components of a training loop: one small builder a component.
+
+The order matters in two places: environments start their worker processes before this process computes on several
+threads, and the checkpoint to resume from is known before the model is loaded.
+"""
+
+from typing import Any, NamedTuple
+
+from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
+from nemo_rl_cpp.algorithms.components import RunServices
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.utils import setup_response_data
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.interrupts import GracefulStop
+from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
+from nemo_rl_cpp.utils.memory import PhaseMemory
+from nemo_rl_cpp.utils.progress import Progress
+from nemo_rl_cpp.utils.report import ReportWriter
+from nemo_rl_cpp.utils.timer import TimeoutChecker
+
+
+class RunData(NamedTuple):
+    """Data sets and environments by task name, for training and for validation."""
+
+    train: AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
+    validation: AllTaskProcessedDataset | None
+    task_to_env: dict[str, Any]
+    val_task_to_env: dict[str, Any]
+
+
+def make_tokenizer(policy: Any) -> Any:
+    """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
+    if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
+        from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+
+        return tiny_tokenizer()
+    from nemo_rl_cpp.data.tokenizer import get_tokenizer
+
+    return get_tokenizer(policy.tokenizer)
+
+
+def make_data(config: Any, tokenizer: Any) -> RunData:
+    """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
+    return RunData(*setup_response_data(tokenizer, config.data, config.env))
+
+
+def make_dataloader(data_config: Any, dataset: Any, num_prompts: int, seed: int) -> Any:
+    """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each."""
+
+    def one(rows: Any, batch_size: int) -> StatefulDataLoader:
+        return StatefulDataLoader(
+            rows, batch_size, shuffle=data_config.shuffle, drop_last=True, seed=seed, num_workers=data_config.num_workers
+        )
+
+    if not isinstance(dataset, dict):
+        return one(dataset, num_prompts)
+    each = data_config.num_prompts_per_dataloader or num_prompts
+    return MultipleDataloaderWrapper(num_prompts, data_config, {name: one(rows, each) for name, rows in dataset.items()})
+
+
+def make_val_dataloader(dataset: Any, loop: Any) -> StatefulDataLoader | None:
+    """The validation loader in the data's own order; None without data. `loop`: the section `grpo` or `ppo`."""
+    if dataset is None:
+        return None
+    sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(dataset)) if size is not None]
+    return StatefulDataLoader(dataset, min(sizes))
+
+
+def prompts_per_round(loop: Any) -> int:
+    """Prompts drawn at a time: num_prompts_per_step, times batch_multiplier with dynamic sampling."""
+    return int(loop.num_prompts_per_step * loop.batch_multiplier) if loop.use_dynamic_sampling else loop.num_prompts_per_step
+
+
+def make_cluster(config: Any) -> RayVirtualCluster:
+    """The devices of the section `cluster`: one, this process."""
+    return RayVirtualCluster([config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=False, name="train_cluster")
+
+
+def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None) -> Any:
+    """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name.
+
+    The reference model is built only when the KL weight is not 0.
+    """
+    if policy_factory is None:
+        from nemo_rl_cpp.models.policy.lm_policy import Policy as policy_factory
+    weights, optimizer = resume.model_paths("policy")
+    return policy_factory(
+        cluster=cluster,
+        config=config.policy,
+        tokenizer=tokenizer,
+        weights_path=weights,
+        optimizer_path=optimizer,
+        init_optimizer=True,
+        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
+        total_steps=loop.max_num_steps,
+        seed=loop.seed,
+    )
+
+
+def make_checkpoints(config: Any) -> CheckpointManager:
+    """Saves nothing and finds nothing when checkpointing.enabled is false."""
+    return CheckpointManager(config.checkpointing)
+
+
+def resume_of(checkpoints: CheckpointManager | None, state: TrainState) -> Resume:
+    """The checkpoint that a state was loaded from."""
+    if checkpoints is None or not checkpoints.enabled or not state.step:
+        return Resume(None, state)
+    return Resume(checkpoints.checkpoint_dir / f"step_{state.step}", state)
+
+
+def make_logger(config: Any, state: TrainState) -> Logger:
+    """Logs into the folder that the checkpoint names, cut back to its step; or into the next exp_NNN of logger.log_dir."""
+    folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir})
+    logger = Logger({**config.logger.model_dump(), "log_dir": folder})
+    if state.log_dir is not None:
+        logger.truncate_after(state.step)
+    state.log_dir = folder
+    logger.log_hyperparams(config)
+    return logger
+
+
+def make_services(
+    config: Any, loop: Any, state: TrainState, logger: Logger | None, checkpoints: CheckpointManager | None, title: str,
+    progress_mode: str | None = None,
+) -> RunServices:  # fmt: skip
+    """What watches and keeps the run."""
+    report = None
+    if logger is not None and config.logger.report:
+        report = ReportWriter(logger.log_dir, config, total_steps=loop.max_num_steps, title=title)
+    return RunServices(
+        logger=logger,
+        checkpoints=checkpoints,
+        progress=Progress(loop.max_num_steps, state.step, progress_mode),
+        report=report,
+        memory=PhaseMemory(),
+        stop=GracefulStop(),
+        timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
+    )
+
+
+def make_validator(config: Any, loop: Any, generation: Any, loader: Any, tokenizer: Any, task_to_env: Any, logger: Any) -> Validator | None:
+    """None without validation data."""
+    if loader is None:
+        return None
+    return Validator(
+        generation, loader, tokenizer, task_to_env or {}, loop, config.policy, logger, config.logger.num_val_samples_to_print
+    )
+
+
+def limited(state: TrainState, loop: Any) -> TrainState:
+    """The state with the limits of the configuration."""
+    state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
+    return state
+
+
+def shutdown_environments(task_to_env: dict[str, Any] | None, val_task_to_env: dict[str, Any] | None) -> None:
+    """Ends the processes of all environments, each once."""
+    from nemo_rl_cpp.distributed.futures import get
+    from nemo_rl_cpp.environments.remote import call_remote
+
+    environments = {id(env): env for group in (task_to_env, val_task_to_env) for env in (group or {}).values()}
+    for environment in environments.values():
+        if hasattr(environment, "shutdown"):
+            get(call_remote(environment, "shutdown"))
+
+
+__all__ = [
+    "RunData", "find_resume", "limited", "make_checkpoints", "make_cluster", "make_data", "make_dataloader", "make_logger",
+    "make_policy", "make_services", "make_tokenizer", "make_val_dataloader", "make_validator", "prompts_per_round", "resume_of",
+    "shutdown_environments",
+]  # fmt: skip

@@ -1,0 +1,100 @@
+"""The numbers of a training step, under NeMo RL's names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_MEANS = {"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length", "grad_norm"}
+
+
+def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> dict[str, float]:
+    """One value a metric from its values over micro-batches.
+
+    Losses and shares are normalised by global counts, so they add up. Minima and maxima ignore infinities (-1.0 when
+    nothing is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged. Micro-batches without a valid
+    sample (`num_valid_samples` 0) do not count.
+    """
+    valid = all_mb_metrics.get("num_valid_samples")
+    result = {}
+    for name, values in all_mb_metrics.items():
+        kept = [float(v) for i, v in enumerate(values) if valid is None or len(valid) != len(values) or valid[i] > 0]
+        if name.endswith(("_min", "_max")):
+            finite = [v for v in kept if abs(v) != float("inf")]
+            pick = min if name.endswith("_min") else max
+            result[name] = pick(finite) if finite else -1.0
+        elif name in _MEANS:
+            kept = kept or [float(v) for v in values]
+            result[name] = sum(kept) / len(kept) if kept else 0.0
+        else:
+            result[name] = sum(kept)
+    return result
+
+
+def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in NeMo RL.
+
+    `max_logprob_gap` and `logprob_mismatched_tokens` say how far generation's log-probabilities were from those of the
+    first training forward: both 0 as long as the two are exactly the same computation on the same weights.
+    """
+    metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
+    metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
+    exactness = result.get("exactness")
+    if exactness is not None:
+        metrics["max_logprob_gap"] = exactness.max_gap
+        metrics["logprob_mismatched_tokens"] = exactness.mismatched_tokens
+    return metrics
+
+
+def batch_metrics(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, float]:
+    """What the step was trained on: rewards, lengths, advantages over trained tokens, and masked samples."""
+    mask = (batch["token_mask"] != 0) & (batch["sample_mask"] != 0)[:, None]
+    advantages = batch["advantages"][mask]
+    metrics = {
+        "reward": float(batch["rewards"].mean()),
+        "mean_prompt_length": float(torch.as_tensor(samples["length"]).float().mean()),
+        "total_num_tokens": int(batch["input_lengths"].sum()),
+        "num_masked_samples": int((batch["sample_mask"] == 0).sum()),
+    }
+    if len(advantages):
+        metrics |= {
+            "advantages/sum": float(advantages.sum()),
+            "advantages/mean": float(advantages.mean()),
+            "advantages/max": float(advantages.max()),
+            "advantages/min": float(advantages.min()),
+        }
+    else:
+        metrics |= dict.fromkeys(("advantages/sum", "advantages/mean", "advantages/max", "advantages/min"), 0.0)
+    if "mask_sample" in samples:
+        metrics["num_mask_sample_filtered"] = int(torch.as_tensor(samples["mask_sample"]).sum())
+    return metrics
+
+
+def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
+    """In percent of the samples: baselines that are exactly 0, exactly 1, and neither."""
+    zero = 100.0 * float((baseline == 0).float().mean())
+    one = 100.0 * float((baseline == 1).float().mean())
+    return {"baseline_reward/pct_0": zero, "baseline_reward/pct_1": one, "baseline_reward/pct_mixed": 100.0 - zero - one}
+
+
+def rollout_table(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The columns of train_data_step<N>.jsonl: one entry a sample, tensors cut to its length."""
+    lengths = batch["input_lengths"].tolist()
+    table: dict[str, list[Any]] = {
+        "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples["message_log"]],
+        "rewards": batch["rewards"].tolist(),
+        "input_lengths": lengths,
+        "sample_loss_mask": batch["sample_mask"].tolist(),
+        "truncated": torch.as_tensor(samples["truncated"]).tolist(),
+    }
+    columns = {
+        "token_ids": "input_ids", "token_loss_mask": "token_mask", "advantages": "advantages",
+        "generation_logprobs": "generation_logprobs", "prev_logprobs": "prev_logprobs",
+    }  # fmt: skip
+    for name, key in columns.items():
+        if key in batch:
+            table[name] = [row[:length] for row, length in zip(batch[key].tolist(), lengths)]
+    for key in ("group_id", "filtered_reward"):
+        if key in samples:
+            table[key] = torch.as_tensor(samples[key]).tolist()
+    return table

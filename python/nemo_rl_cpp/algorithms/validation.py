@@ -1,0 +1,143 @@
+"""Validation: the policy answers prompts that it is not trained on."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
+from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
+from nemo_rl_cpp.utils.log_samples import print_message_log_samples
+
+
+class ValidationResult(NamedTuple):
+    """metrics: `accuracy` and more, see `Validator.run`. timings: `total_validation_time` in seconds."""
+
+    metrics: dict[str, Any]
+    timings: dict[str, float]
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959963984540054) -> Interval:
+    """95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
+
+    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
+    """
+    if count == 0:
+        return Interval(0.0, 1.0)
+    center = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))
+
+
+class Validator:
+    """Runs validations and says when they are due.
+
+    Every validation draws its samples from the stream `val` with the prompt's number in the data set as draw id: two
+    validations of the same weights give the same answers, and a resumed run the same ones as an unbroken run.
+    """
+
+    def __init__(
+        self, generation: Any, loader: Any, tokenizer: Any, task_to_env: dict[str, Any], loop: Any, policy: Any, logger: Any = None,
+        num_samples_to_print: int = 0,
+    ) -> None:  # fmt: skip
+        """`loop` is the section `grpo` or `ppo`, `policy` the section of that name."""
+        self._generation = generation
+        self._loader = loader
+        self._tokenizer = tokenizer
+        self._task_to_env = task_to_env
+        self._loop = loop
+        self._num_generations = getattr(loop, "val_num_generations_per_prompt", 1)
+        self._max_seq_len = policy.max_total_sequence_length
+        self._greedy = policy.generation.val_temperature == 0
+        self._logger = logger
+        self._num_samples_to_print = num_samples_to_print
+
+    def due_at_start(self, step: int) -> bool:
+        """Before the first step of a new run."""
+        return step == 0 and self._loop.val_at_start
+
+    def due(self, step: int, is_last: bool) -> bool:
+        """After step number `step` (from 1)."""
+        if is_last and self._loop.val_at_end:
+            return True
+        period = self._loop.val_period
+        return period > 0 and step % period == 0 and step >= getattr(self._loop, "val_start_at", -1)
+
+    def run(self, step: int) -> ValidationResult:
+        """Validates and writes val_data_step<step>.jsonl.
+
+        Metrics: `accuracy`, the mean raw reward, with `accuracy_ci95_low` and `accuracy_ci95_high` (Wilson, one trial a
+        prompt; rewards in [0, 1] only); `avg_length`, mean tokens of a response; `num_samples`, prompts; with several
+        generations a prompt `pass_k`, the share of prompts with a positive reward among them; rollout and environment
+        metrics.
+        """
+        start = time.perf_counter()
+        self._generation.prepare_for_generation()
+        logs: list[Any] = []
+        rewards: list[float] = []
+        rounds = []
+        for prompts in self._prompts():
+            rollouts, metrics = run_multi_turn_rollout(
+                self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len,
+                self._loop.max_rollout_turns, greedy=self._greedy,
+            )  # fmt: skip
+            rounds.append((rollouts.size, metrics))
+            rewards += rollouts["total_reward"].tolist()
+            logs += [[{key: m[key] for key in ("role", "content")} for m in log] for log in rollouts["message_log"]]
+        self._generation.finish_generation()
+        metrics = self._metrics(rewards, combine_rollout_metrics(rounds))
+        if self._logger is not None:
+            self._logger.log_batched_dict_as_jsonl({"content": logs, "rewards": rewards}, f"val_data_step{step}.jsonl")
+        if self._num_samples_to_print:
+            print_message_log_samples(logs, rewards, self._num_samples_to_print, step)
+        return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
+
+    def _prompts(self) -> Iterator[BatchedDataDict]:
+        """Exactly max_val_samples prompts, or as many as there are."""
+        limit = self._loop.max_val_samples
+        taken = 0
+        for batch in self._loader:
+            if limit is not None and taken + batch.size > limit:
+                batch = batch.select_indices(torch.arange(limit - taken))
+            if batch.size:
+                yield repeat_prompts(batch, self._num_generations, taken, stream="val")
+            taken += batch.size
+            if limit is not None and taken >= limit:
+                break
+
+    def _metrics(self, rewards: list[float], rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+        if not rewards:
+            raise ValueError("the validation data set gave no prompts: check data.validation and grpo.max_val_samples")
+        per_prompt = [rewards[i : i + self._num_generations] for i in range(0, len(rewards), self._num_generations)]
+        accuracy = math.fsum(rewards) / len(rewards)
+        metrics = {
+            **rollout_metrics,
+            "accuracy": accuracy,
+            "avg_length": rollout_metrics["mean_gen_tokens_per_sample"],
+            "num_samples": len(per_prompt),
+        }
+        if all(0.0 <= reward <= 1.0 for reward in rewards):
+            interval = wilson_interval(accuracy, len(per_prompt))
+            metrics |= {"accuracy_ci95_low": interval.low, "accuracy_ci95_high": interval.high}
+        if self._num_generations > 1:
+            metrics["pass_k"] = sum(max(group) > 0 for group in per_prompt) / len(per_prompt)
+        return metrics
+
+
+def reached_target(metrics: dict[str, Any] | None, loop: Any) -> bool:
+    """Whether a validation reached `stop_at_validation_threshold`. ValueError when the metric does not exist."""
+    name, threshold = getattr(loop, "stop_at_validation_metric", None), getattr(loop, "stop_at_validation_threshold", None)
+    if metrics is None or name is None or threshold is None:
+        return False
+    if name not in metrics:
+        raise ValueError(f"grpo.stop_at_validation_metric={name!r}: validation gives {', '.join(sorted(metrics))}")
+    return metrics[name] >= threshold

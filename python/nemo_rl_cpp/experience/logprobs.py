@@ -1,0 +1,46 @@
+"""The log-probabilities that the loss and the advantages need beside the rollout's own."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+
+class LogprobNeeds(NamedTuple):
+    """What a run needs, by its configuration.
+
+    Attributes:
+        reference: the KL weight is not 0.
+        previous: always score the batch before training, even where generation's log-probabilities are as good: for
+            masking sequences by their error, which must be known before training.
+    """
+
+    reference: bool
+    previous: bool
+
+    @classmethod
+    def of(cls, loss: Any, seq_logprob_error_threshold: float | None) -> "LogprobNeeds":
+        """By the `loss_fn` section (KL in the loss or in the reward) and the threshold."""
+        return cls(loss.reference_policy_kl_penalty != 0, seq_logprob_error_threshold is not None)
+
+
+def add_logprobs(policy: Any, batch: BatchedDataDict, needs: LogprobNeeds, weight_version: int) -> dict[str, float]:
+    """Adds `prev_logprobs` and `reference_policy_logprobs` [B, S] as far as they are needed.
+
+    `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
+    `Policy.skips_prev_logprobs`). Samples generated under older weights (`weight_version` is not the current one) keep the
+    log-probabilities of the policy that sampled them. Returns the metric `stale_samples`.
+    """
+    policy.prepare_for_lp_inference()
+    stale = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
+    if "weight_version" in batch:
+        stale = batch["weight_version"] != weight_version
+    if needs.previous or stale.any() or not policy.skips_prev_logprobs:
+        logprobs = policy.get_logprobs(batch)["logprobs"]
+        if stale.any():
+            logprobs = torch.where(stale[:, None], batch["generation_logprobs"].to(logprobs.dtype), logprobs)
+        batch["prev_logprobs"] = logprobs
+    if needs.reference:
+        batch["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    return {"stale_samples": int(stale.sum())}

@@ -1,0 +1,93 @@
+"""Runs the rollouts of training steps and keeps count of them."""
+
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.rollouts import run_multi_turn_rollout
+from nemo_rl_cpp.utils.step_metrics import group_reward_metrics
+
+
+class RolloutRunner:
+    """Lets the engine answer prompts and the environments score the answers; one call a round of generation."""
+
+    def __init__(self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._task_to_env = task_to_env
+        self._max_seq_len = max_seq_len
+        self._max_turns = max_turns
+        self._rounds: list[tuple[int, dict[str, Any]]] = []
+        self._rewards: list[float] = []
+        self._groups: list[int] = []
+
+    def run(self, prompts: BatchedDataDict, weight_version: int) -> BatchedDataDict:
+        """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
+        as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
+        rollouts, metrics = run_multi_turn_rollout(
+            self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len, self._max_turns, greedy=False
+        )
+        rollouts["raw_reward"] = rollouts["total_reward"].clone()
+        rollouts["weight_version"] = torch.full((rollouts.size,), weight_version)
+        self._rounds.append((rollouts.size, metrics))
+        self._rewards += rollouts["raw_reward"].tolist()
+        self._groups += rollouts["group_id"].tolist()
+        return rollouts
+
+    def pop_metrics(self) -> dict[str, Any]:
+        """The metrics of all rounds since the last call, those that are filtered out later included: NeMo RL's rollout
+        metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups whose raw rewards are all equal) and `groups/*`."""
+        metrics = combine_rollout_metrics(self._rounds)
+        if self._rewards:
+            groups = group_reward_metrics(self._rewards, self._groups)
+            metrics |= groups
+            metrics["zero_std_groups"] = round(groups["groups/pct_equal"] * groups["groups/num"] / 100.0)
+            metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
+        self._rounds, self._rewards, self._groups = [], [], []
+        return metrics
+
+
+def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """The metrics of several rounds, each with its number of samples, as of one.
+
+    Names with `max` keep the highest value, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the
+    samples that were X, everything else by all samples. A name that a round lacks is taken from the others.
+    """
+    names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
+    combined: dict[str, Any] = {}
+    for name in names:
+        entries = [(size, metrics) for size, metrics in rounds if name in metrics]
+        values = [metrics[name] for _, metrics in entries]
+        last = name.rsplit("/", 1)[-1]
+        if not all(isinstance(value, (int, float)) for value in values):
+            combined[name] = values[-1]
+        elif last.startswith("max_"):
+            combined[name] = max(values)
+        elif last.startswith(("total_", "verifier_", "num_")):
+            combined[name] = sum(values)
+        else:
+            share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
+            weights = [size * metrics.get(share, 1.0) for size, metrics in entries]
+            total = sum(weights)
+            combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else values[-1]
+    return combined
+
+
+def aggregate_rollout_metrics(per_group_metrics: dict[str, list[Any]]) -> dict[str, Any]:
+    """One value a name from the values of several groups: the highest of `max_*`, the lowest of `min_*`, the sum of
+    `total_*`, the mean of other numbers, and lists joined."""
+    result: dict[str, Any] = {}
+    for name, values in per_group_metrics.items():
+        last = name.rsplit("/", 1)[-1]
+        if not values:
+            continue
+        if all(isinstance(value, list) for value in values):
+            result[name] = [item for value in values for item in value]
+        elif not all(isinstance(value, (int, float)) for value in values):
+            result[name] = values
+        elif last.startswith(("max_", "min_", "total_")):
+            result[name] = {"max": max, "min": min, "tot": sum}[last[:3]](values)
+        else:
+            result[name] = sum(values) / len(values)
+    return result

@@ -1,0 +1,98 @@
+"""From finished conversations to the batch that the policy trains on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+Message = dict[str, Any]
+MessageLog = list[Message]
+
+
+def sampled_by_policy(message: Message) -> bool:
+    """GRPO trains the messages that the policy has sampled itself: they carry their log-probabilities."""
+    return message["role"] == "assistant" and "generation_logprobs" in message
+
+
+def spoken_by_assistant(message: Message) -> bool:
+    """PPO trains every message of the assistant."""
+    return message["role"] == "assistant"
+
+
+def add_token_loss_masks(message_logs: list[MessageLog], is_trained: Callable[[Message], bool] = sampled_by_policy) -> None:
+    """Adds to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
+    and `generation_logprobs` of zeros where there are none."""
+    for message_log in message_logs:
+        for message in message_log:
+            ids = message["token_ids"]
+            message["token_loss_mask"] = torch.full_like(ids, int(is_trained(message)))
+            if "generation_logprobs" not in message:
+                message["generation_logprobs"] = torch.zeros(ids.shape, dtype=torch.float32)
+
+
+def build_train_batch(
+    samples: BatchedDataDict,
+    *,
+    pad_token_id: int,
+    divisible_by: int = 1,
+    overlong_filtering: bool = False,
+    is_trained: Callable[[Message], bool] = sampled_by_policy,
+) -> BatchedDataDict:
+    """The rows of `samples` (rolled out, with rewards) as tensors.
+
+    Returns: input_ids int64 [B, S] (padded on the right, S a multiple of `divisible_by`), input_lengths int32 [B],
+    token_mask [B, S] (1 on trained tokens), generation_logprobs float32 [B, S] (0 elsewhere), sample_mask float32 [B]
+    (the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
+    `overlong_filtering` for truncated ones), rewards float32 [B], and as far as the samples have them group_id and
+    weight_version, both int64 [B].
+    """
+    add_token_loss_masks(samples["message_log"], is_trained)
+    keys = ("token_ids", "token_loss_mask", "generation_logprobs")
+    logs = [[{key: message[key] for key in keys} for message in log] for log in samples["message_log"]]
+    flat, lengths = batched_message_log_to_flat_message(
+        logs, pad_value_dict={"token_ids": pad_token_id}, make_sequence_length_divisible_by=divisible_by
+    )
+    batch = BatchedDataDict(
+        input_ids=flat["token_ids"],
+        input_lengths=lengths,
+        token_mask=flat["token_loss_mask"],
+        generation_logprobs=flat["generation_logprobs"].float(),
+        sample_mask=sample_mask(samples, overlong_filtering),
+        rewards=samples["total_reward"].float(),
+    )
+    for key in ("group_id", "weight_version"):
+        if key in samples:
+            batch[key] = samples[key]
+    return batch
+
+
+def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Tensor:
+    """float32 [B]: the weight of each sample in the loss."""
+    mask = torch.as_tensor(samples["loss_multiplier"]).float().clone()
+    if overlong_filtering:
+        mask[torch.as_tensor(samples["truncated"], dtype=torch.bool)] = 0.0
+    if "mask_sample" in samples:
+        mask[torch.as_tensor(samples["mask_sample"], dtype=torch.bool)] = 0.0
+    return mask
+
+
+def extract_initial_prompt_messages(message_logs: list[MessageLog], original_prompt_lengths: torch.Tensor) -> list[MessageLog]:
+    """The messages of each conversation that make up its prompt: those before `original_prompt_lengths` [B] tokens.
+
+    An empty prompt has none. ValueError when a message straddles the length, which then is not that of the prompt.
+    """
+    prompts = []
+    for row, (log, length) in enumerate(zip(message_logs, original_prompt_lengths.tolist(), strict=True)):
+        prompt, tokens = [], 0
+        for message in log:
+            if tokens >= length:
+                break
+            prompt.append(message)
+            tokens += len(message["token_ids"])
+        if tokens > length and prompt and prompt[-1]["role"] == "assistant":
+            raise ValueError(f"conversation {row}: its prompt is said to have {length} tokens, which ends inside a response")
+        prompts.append(prompt)
+    return prompts

@@ -2,6 +2,45 @@
 
 Importing the package imports nothing else: torch and the native core load at the first name that needs them, so
 that a configuration is checked without torch.
+
+    nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function
+    nemo_rl_cpp.load_grpo_config    a checked configuration; its run is nemo_rl_cpp.algorithms.grpo.main
+    nemo_rl_cpp.write_report        report.html of a log folder
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    "BatchedDataDict": "distributed.batched_data_dict",
+    "CheckpointManager": "utils.checkpoint",
+    "ClippedPGLossFn": "algorithms.loss",
+    "GRPOMasterConfig": "config",
+    "Logger": "utils.logger",
+    "MathEnvironment": "environments.math_environment",
+    "Policy": "models.policy.lm_policy",
+    "RewardFunctionEnvironment": "environments.reward_environment",
+    "Tokenizer": "data.tokenizer",
+    "TrainResult": "quick",
+    "load_grpo_config": "config",
+    "load_ppo_config": "config",
+    "resolve_model": "models.sources",
+    "train_grpo": "quick",
+    "write_report": "utils.report",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

@@ -222,31 +222,53 @@ def grpo_train(
     master_config: GRPOMasterConfig,
     processor: Any = None,
 ) -> None:
-    """Trains to the end, with NeMo RL's arguments: makes the components of `grpo_loop` from them and runs it.
+    """Trains to the end, with NeMo RL's arguments: `grpo_loop` on the components that `make_components` makes of them."""
+    if processor is not None:
+        raise ValueError("processor: images and sound are not supported, only text")
+    parts = make_components(
+        policy, policy_generation, wrapped_dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
+        logger, checkpointer, grpo_save_state, master_config,
+    )  # fmt: skip
+    run_to_end(grpo_loop, parts, master_config, grpo_save_state, f"GRPO {master_config.policy.model_name}")
+
+
+def make_components(
+    policy: Any,
+    policy_generation: Any,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: Any,
+    task_to_env: dict[str, Any],
+    val_task_to_env: dict[str, Any] | None,
+    logger: Any,
+    checkpoints: Any,
+    state: TrainState,
+    config: GRPOMasterConfig,
+) -> GRPOComponents:
+    """The components of `grpo_loop`. The state gets the limits of the configuration.
 
     `policy_generation` None: an engine on the policy's own weights. `loss_fn`: `ClippedPGLossFn`, or any callable on
     log-probabilities (see `algorithms/loss`).
     """
-    if processor is not None:
-        raise ValueError("processor: images and sound are not supported, only text")
-    config, loop, state = master_config, master_config.grpo, build.limited(grpo_save_state, master_config.grpo)
+    loop, state = config.grpo, build.limited(state, config.grpo)
     generation = policy_generation or policy.create_generation(config.policy.generation, seed=loop.seed)
-    title = f"GRPO {config.policy.model_name}"
+    colocated = config.policy.generation.colocated.enabled
     parts = GRPOComponents(
         policy=policy,
         generation=generation,
         tokenizer=tokenizer,
-        refit=create_weight_synchronizer(policy, generation, config.policy.generation.backend, config.policy.generation.colocated.enabled),
-        prompts=PromptSource(wrapped_dataloader, loop.num_generations_per_prompt, state),
+        refit=create_weight_synchronizer(policy, generation, config.policy.generation.backend, colocated),
+        prompts=PromptSource(dataloader, loop.num_generations_per_prompt, state),
         rollouts=RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
         sampler=GroupSampler(loop),
         advantage_estimator=_create_advantage_estimator(config),
         loss_fn=loss_fn,
         validator=build.make_validator(config, loop, generation, val_dataloader, tokenizer, val_task_to_env or task_to_env, logger),
-        run=build.make_services(config, loop, state, logger, checkpointer, title),
+        run=build.make_services(config, loop, state, logger, checkpoints, f"GRPO {config.policy.model_name}"),
     )
-    build.resume_of(checkpointer, state).load_sampler(parts.sampler)
-    run_to_end(grpo_loop, parts, config, state, title)
+    build.resume_of(checkpoints, state).load_sampler(parts.sampler)
+    return parts
 
 
 def async_grpo_train(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,114 @@
+"""Numbers of a step: aggregation over micro-batches and rounds, by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.step_metrics import (
+    aggregate_microbatch_metrics,
+    baseline_metrics,
+    batch_metrics,
+    rollout_table,
+    training_metrics,
+)
+from nemo_rl_cpp.experience.rollout_runner import aggregate_rollout_metrics, combine_rollout_metrics
+
+INF = float("inf")
+
+
+def test_microbatches_add_up_but_for_extrema_and_means():
+    metrics = aggregate_microbatch_metrics(
+        {
+            "loss": [0.25, 0.5],
+            "probs_ratio_min": [0.9, 0.8],
+            "probs_ratio_max": [1.1, 1.3],
+            "lr": [0.5, 0.5],
+            "global_valid_toks": [70.0, 70.0],
+            "num_valid_samples": [3.0, 1.0],
+        }
+    )
+    assert metrics == {
+        "loss": 0.75, "probs_ratio_min": 0.8, "probs_ratio_max": 1.3, "lr": 0.5, "global_valid_toks": 70.0, "num_valid_samples": 4.0,
+    }  # fmt: skip
+
+
+def test_microbatches_without_valid_samples_do_not_count():
+    metrics = aggregate_microbatch_metrics(
+        {"loss": [1.0, 9.0], "probs_ratio_min": [INF, 0.5], "probs_ratio_max": [1.5, -INF], "num_valid_samples": [1.0, 0.0]}
+    )
+    assert metrics["loss"] == 1.0
+    assert metrics["probs_ratio_min"] == -1.0  # only an infinity was left
+    assert metrics["probs_ratio_max"] == 1.5
+
+
+def test_training_metrics_report_exactness():
+    result = {
+        "loss": torch.tensor([0.5]), "grad_norm": torch.tensor([2.0, 4.0]), "all_mb_metrics": {"loss": [0.1, 0.3]},
+        "exactness": SimpleNamespace(max_gap=0.25, mismatched_tokens=3),
+    }  # fmt: skip
+    metrics = training_metrics(result)
+    assert metrics["loss"] == pytest.approx(0.4) and metrics["grad_norm"] == 3.0
+    assert metrics["max_logprob_gap"] == 0.25 and metrics["logprob_mismatched_tokens"] == 3
+
+
+def test_baselines_in_percent():
+    assert baseline_metrics(torch.tensor([0.0, 0.0, 1.0, 0.5])) == {
+        "baseline_reward/pct_0": 50.0, "baseline_reward/pct_1": 25.0, "baseline_reward/pct_mixed": 25.0,
+    }  # fmt: skip
+
+
+def _step():
+    samples = {
+        "message_log": [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "x": 1}]] * 2,
+        "length": torch.tensor([1, 3]),
+        "truncated": torch.tensor([False, True]),
+    }
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]]),
+        "input_lengths": torch.tensor([2, 4]),
+        "token_mask": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]]),
+        "sample_mask": torch.tensor([1.0, 1.0]),
+        "rewards": torch.tensor([1.0, 0.0]),
+        "advantages": torch.tensor([[9.0, 2.0, 9.0, 9.0], [9.0, 9.0, 9.0, -1.0]]),
+        "generation_logprobs": torch.zeros(2, 4),
+    }
+    return samples, batch
+
+
+def test_advantages_are_measured_over_trained_tokens():
+    metrics = batch_metrics(*_step())
+    assert metrics["advantages/mean"] == 0.5 and metrics["advantages/sum"] == 1.0
+    assert metrics["advantages/max"] == 2.0 and metrics["advantages/min"] == -1.0
+    assert metrics["reward"] == 0.5 and metrics["mean_prompt_length"] == 2.0 and metrics["total_num_tokens"] == 6
+
+
+def test_all_masked_gives_zeros_not_nan():
+    samples, batch = _step()
+    batch["sample_mask"] = torch.zeros(2)
+    metrics = batch_metrics(samples, batch)
+    assert metrics["advantages/mean"] == 0.0 and metrics["num_masked_samples"] == 2
+
+
+def test_rollout_table_cuts_rows_to_their_length():
+    table = rollout_table(*_step())
+    assert table["token_ids"] == [[5, 6], [5, 6, 7, 8]]
+    assert table["token_loss_mask"] == [[0, 1], [0, 0, 0, 1]]
+    assert table["truncated"] == [False, True]
+    assert table["content"][0][1] == {"role": "assistant", "content": "a"}
+
+
+def test_rounds_are_weighted_by_samples():
+    rounds = [
+        (2, {"well_formed": 1.0, "accuracy_of_well_formed": 0.5, "max_gen_tokens_per_sample": 4, "total_turns": 2, "rate": 0.0}),
+        (6, {"well_formed": 0.5, "accuracy_of_well_formed": 1.0, "max_gen_tokens_per_sample": 9, "total_turns": 6, "rate": 1.0}),
+    ]
+    combined = combine_rollout_metrics(rounds)
+    assert combined["well_formed"] == (2 + 3) / 8
+    assert combined["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
+    assert combined["max_gen_tokens_per_sample"] == 9 and combined["total_turns"] == 8 and combined["rate"] == 0.75
+
+
+def test_groups_aggregate_by_the_name():
+    combined = aggregate_rollout_metrics({"max_len": [3, 7], "min_len": [3, 7], "total_turns": [3, 7], "mean": [3, 7], "h": [[1], [2, 3]], "none": []})
+    assert combined == {"max_len": 7, "min_len": 3, "total_turns": 10, "mean": 5.0, "h": [1, 2, 3]}

@@ -1,0 +1,132 @@
+"""Validation: how many prompts, which randomness, what is measured."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+
+from nemo_rl_cpp.algorithms.validation import Validator, reached_target, wilson_interval
+
+TOKENIZER = ByteTokenizer()
+
+
+class OneTurn(EchoEnvironment):
+    """Reward: share of digits that are right; one turn."""
+
+    def step(self, message_log_batch, metadata):
+        answer = super().step(message_log_batch, [{"turns": 1}] * len(metadata))
+        said = [log[-1]["content"] for log in message_log_batch]
+        answer.rewards[:] = answer.rewards.new_tensor([float(text == info["answer"]) for text, info in zip(said, metadata)])
+        return answer._replace(metadata=metadata)
+
+
+def loop(**changes):
+    values = dict(
+        val_period=2, val_start_at=-1, val_at_start=False, val_at_end=False, max_val_samples=5, val_batch_size=2,
+        val_num_generations_per_prompt=1, max_rollout_turns=1, stop_at_validation_metric=None, stop_at_validation_threshold=None,
+    )  # fmt: skip
+    return SimpleNamespace(**values | changes)
+
+
+def policy(val_temperature=1.0):
+    return SimpleNamespace(max_total_sequence_length=64, generation=SimpleNamespace(val_temperature=val_temperature))
+
+
+def batches(count, size=2):
+    """A loader over `count` prompts: prompt i is answered right when i is even."""
+    rows = [prompts([f"{i}"], ["t"], [{"answer": str(i) if i % 2 == 0 else "no"}]) for i in range(count)]
+    joined = [rows[i : i + size] for i in range(0, count, size)]
+    return [type(rows[0]).from_batches(part) for part in joined]
+
+
+def validator(engine=None, **options):
+    loop_changes = {k: v for k, v in options.items() if hasattr(loop(), k)}
+    engine = engine or FakeGeneration(respond=lambda prompt, key: prompt)
+    return Validator(engine, batches(options.get("count", 8)), TOKENIZER, {"t": OneTurn()}, loop(**loop_changes),
+                     policy(options.get("val_temperature", 1.0)))  # fmt: skip
+
+
+@pytest.mark.parametrize("limit, expected", [(5, 5), (1, 1), (8, 8), (100, 8), (None, 8), (2, 2)])
+def test_exactly_max_val_samples_prompts(limit, expected):
+    metrics = validator(max_val_samples=limit).run(step=0).metrics
+    assert metrics["num_samples"] == expected
+    # even prompts are right: 0, 2, 4, ...
+    assert metrics["accuracy"] == pytest.approx(math.ceil(expected / 2) / expected)
+
+
+def test_pass_k_counts_prompts_with_any_right_answer():
+    # sample 1 of each prompt is wrong, sample 0 right for even prompts
+    engine = FakeGeneration(respond=lambda prompt, key: prompt if key[2] == 0 else "x")
+    metrics = validator(engine, val_num_generations_per_prompt=2, max_val_samples=4).run(step=3).metrics
+    assert metrics["accuracy"] == pytest.approx(2 / 8)
+    assert metrics["pass_k"] == pytest.approx(2 / 4)
+    assert metrics["num_samples"] == 4
+
+
+def test_draws_are_keyed_by_prompt_number_and_the_stream_val():
+    engine = FakeGeneration(respond=lambda prompt, key: prompt)
+    checked = validator(engine, max_val_samples=5)
+    checked.run(step=1)
+    first = [call["draw_ids"].tolist() for call in engine.calls]
+    assert [i for ids in first for i in ids] == [0, 1, 2, 3, 4]
+    assert all(stream == "val" for call in engine.calls for stream in call["stream"])
+    engine.calls.clear()
+    checked.run(step=9)
+    assert [call["draw_ids"].tolist() for call in engine.calls] == first
+
+
+@pytest.mark.parametrize("temperature, greedy", [(0, True), (0.0, True), (0.7, False)])
+def test_greedy_when_val_temperature_is_zero(temperature, greedy):
+    seen = []
+
+    class Engine(FakeGeneration):
+        def generate(self, data, greedy=False):
+            seen.append(greedy)
+            return super().generate(data, greedy)
+
+    validator(Engine(respond=lambda p, k: p), val_temperature=temperature).run(step=0)
+    assert set(seen) == {greedy}
+
+
+def test_when_it_is_due():
+    checked = validator(val_period=3, val_start_at=6)
+    assert [s for s in range(1, 13) if checked.due(s, is_last=False)] == [6, 9, 12]
+    assert not checked.due(7, is_last=True)
+    assert validator(val_at_end=True, val_period=0).due(7, is_last=True)
+    assert not any(validator(val_period=0).due(s, is_last=False) for s in range(1, 20))
+    at_start = validator(val_at_start=True)
+    assert at_start.due_at_start(0) and not at_start.due_at_start(4)
+
+
+def test_wilson_interval_by_hand():
+    # 8 of 10: (0.8 + 0.19207) / 1.38415 = 0.71675; half width 1.95996 sqrt(0.016 + 0.0096036) / 1.38415 = 0.22658
+    low, high = wilson_interval(0.8, 10)
+    assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
+    assert wilson_interval(0.0, 20).low == 0.0 and wilson_interval(1.0, 20).high == 1.0
+    assert wilson_interval(0.5, 0) == (0.0, 1.0)
+
+
+def test_no_interval_for_rewards_outside_0_and_1():
+    class Big(OneTurn):
+        def step(self, log, metadata):
+            answer = super().step(log, metadata)
+            return answer._replace(rewards=answer.rewards * 5)
+
+    checked = Validator(FakeGeneration(respond=lambda p, k: p), batches(4), TOKENIZER, {"t": Big()}, loop(), policy())
+    assert "accuracy_ci95_low" not in checked.run(step=0).metrics
+
+
+def test_no_prompts_is_an_error():
+    with pytest.raises(ValueError, match="gave no prompts"):
+        Validator(FakeGeneration(), [], TOKENIZER, {}, loop(), policy()).run(step=0)
+
+
+def test_early_stop_by_metric():
+    stop = loop(stop_at_validation_metric="accuracy", stop_at_validation_threshold=0.9)
+    assert reached_target({"accuracy": 0.9}, stop)
+    assert not reached_target({"accuracy": 0.89}, stop)
+    assert not reached_target(None, stop)
+    assert not reached_target({"accuracy": 1.0}, loop())
+    with pytest.raises(ValueError, match="stop_at_validation_metric"):
+        reached_target({"other": 1.0}, stop)

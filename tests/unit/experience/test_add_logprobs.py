@@ -1,0 +1,57 @@
+"""Which log-probabilities are computed before training, and which are left out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
+
+
+class Policy:
+    def __init__(self, exact):
+        self.skips_prev_logprobs = exact
+        self.calls = []
+
+    def prepare_for_lp_inference(self):
+        self.calls.append("prepare")
+
+    def get_logprobs(self, data):
+        self.calls.append("policy")
+        return {"logprobs": torch.full((2, 3), -1.0)}
+
+    def get_reference_policy_logprobs(self, data):
+        self.calls.append("reference")
+        return {"reference_logprobs": torch.full((2, 3), -2.0)}
+
+
+def batch(versions=(5, 5)):
+    return BatchedDataDict(
+        input_ids=torch.zeros(2, 3, dtype=torch.int64), generation_logprobs=torch.full((2, 3), -3.0), weight_version=torch.tensor(versions)
+    )
+
+
+def test_nothing_is_computed_where_generation_is_exact():
+    policy, data = Policy(exact=True), batch()
+    assert add_logprobs(policy, data, LogprobNeeds(False, False), 5) == {"stale_samples": 0}
+    assert policy.calls == ["prepare"] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
+
+
+@pytest.mark.parametrize("exact, previous", [(False, False), (True, True)])
+def test_the_batch_is_scored_otherwise(exact, previous):
+    policy, data = Policy(exact), batch()
+    add_logprobs(policy, data, LogprobNeeds(reference=True, previous=previous), 5)
+    assert policy.calls == ["prepare", "policy", "reference"]
+    assert (data["prev_logprobs"] == -1).all() and (data["reference_policy_logprobs"] == -2).all()
+
+
+def test_stale_samples_keep_the_policy_that_sampled_them():
+    policy, data = Policy(exact=True), batch(versions=(4, 5))
+    assert add_logprobs(policy, data, LogprobNeeds(False, False), 5) == {"stale_samples": 1}
+    assert data["prev_logprobs"].tolist() == [[-3.0] * 3, [-1.0] * 3]
+
+
+@pytest.mark.parametrize("kl, threshold, expected", [(0.0, None, (False, False)), (0.01, None, (True, False)), (0, 2.0, (False, True))])
+def test_needs_follow_the_configuration(kl, threshold, expected):
+    assert LogprobNeeds.of(SimpleNamespace(reference_policy_kl_penalty=kl), threshold) == expected

@@ -1,0 +1,77 @@
+"""Prompts of a run: repetition, draw ids, epochs."""
+
+import pytest
+from fakes import prompts
+
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.interfaces import DatumSpec
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.prompt_source import PromptSource
+
+
+def rows(count):
+    batch = prompts([str(i) for i in range(count)], ["t"] * count, [{} for _ in range(count)])
+    return [DatumSpec(message_log=batch["message_log"][i], length=1, extra_env_info={}, loss_multiplier=1.0, idx=i, task_name="t")
+            for i in range(count)]  # fmt: skip
+
+
+def source(count=6, batch=2, generations=3, state=None, shuffle=False):
+    loader = StatefulDataLoader(rows(count), batch, shuffle=shuffle, drop_last=True)
+    return PromptSource(loader, generations, state or TrainState())
+
+
+def test_every_prompt_g_times_with_its_keys():
+    batch = source().next()
+    assert batch["idx"] == [0, 0, 0, 1, 1, 1]
+    assert batch["draw_ids"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch["group_id"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch["stream"] == ["train"] * 6
+
+
+def test_draw_ids_count_over_epochs_so_a_prompt_gets_fresh_samples():
+    prompts_of = source(count=4, batch=2, generations=1)
+    drawn = [prompts_of.next() for _ in range(4)]
+    assert [b["idx"] for b in drawn] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert [b["draw_ids"].tolist() for b in drawn] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_epochs_end_with_their_last_batch():
+    prompts_of = source(count=5, batch=2)  # two batches an epoch, one row left over
+    ended = []
+    for _ in range(5):
+        prompts_of.next()
+        ended.append(prompts_of.pop_finished_epochs())
+    assert ended == [0, 1, 0, 1, 0]
+
+
+def test_a_plain_iterable_serves_too():
+    batches = [prompts(["a"], ["t"], [{}]), prompts(["b"], ["t"], [{}])]
+    prompts_of = PromptSource(batches, 1, TrainState())
+    seen = [prompts_of.next()["message_log"][0][0]["content"] for _ in range(3)]
+    assert seen == ["a", "b", "a"] and prompts_of.pop_finished_epochs() == 1
+
+
+def test_a_resumed_source_goes_on_with_the_next_rows_and_draw_ids():
+    unbroken = source(count=10, batch=3, shuffle=True)
+    expected = [unbroken.next() for _ in range(7)]
+    state = TrainState()
+    first = source(count=10, batch=3, shuffle=True, state=state)
+    for _ in range(4):
+        first.next()
+    saved, counter = first.loader.state_dict(), state.draw_counter
+    second = source(count=10, batch=3, shuffle=True, state=TrainState(draw_counter=counter))
+    second.loader.load_state_dict(saved)
+    for want in expected[4:]:
+        got = second.next()
+        assert got["idx"] == want["idx"] and got["draw_ids"].tolist() == want["draw_ids"].tolist()
+
+
+def test_nothing_to_draw_is_an_error():
+    with pytest.raises(ValueError, match="gives no batches"):
+        PromptSource([], 1, TrainState()).next()
+
+
+def test_batches_are_batched_data():
+    assert isinstance(source().next(), BatchedDataDict)

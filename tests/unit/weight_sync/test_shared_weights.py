@@ -1,0 +1,51 @@
+"""Colocated refit: nothing moves, and no change of the weights goes unseen."""
+
+import pytest
+
+from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
+
+
+class Role:
+    def __init__(self, digest="aa"):
+        self.digest, self.asked, self.invalidated = digest, 0, 0
+
+    def weight_digest(self):
+        self.asked += 1
+        return self.digest
+
+    def invalidate_kv_cache(self):
+        self.invalidated += 1
+
+
+def test_nothing_is_copied_and_the_digest_is_logged():
+    policy, engine = Role(), Role()
+    refit = create_weight_synchronizer(policy, engine, "native", True)
+    assert refit.is_stale
+    assert refit.sync_weights() == {"refit/bytes": 0, "weights/digest": "aa"}
+    assert not refit.is_stale and engine.invalidated == 1
+    refit.sync_weights()  # not stale: nothing is done again
+    assert (policy.asked, engine.asked, engine.invalidated) == (1, 1, 1)
+    refit.mark_stale()
+    policy.digest = engine.digest = "bb"
+    assert refit.sync_weights()["weights/digest"] == "bb"
+
+
+def test_an_engine_with_other_weights_stops_the_run():
+    with pytest.raises(RuntimeError, match="the engine's weights are not the policy's: digest ff against aa"):
+        create_weight_synchronizer(Role(), Role("ff"), "native", True).sync_weights()
+
+
+def test_weights_changed_between_generation_and_training_stop_the_run():
+    policy, engine = Role(), Role()
+    refit = create_weight_synchronizer(policy, engine, "native", True)
+    refit.sync_weights()
+    refit.verify_before_training()
+    policy.digest = "ab"
+    with pytest.raises(RuntimeError, match=r"changed between generation \(digest aa\) and training \(digest ab\)"):
+        refit.verify_before_training()
+
+
+@pytest.mark.parametrize("backend, colocated, words", [("native", False, "colocated.enabled=false"), ("vllm", True, "backend='vllm'")])
+def test_what_is_not_supported_says_so(backend, colocated, words):
+    with pytest.raises(ValueError, match=words):
+        create_weight_synchronizer(Role(), Role(), backend, colocated)

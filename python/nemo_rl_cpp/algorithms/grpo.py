@@ -17,7 +17,8 @@ from nemo_rl_cpp.algorithms.components import GRPOComponents
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.observe import StepReport, observe, observe_start
-from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
+from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
+from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
 from nemo_rl_cpp.algorithms.setup import shutdown_environments
@@ -28,7 +29,6 @@ from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig
 from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig
-from nemo_rl_cpp.config.rewards import RewardScalingConfig
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner, aggregate_rollout_metrics
@@ -68,7 +68,7 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
                     parts.sampler.add(rollouts)  # the limit and its error live in the sampler
             with timer("data_processing"):
                 parts.generation.finish_generation()
-                samples = parts.sampler.take()
+                samples = parts.sampler.take(weight_version=state.step)
                 batch = build_train_batch(
                     samples, pad_token_id=parts.tokenizer.pad_token_id, overlong_filtering=grpo.overlong_filtering,
                     divisible_by=config.policy.make_sequence_length_divisible_by,
@@ -99,7 +99,8 @@ def shape_rewards(rollouts: Any, loop: GRPOConfig) -> Any:
 def compute_advantages(parts: GRPOComponents, batch: Any) -> torch.Tensor:
     """[B, S], by the estimator. Groups go by `group_id`: two equal prompts of a batch are two groups."""
     return parts.advantage_estimator.compute_advantage(
-        prompt_ids=batch["group_id"][:, None],
+        prompt_ids=batch["input_ids"],
+        group_id=batch["group_id"],
         rewards=batch["rewards"],
         mask=batch["token_mask"] * batch["sample_mask"][:, None],
         repeated_batch=batch,
@@ -123,7 +124,8 @@ def report_step(parts: GRPOComponents, loop: GRPOConfig, samples: Any, batch: An
         groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=loop.use_leave_one_out_baseline
     )
     rollout_metrics = parts.rollouts.pop_metrics()
-    metrics = metrics | rollout_metrics | parts.sampler.pop_metrics() | batch_metrics(samples, batch) | baseline_metrics(baseline)
+    metrics = metrics | rollout_metrics | batch_metrics(samples, batch) | baseline_metrics(baseline)
+    metrics |= parts.sampler.metrics | parts.advantage_estimator.last_metrics
     trained = (batch["token_mask"] != 0) & (batch["sample_mask"] != 0)[:, None]
     return StepReport(
         metrics=metrics,
@@ -261,7 +263,7 @@ def make_components(
         refit=create_weight_synchronizer(policy, generation, config.policy.generation.backend, colocated),
         prompts=PromptSource(dataloader, loop.num_generations_per_prompt, state),
         rollouts=RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
-        sampler=GroupSampler(loop),
+        sampler=GroupSampler.from_config(loop),
         advantage_estimator=_create_advantage_estimator(config),
         loss_fn=loss_fn,
         validator=build.make_validator(config, loop, generation, val_dataloader, tokenizer, val_task_to_env or task_to_env, logger),

@@ -1,0 +1,308 @@
+"""The loop with stand-ins for policy and engine: order of the steps, what each gets, what is logged, saved and stopped by."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+
+from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms.checkpointing import find_resume
+from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.interfaces import DatumSpec
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.logger import Logger
+
+TOKENIZER = ByteTokenizer()
+
+
+class Digits(EchoEnvironment):
+    """Reward 1 when the response begins with an even digit."""
+
+    def step(self, message_log_batch, metadata):
+        answer = super().step(message_log_batch, [{"turns": 1}] * len(metadata))
+        said = [log[-1]["content"] for log in message_log_batch]
+        rewards = torch.tensor([float(text[:1] in ("0", "2", "4", "6", "8")) for text in said])
+        return answer._replace(observations=[{"role": "environment", "content": ""}] * len(said), rewards=rewards, metadata=metadata)
+
+
+class Engine(FakeGeneration):
+    events: list
+
+    def prepare_for_generation(self, *args, **kwargs):
+        self.events.append("prepare_for_generation")
+        return True
+
+    def generate(self, data, greedy=False):
+        self.events.append("generate")
+        return super().generate(data, greedy)
+
+    def finish_generation(self, *args, **kwargs):
+        self.events.append("finish_generation")
+        return True
+
+    def weight_digest(self):
+        return self.policy.weight_digest()
+
+
+class Policy:
+    """Counts its training calls in its weights."""
+
+    skips_prev_logprobs = True
+
+    def __init__(self):
+        self.events, self.version, self.trained = [], 0, []
+
+    def weight_digest(self):
+        return f"{self.version:016x}"
+
+    def prepare_for_lp_inference(self):
+        self.events.append("logprobs")
+
+    def prepare_for_training(self):
+        pass
+
+    def get_logprobs(self, data):
+        self.events.append("get_logprobs")
+        return {"logprobs": data["generation_logprobs"].clone()}
+
+    def train(self, data, loss_fn, timer=None):
+        self.events.append("train")
+        self.trained.append(data)
+        self.version += 1
+        valid = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+        metrics = {"loss": [0.5], "token_mult_prob_error": [1.0], "global_valid_toks": [float(valid)], "lr": [1e-3], "num_valid_samples": [1.0]}
+        return {"loss": torch.tensor([0.5]), "grad_norm": torch.tensor([1.0]), "all_mb_metrics": metrics}
+
+    def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None, checkpointing_cfg=None):
+        self.events.append("save")
+        for path in filter(None, (weights_path, optimizer_path)):
+            path.mkdir(parents=True)
+            (path / "version").write_text(str(self.version))
+
+
+def rows(count):
+    batch = prompts([f"prompt {i}:" for i in range(count)], ["t"] * count, [{} for _ in range(count)])
+    return [DatumSpec(message_log=batch["message_log"][i], length=int(batch["length"][i]), extra_env_info={}, loss_multiplier=1.0,
+                      idx=i, task_name="t") for i in range(count)]  # fmt: skip
+
+
+def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
+    """(parts, config, state, policy) of a run with 2 prompts x 4 generations a step."""
+    config = load_grpo_config(
+        "grpo_tiny.yaml",
+        [
+            "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8", "grpo.max_num_steps=3",
+            "policy.max_total_sequence_length=64", "grpo.val_period=0", "grpo.val_at_end=false", f"logger.log_dir={tmp_path / 'logs'}",
+            f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", "checkpointing.save_period=2", "checkpointing.metric_name=null",
+            *overrides,
+        ],
+    )  # fmt: skip
+    policy = policy or Policy()
+    engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
+    engine.events, engine.policy = policy.events, policy
+    loader = StatefulDataLoader(rows(num_rows), grpo.build.prompts_per_round(config.grpo), drop_last=True)
+    val_loader = StatefulDataLoader(rows(3), 3)
+    checkpoints = CheckpointManager(config.checkpointing)
+    resume = find_resume(checkpoints)
+    resume.load_data_position(loader, config.data)
+    logger = grpo.build.make_logger(config, resume.state)
+    env = {"t": Digits()}
+    parts = grpo.make_components(policy, engine, loader, val_loader, TOKENIZER, None, env, env, logger, checkpoints, resume.state, config)
+    parts.run.progress.close()
+    parts.run.progress = None
+    return SimpleNamespace(parts=parts, config=config, state=resume.state, policy=policy, engine=engine, log_dir=logger.log_dir)
+
+
+def train(run):
+    run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "test")
+    return run
+
+
+def logged(run, prefix="train/"):
+    merged = {}
+    for line in (run.log_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        merged.setdefault(row["step"], {}).update({k: v for k, v in row.items() if k.startswith(prefix)})
+    return {step: row for step, row in merged.items() if row}
+
+
+def test_a_step_in_order(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=1", "checkpointing.enabled=false"))
+    assert run.policy.events == ["prepare_for_generation", "generate", "finish_generation", "logprobs", "train"]
+    assert run.state.step == 1 and run.state.stop_reason == "max_num_steps"
+
+
+def test_what_the_policy_gets(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=1"))
+    batch = run.policy.trained[0]
+    assert batch["input_ids"].shape[0] == 8 and batch["group_id"].tolist() == [0] * 4 + [1] * 4
+    assert "prev_logprobs" not in batch and "reference_policy_logprobs" not in batch
+    lengths = batch["input_lengths"].tolist()
+    for row, length in enumerate(lengths):
+        prompt = len("prompt 0:")
+        assert batch["token_mask"][row].tolist() == [0] * prompt + [1] * (length - prompt) + [0] * (batch["input_ids"].shape[1] - length)
+    rewards = batch["rewards"]
+    for group in (slice(0, 4), slice(4, 8)):  # leave-one-out baseline, by hand
+        others = (rewards[group].sum() - rewards[group]) / 3
+        centered = rewards[group] - others
+        assert (torch.sign(batch["advantages"][group][:, -1]) == torch.sign(centered)).all()
+
+
+def test_scored_beforehand_when_generation_is_not_exact(tmp_path):
+    policy = Policy()
+    policy.skips_prev_logprobs = False
+    run = train(make(tmp_path, "grpo.max_num_steps=1", policy=policy))
+    assert "get_logprobs" in run.policy.events and "prev_logprobs" in run.policy.trained[0]
+    assert logged(run)[1]["train/num_masked_seqs_by_logprob_error"] == 0
+
+
+def test_weights_that_change_between_the_phases_stop_the_run(tmp_path):
+    run = make(tmp_path)
+    step = run.parts.rollouts.run
+
+    def generate_and_damage(prompts, weight_version):
+        rollouts = step(prompts, weight_version)
+        run.policy.version += 100  # somebody writes into the weights
+        return rollouts
+
+    run.parts.rollouts.run = generate_and_damage
+    with pytest.raises(RuntimeError, match="changed between generation"):
+        train(run)
+    assert "train" not in run.policy.events
+    assert "failed" in (run.log_dir / "report.html").read_text()
+
+
+def test_metrics_by_name(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=2"))
+    rows = logged(run)
+    assert sorted(rows) == [1, 2]
+    expected = {
+        "loss", "grad_norm", "reward", "accuracy", "mean_prompt_length", "total_num_tokens", "advantages/sum", "advantages/mean",
+        "advantages/max", "advantages/min", "baseline_reward/pct_0", "baseline_reward/pct_1", "baseline_reward/pct_mixed", "lr",
+        "global_valid_toks", "zero_std_groups", "token_mult_prob_error", "refit/bytes", "weights/digest", "total_turns",
+        "avg_turns_per_sample", "natural_termination_rate", "truncation_rate", "mean_gen_tokens_per_sample", "stale_samples",
+        "groups/pct_equal",
+    }  # fmt: skip
+    assert {f"train/{name}" for name in expected} <= set(rows[1])
+    assert rows[1]["train/refit/bytes"] == 0
+    assert rows[1]["train/weights/digest"] == f"{0:016x}" and rows[2]["train/weights/digest"] == f"{1:016x}"
+    timing = logged(run, "timing/train/")[1]
+    for stage in ("total_step_time", "generation", "reward_calculation", "data_processing", "policy_training", "prepare_for_generation/total",
+                  "policy_and_reference_logprobs", "advantage_calculation"):  # fmt: skip
+        assert f"timing/train/{stage}" in timing
+    assert "performance/tokens_per_sec" in logged(run, "performance/")[1] and "memory/peak_rss_gb/run" in logged(run, "memory/")[1]
+
+
+def test_zero_std_groups_are_counted_by_hand(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=1", respond=lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1"))
+    row = logged(run)[1]  # prompt 0: all right; prompt 1: two of four
+    assert row["train/zero_std_groups"] == 1 and row["train/groups/pct_equal"] == 50.0
+    assert row["train/reward"] == row["train/accuracy"] == 6 / 8
+
+
+def test_dynamic_sampling_draws_until_groups_differ(tmp_path):
+    # prompts 0 and 1 are always right, 2 and 3 mixed: the first batch teaches nothing
+    run = make(
+        tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=1",
+        respond=lambda prompt, key: "2" if prompt[7] in "01" or key[2] < 2 else "1",
+    )  # fmt: skip
+    train(run)
+    assert run.policy.events.count("generate") == 2
+    assert run.state.draw_counter == 4  # every prompt drawn counts, not only those trained on
+    row = logged(run)[1]
+    assert row["train/dynamic_sampling_num_gen_batches"] == 2
+    assert row["train/filtered_reward"] == 0.5 and row["train/reward"] == 0.75
+
+
+def test_epochs_end_the_run(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_epochs=2", "grpo.max_num_steps=100", num_rows=5))  # two steps an epoch
+    assert run.state.step == 4 and run.state.current_epoch == 2 and run.state.stop_reason == "max_num_epochs"
+    assert run.state.consumed_samples == 8
+
+
+def test_checkpoints_by_period_and_at_the_end(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=3", "checkpointing.keep_top_k=null"))
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert saved == ["step_2", "step_3"]
+    info = json.loads((tmp_path / "checkpoints" / "step_3" / "training_info.json").read_text())
+    assert info["total_steps"] == 3 and info["draw_counter"] == 6 and info["log_dir"] == str(run.log_dir)
+
+
+def test_a_resumed_run_goes_on_and_its_logs_are_one(tmp_path):
+    first = train(make(tmp_path, "grpo.max_num_steps=2"))
+    policy = Policy()
+    policy.version = 2
+    second = train(make(tmp_path, "grpo.max_num_steps=4", policy=policy))
+    assert second.log_dir == first.log_dir and second.state.step == 4
+    rows = logged(second)
+    assert sorted(rows) == [1, 2, 3, 4]
+    whole = train(make(tmp_path / "whole", "grpo.max_num_steps=4"))
+    assert logged(whole) == rows
+
+
+def test_a_finished_run_trains_no_more(tmp_path):
+    train(make(tmp_path, "grpo.max_num_steps=2"))
+    policy = Policy()
+    again = train(make(tmp_path, "grpo.max_num_steps=2", policy=policy))
+    assert policy.events == [] and again.state.step == 2
+
+
+def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
+    run = make(tmp_path, "grpo.max_num_steps=50", "checkpointing.save_period=50")
+    step = run.policy.train
+
+    def train_and_interrupt(*args, **kwargs):
+        if run.policy.version == 1:
+            run.parts.run.stop.reason = "interrupted"  # what the first Ctrl-C sets
+        return step(*args, **kwargs)
+
+    run.policy.train = train_and_interrupt
+    train(run)
+    assert run.state.step == 2 and run.state.stop_reason == "interrupted"
+    assert (tmp_path / "checkpoints" / "step_2").is_dir()
+    assert "interrupted" in (run.log_dir / "report.html").read_text()
+
+
+def test_validation_at_start_by_period_and_at_end(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2"))
+    assert [row["step"] for row in run.parts.run.validations] == [0, 2, 3]
+    assert sorted(logged(run, "validation/")) == [0, 2, 3]
+    assert (run.log_dir / "val_data_step0.jsonl").exists()
+
+
+def test_a_reached_target_ends_the_run_with_a_checkpoint(tmp_path):
+    run = make(
+        tmp_path, "grpo.max_num_steps=9", "grpo.val_period=1", "grpo.stop_at_validation_metric=accuracy", "checkpointing.save_period=50",
+        "grpo.stop_at_validation_threshold=0.9", "checkpointing.metric_name=val:accuracy", respond=lambda prompt, key: "2",
+    )  # fmt: skip
+    train(run)
+    assert run.state.step == 1 and run.state.stop_reason == "accuracy reached 0.9"
+    info = json.loads((tmp_path / "checkpoints" / "step_1" / "training_info.json").read_text())
+    assert info["val:accuracy"] == 1.0 and info["val_reward"] == 1.0
+
+
+def test_rollouts_are_written_one_line_a_sample(tmp_path):
+    run = train(make(tmp_path, "grpo.max_num_steps=1"))
+    rows = [json.loads(line) for line in (run.log_dir / "train_data_step1.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert {"content", "rewards", "input_lengths", "token_ids", "token_loss_mask", "sample_loss_mask", "advantages", "generation_logprobs",
+            "idx", "truncated"} <= set(rows[0])  # fmt: skip
+    assert rows[0]["content"][0] == {"role": "user", "content": "prompt 0:"}
+
+
+@pytest.mark.parametrize("low, high, expected", [(None, None, [-3.0, 0.5, 4.0]), (-1.0, None, [-1.0, 0.5, 4.0]), (-1.0, 2.0, [-1.0, 0.5, 2.0])])
+def test_advantage_clipping(low, high, expected):
+    bounds = SimpleNamespace(advantage_clip_low=low, advantage_clip_high=high)
+    assert grpo._clip_grpo_advantages(torch.tensor([-3.0, 0.5, 4.0]), bounds).tolist() == expected
+
+
+def test_names_that_are_not_supported_say_so(tmp_path):
+    with pytest.raises(NotImplementedError, match="async_grpo"):
+        grpo.async_grpo_train()
+    unknown = SimpleNamespace(grpo=SimpleNamespace(adv_estimator=SimpleNamespace(name="gae")), loss_fn=None)
+    with pytest.raises(ValueError, match="adv_estimator.name is 'gae'"):
+        grpo._create_advantage_estimator(unknown)

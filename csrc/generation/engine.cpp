@@ -33,12 +33,22 @@ Engine::Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::sh
     : runner_(std::move(runner)), config_(config), token_bytes_(std::move(token_bytes)) {
   NRL_CHECK_ARG(runner_ != nullptr, "an engine needs a model runner");
   NRL_CHECK_ARG(config.max_model_len >= 0, "max_model_len = ", config.max_model_len, ": expected a length, or 0 for no limit");
-  NRL_CHECK_ARG(config.max_cache_bytes > 0, "max_cache_bytes = ", config.max_cache_bytes, ": expected a positive number");
   const Scheduler checks_its_config(config.scheduler, 0, 1);
-  if (!token_bytes_) token_bytes_ = std::make_shared<const TokenBytes>();
+  set_max_cache_bytes(config.max_cache_bytes);
+  set_token_bytes(std::move(token_bytes_));
 }
 
 Engine::~Engine() = default;
+
+void Engine::set_max_cache_bytes(std::int64_t bytes) {
+  NRL_CHECK_ARG(bytes > 0, "max_cache_bytes = ", bytes, ": expected a positive number");
+  config_.max_cache_bytes = bytes;
+}
+
+void Engine::set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes) {
+  NRL_CHECK(!busy_, "set_token_bytes() was called while generate() runs");
+  token_bytes_ = token_bytes ? std::move(token_bytes) : std::make_shared<const TokenBytes>();
+}
 
 std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
                                          const std::function<bool()>& interrupted) {
@@ -74,6 +84,7 @@ void Engine::check(const std::vector<std::vector<std::int64_t>>& prompts, const 
   NRL_CHECK_ARG(!prompt.empty(), "prompt ", request.prompt, " is empty: generation needs at least one token, e.g. the tokenizer's BOS");
   ops::check_rule(request.params.rule);
   NRL_CHECK_ARG(request.params.max_new_tokens >= 1, "max_new_tokens = ", request.params.max_new_tokens, ": expected at least 1");
+  NRL_CHECK_ARG(!request.params.stop_strings || !token_bytes_->empty(), "stop strings need the bytes of every token: give the engine a tokenizer");
 }
 
 void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests) {

@@ -64,14 +64,18 @@ class Engine {
   /// max_model_len yields an empty generation that ended by length.
   ///
   /// `interrupted` (may be null) is asked once a step. Throws ValueError for an empty prompt, a token id outside the
-  /// vocabulary, max_new_tokens < 1, bad sampling parameters, or a sequence that cannot fit the cache; RuntimeError for
-  /// logits that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
+  /// vocabulary, max_new_tokens < 1, bad sampling parameters, stop strings without token bytes, or a sequence that cannot
+  /// fit the cache; RuntimeError for logits that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
   std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
                                    const std::function<bool()>& interrupted);
 
   /// Frees the cache; the next generate() allocates it again.
   void release_cache();
   std::int64_t cache_blocks() const { return cache_blocks_; }
+  /// For the next generate(); a cache that is larger already is kept.
+  void set_max_cache_bytes(std::int64_t bytes);
+  /// The table may come late: it is read only where a request has stop strings.
+  void set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes);
 
   const EngineMetrics& metrics() const { return metrics_; }
   void reset_metrics() { metrics_ = {}; }

@@ -1,9 +1,10 @@
-"""Generation on the native engine: token ids in, token ids out, log-probabilities of the very tokens."""
+"""Generation on the native engine: token ids in, token ids out, with the log-probability of every sampled token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,150 +12,290 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
-DEFAULT_CACHE_GB = 4.0
-DEFAULT_BATCH_SIZE = 256
+"""Streams of random draws, by their number in csrc/common/random.h."""
+
+_UNLIMITED_SLOTS = 1 << 20
+_DEFAULT_CHUNK = 2048
 
 
 class NativeGeneration(GenerationInterface):
-    """NeMo RL's generation interface over the C++ engine.
+    """NeMo RL's generation interface on the C++ engine.
+
+    What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample)
+    alone, never on the rest of the batch or on the engine's limits. Rows with equal prompts share one prefill. The token
+    or the text that ends a response stays part of it, so that what is trained on is what was sampled.
 
     Args:
-        runner: the model (`C.NativeModelRunner` on the trainer's weights).
-        config: the `policy.generation` section.
-        tokenizer: gives the end token, padding, and the bytes on which stop strings are matched.
-        max_model_len: longest sequence, prompt and response; None: `vllm_cfg.max_model_len`.
+        runner: the model; `C.NativeModelRunner(model)` reads the trainer's weights in place.
+        config: section `policy.generation`, a mapping or a typed model. Read are max_new_tokens, temperature, top_p,
+            top_k, val_temperature, val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size,
+            prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
+        tokenizer: gives the pad and end tokens, and the bytes on which stop strings are matched.
+        max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
         seed: part of the key of every random draw.
-        digest: digest of the weights the engine reads, for the check that the trainer holds the same.
+        digest: gives a digest of the weights that the engine reads.
+
+    Raises ValueError for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
     """
 
     def __init__(
-        self, runner: Any, config: Any, tokenizer: Any, *, max_model_len: int | None = None, seed: int = 42,
+        self,
+        runner: Any,
+        config: Any,
+        tokenizer: Any,
+        *,
+        max_model_len: int | None = None,
+        seed: int = 42,
         digest: Callable[[], str] | None = None,
-    ):  # fmt: skip
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.seed = int(seed) & 0xFFFFFFFF
+        self.max_model_len = int(max_model_len or _get(_get(config, "vllm_cfg"), "max_model_len") or 0)
+        self._vocab_size = runner.vocab_size()
         self._digest = digest
-        self.max_model_len = max_model_len or config.vllm_cfg.max_model_len or 0
-        self._end_ids = config.stop_token_ids if config.stop_token_ids is not None else _end_tokens(tokenizer)
+        self._stop_token_ids = _stop_token_ids(config, tokenizer)
+        self._knows_bytes = False
+        self._next_draw_id = 0
         self._engine = C.Engine(
-            runner, max_batch_size=config.max_batch_size or DEFAULT_BATCH_SIZE, prefill_chunk_tokens=config.prefill_chunk_tokens,
-            max_model_len=self.max_model_len, max_cache_bytes=int((config.kv_cache_gb or DEFAULT_CACHE_GB) * 1e9),
-            token_bytes=token_bytes_table(tokenizer, runner.vocab_size()),
-        )  # fmt: skip
-        self._draws = 0
+            runner,
+            max_batch_size=_get(config, "max_batch_size") or _UNLIMITED_SLOTS,
+            prefill_chunk_tokens=_get(config, "prefill_chunk_tokens") or _DEFAULT_CHUNK,
+            max_model_len=self.max_model_len,
+        )
+        self._sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
+        self._limit_cache()
 
-    def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
-        """A response for every row; see `GenerationDatumSpec` for the keys and `GenerationOutputSpec` for the result.
+    # ---- generating
 
-        Rows with equal prompts share one prefill. The text of a row depends on its prompt, its random key (seed, stream,
-        draw_ids, sample_index) and the sampling settings alone.
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """A response for every row; keys of `data` and of the result as in `GenerationDatumSpec`, `GenerationOutputSpec`.
+
+        `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
+        Rows of the stream "val" use val_temperature, val_top_p and val_top_k where these are set. A prompt that leaves
+        no room under max_model_len gets an empty response that counts as truncated.
+
+        Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
+        RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
-        ids, lengths = data["input_ids"], [int(n) for n in data["input_lengths"]]
-        if not lengths:
-            raise ValueError("generate: the batch has no rows")
-        prompts, prompt_of = _distinct([row[:n] for row, n in zip(ids.tolist(), lengths, strict=True)])
-        streams = _per_row(data.get("stream"), len(lengths), "train")
-        generations = self._engine.generate(
-            prompts, prompt_of, self._params(greedy, streams[0]), self._stop_strings(data.get("stop_strings"), len(lengths)), self.seed,
-            [STREAMS[s] for s in streams], self._draw_ids(data.get("draw_ids"), len(lengths)),
-            [int(i) for i in data.get("sample_index", [0] * len(lengths))],
-        )  # fmt: skip
-        return self._output(ids, lengths, generations)
+        ids, lengths = _checked_prompts(data)
+        stream = _stream(data.get("stream"), len(lengths))
+        prompts = _distinct_prompts(ids, lengths)
+        generated = self._engine.generate(
+            prompts.ids, prompts.offsets, self._requests(data, prompts.index, lengths, greedy, stream)
+        )
+        return self._output(ids, lengths, generated)
 
-    def _params(self, greedy: bool, stream: str) -> dict[str, Any]:
-        c = self.config
-        prefix = "val_" if stream == "val" else ""
-        temperature = getattr(c, f"{prefix}temperature", None)
-        temperature = c.temperature if temperature is None else temperature
-        top_p, top_k = getattr(c, f"{prefix}top_p", None), getattr(c, f"{prefix}top_k", None)
-        greedy = greedy or temperature == 0
-        return {
-            "temperature": 1.0 if greedy else temperature, "top_p": 1.0 if top_p is None else top_p, "top_k": max(top_k or 0, 0),
-            "greedy": greedy, "max_new_tokens": c.max_new_tokens, "stop_token_ids": list(self._end_ids),
-        }  # fmt: skip
-
-    def _stop_strings(self, per_row: Any, size: int) -> list[list[str]]:
-        common = list(self.config.stop_strings or [])
-        return [common + [s for s in (row or []) if s not in common] for row in (per_row or [None] * size)]
-
-    def _draw_ids(self, draw_ids: Any, size: int) -> list[int]:
-        if draw_ids is not None:
-            return [int(i) for i in draw_ids]
-        first, self._draws = self._draws, self._draws + size
-        return list(range(first, first + size))
-
-    def _output(self, ids: Tensor, lengths: list[int], generations: list[Any]) -> BatchedDataDict:
-        total = [n + len(g.token_ids) for n, g in zip(lengths, generations, strict=True)]
-        width = max(total)
-        output_ids = torch.full((len(lengths), width), self.tokenizer.pad_token_id, dtype=torch.int64)
-        logprobs = torch.zeros(len(lengths), width)
-        for row, (n, g) in enumerate(zip(lengths, generations, strict=True)):
-            output_ids[row, :n] = ids[row, :n]
-            output_ids[row, n : total[row]] = torch.tensor(g.token_ids, dtype=torch.int64)
-            logprobs[row, n : total[row]] = torch.tensor(g.logprobs)
-        return BatchedDataDict(
-            output_ids=output_ids,
-            generation_lengths=torch.tensor([len(g.token_ids) for g in generations]),
-            unpadded_sequence_lengths=torch.tensor(total),
-            logprobs=logprobs,
-            truncated=torch.tensor([g.finish_reason == "length" for g in generations]),
+    def _requests(
+        self, data: Mapping[str, Any], prompt_index: Tensor, lengths: Tensor, greedy: bool, stream: str
+    ) -> Any:
+        rows = len(lengths)
+        stop_sets, stop_set = self._stop_sets(data.get("stop_strings"), rows)
+        return C.GenerationRequests(
+            prompt_index=prompt_index,
+            draw_ids=self._draw_ids(data.get("draw_ids"), rows),
+            sample_index=_row_integers("sample_index", data.get("sample_index", torch.zeros(rows)), rows),
+            streams=torch.full((rows,), STREAMS[stream]),
+            max_new_tokens=self._max_new_tokens(lengths),
+            stop_set=stop_set,
+            seed=self.seed,
+            rule=self._sampling_rule(greedy, stream),
+            stop_token_ids=self._stop_token_ids,
+            stop_sets=stop_sets,
         )
 
-    def weight_digest(self) -> str:
-        """Digest of the weights that the engine reads."""
-        if self._digest is None:
-            raise ValueError("this generation was built without a weight digest")
-        return self._digest()
+    def _sampling_rule(self, greedy: bool, stream: str) -> Any:
+        def setting(name: str, default: float) -> Any:
+            validation = _get(self.config, f"val_{name}") if stream == "val" else None
+            value = _get(self.config, name) if validation is None else validation
+            return default if value is None else value
 
-    def get_logger_metrics(self) -> dict[str, Any]:
-        """Sums since `clear_logger_metrics`: tokens, steps, times, preemptions."""
-        metrics = self._engine.metrics
-        names = ("steps", "generated_tokens", "prefill_tokens", "decode_tokens", "shared_prompt_tokens", "peak_blocks", "preemptions",
-                 "forward_seconds", "sampling_seconds")  # fmt: skip
-        values = {name: getattr(metrics, name) for name in names}
-        return values | {"mean_batch": metrics.sequence_steps / metrics.steps if metrics.steps else 0.0}
+        temperature = setting("temperature", 1.0)
+        greedy = greedy or temperature == 0
+        return C.SamplingRule(
+            temperature=1.0 if greedy else temperature,
+            top_p=setting("top_p", 1.0),
+            top_k=max(int(setting("top_k", 0)), 0),
+            greedy=greedy,
+        )
 
-    def clear_logger_metrics(self) -> None:
-        self._engine.reset_metrics()
+    def _max_new_tokens(self, lengths: Tensor) -> Tensor:
+        limit = _get(self.config, "max_new_tokens")
+        if limit is None and not self.max_model_len:
+            raise ValueError("policy.generation.max_new_tokens is null and no longest sequence is known: set one of them")
+        if limit is None:
+            return (self.max_model_len - lengths).clamp(min=1)
+        return torch.full_like(lengths, int(limit))
+
+    def _draw_ids(self, draw_ids: Any, rows: int) -> Tensor:
+        if draw_ids is not None:
+            return _row_integers("draw_ids", draw_ids, rows)
+        first = self._next_draw_id
+        self._next_draw_id += rows
+        return torch.arange(first, first + rows)
+
+    def _stop_sets(self, per_row: Any, rows: int) -> tuple[list[list[bytes]], Tensor]:
+        """The different sets of stop strings, and which one each row has."""
+        per_row = [None] * rows if per_row is None else list(per_row)
+        if len(per_row) != rows:
+            raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
+        common = _strings(_get(self.config, "stop_strings"))
+        index: dict[tuple[str, ...], int] = {}
+        chosen = [index.setdefault(tuple(dict.fromkeys(common + _strings(row))), len(index)) for row in per_row]
+        if any(index) and not self._knows_bytes:
+            self._engine.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
+            self._knows_bytes = True
+        return [[text.encode() for text in texts] for texts in index], torch.tensor(chosen)
+
+    def _output(self, ids: Tensor, lengths: Tensor, generated: Any) -> BatchedDataDict[GenerationOutputSpec]:
+        new = generated.offsets.diff()
+        total = lengths + new
+        width = int(total.max())
+        position = torch.arange(width)
+        is_prompt = position < lengths.unsqueeze(1)
+        is_new = ~is_prompt & (position < total.unsqueeze(1))
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        output_ids = torch.full((len(lengths), width), 0 if pad is None else pad)
+        # masks select row after row, which is the order of the flat arrays
+        output_ids[is_prompt] = ids[torch.arange(ids.shape[1]) < lengths.unsqueeze(1)]
+        output_ids[is_new] = generated.token_ids
+        logprobs = torch.zeros(len(lengths), width)
+        logprobs[is_new] = generated.logprobs
+        return BatchedDataDict(
+            output_ids=output_ids,
+            generation_lengths=new,
+            unpadded_sequence_lengths=total,
+            logprobs=logprobs,
+            truncated=generated.finish_reasons == int(C.FinishReason.length),
+        )
+
+    # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing to wake: the weights are in place, the cache is allocated by the first batch."""
+        """Measures the memory that the cache may take; the weights are in place, and the first batch allocates."""
+        self._limit_cache()
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Gives the cache's memory back until the next rollout."""
+        """Gives the memory of keys and values back."""
+        self._engine.release_cache()
+        return True
+
+    def shutdown(self) -> bool:
+        """Gives all memory back. Safe to call twice."""
         self._engine.release_cache()
         return True
 
     def invalidate_kv_cache(self) -> bool:
-        """Every `generate` starts with an empty cache: nothing computed with older weights is ever read."""
+        """Nothing to forget: every `generate` begins with an empty cache, so no key of older weights is ever read."""
         return True
 
-    def shutdown(self) -> bool:
-        self._engine.release_cache()
-        return True
+    def _limit_cache(self) -> None:
+        """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
+        gigabytes = _get(self.config, "kv_cache_gb")
+        self._engine.set_max_cache_bytes(int(gigabytes * 1e9) if gigabytes else max(_free_bytes() // 2, 1))
+
+    def weight_digest(self) -> str:
+        """Digest of the weights that the engine reads. RuntimeError when it was made without one."""
+        if self._digest is None:
+            raise RuntimeError("this NativeGeneration was made without `digest`")
+        return self._digest()
+
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """Sums since `clear_logger_metrics`.
+
+        steps, generated_tokens, prefill_tokens (computed, with those computed again after a preemption), decode_tokens,
+        shared_prompt_tokens (not computed thanks to sharing), mean_batch_size (running sequences a step), peak_blocks of
+        the cache, preemptions, forward_seconds, sampling_seconds.
+        """
+        metrics = dict(self._engine.metrics)
+        sequence_steps = metrics.pop("sequence_steps")
+        return metrics | {"mean_batch_size": sequence_steps / max(metrics["steps"], 1)}
+
+    def clear_logger_metrics(self) -> None:
+        """Begins the sums of `get_logger_metrics` again."""
+        self._engine.reset_metrics()
 
 
-def _end_tokens(tokenizer: Any) -> list[int]:
-    """The tokenizer's end tokens (some models have several), or its single one."""
-    several = getattr(tokenizer, "eos_token_ids", None)
-    if several:
-        return [int(i) for i in several]
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+class _Prompts(NamedTuple):
+    ids: Tensor
+    """[sum of lengths] the different prompts, one after the other"""
+    offsets: Tensor
+    """[prompts + 1]"""
+    index: Tensor
+    """[B] which prompt a row has"""
 
 
-def _distinct(prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The different prompts in order of appearance, and which one each row has."""
+def _get(config: Any, key: str) -> Any:
+    """config[key] or config.key; None where it is absent."""
+    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+
+
+def _strings(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:
+    given = _get(config, "stop_token_ids")
+    if given is None:
+        several = getattr(tokenizer, "eos_token_ids", None)
+        given = several if several else [getattr(tokenizer, "eos_token_id", None)]
+    return [int(i) for i in given if i is not None]
+
+
+def _row_integers(name: str, values: Any, rows: int) -> Tensor:
+    result = torch.as_tensor(values).to("cpu", torch.int64)
+    if result.shape != (rows,):
+        raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
+    return result
+
+
+def _checked_prompts(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    ids = data["input_ids"].to("cpu", torch.int64)
+    if ids.dim() != 2 or ids.shape[0] == 0:
+        raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
+    lengths = _row_integers("input_lengths", data["input_lengths"], ids.shape[0])
+    bad = ((lengths < 1) | (lengths > ids.shape[1])).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"input_lengths[{bad[0]}] = {int(lengths[bad[0]])}: expected 1 to {ids.shape[1]}, the width of input_ids"
+        )
+    return ids, lengths
+
+
+def _stream(value: str | Sequence[str | None] | None, rows: int) -> str:
+    per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
+    streams = sorted({row or "train" for row in per_row})
+    if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:
+        raise ValueError(f"stream: expected one of {', '.join(STREAMS)} for all {rows} rows, got {value!r}")
+    return streams[0]
+
+
+def _distinct_prompts(ids: Tensor, lengths: Tensor) -> _Prompts:
+    """Equal prompts become one, so that their generations share its prefill."""
     index: dict[tuple[int, ...], int] = {}
-    prompt_of = [index.setdefault(tuple(p), len(index)) for p in prompts]
-    return [list(p) for p in index], prompt_of
+    rows = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    chosen = [index.setdefault(row, len(index)) for row in rows]
+    sizes = torch.tensor([0] + [len(prompt) for prompt in index])
+    flat = torch.tensor([token for prompt in index for token in prompt], dtype=torch.int64)
+    return _Prompts(flat, sizes.cumsum(0), torch.tensor(chosen))
 
 
-def _per_row(value: Any, size: int, default: str) -> list[str]:
-    rows = [value or default] * size if value is None or isinstance(value, str) else [v or default for v in value]
-    unknown = sorted(set(rows) - set(STREAMS))
-    if unknown or len(set(rows)) > 1:
-        raise ValueError(f"stream must be one of {', '.join(STREAMS)} for the whole batch, got {sorted(set(rows))}")
-    return rows
+def _free_bytes() -> int:
+    """Memory that can be taken without swapping: the system's, or less in a container with a limit."""
+    free = 8 << 30
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = int(fields.get("MemAvailable", fields["MemFree"]).split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, max(int(text) - int(used.read_text()), 0))
+    return free

@@ -9,6 +9,8 @@
 namespace nemo_rl::config {
 namespace {
 
+const std::string kMandatory(3, '?');  // OmegaConf's mark of a value that must be given; a literal would be a trigraph
+
 std::string trim(const std::string& text) {
   const std::size_t begin = text.find_first_not_of(" \t\n");
   return begin == std::string::npos ? "" : text.substr(begin, text.find_last_not_of(" \t\n") - begin + 1);
@@ -184,9 +186,8 @@ class Resolver {
     Node* found = look_up(path);
     NRL_CHECK_ARG(found != nullptr, "there is no key ", path);
     NRL_CHECK_ARG(!open_.contains(path), "refers to itself through ", path);
-    NRL_CHECK_ARG(!(found->is_string() && found->string == "?"
-                                                           "??"),
-                  path, " is '?" "??' (must be given) and was not set");
+    NRL_CHECK_ARG(!(found->is_string() && found->string == kMandatory), path, " is '", kMandatory,
+                  "' (it must be given) and was not set");
     resolve_node(*found, path);
     NRL_CHECK_ARG(!failed_.contains(path), "depends on ", path, ", which failed");
     return *found;

@@ -1,5 +1,6 @@
 """The run scripts' command line: dry run, memory forecast, exit status, the check command."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,23 @@ def test_forecast_of_ppo_holds_the_value_model():
     assert [phase.name for phase in phases][-1] == "value training"
     without = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward"]))
     assert all("value" not in part for phase in without for part, _ in phase.parts)
+
+
+def test_an_installed_package_needs_no_source_tree(tmp_path):
+    from nemo_rl_cpp import _config
+
+    package = tmp_path / "site" / "nemo_rl_cpp"
+    shutil.copytree(ROOT / "python/nemo_rl_cpp", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "configs", package / "configs")
+    (package / Path(_config.__file__).name).symlink_to(_config.__file__)
+    code = (
+        "import sys\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+        f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "from nemo_rl_cpp.config import find_config, find_prompt, load_grpo_config\n"
+        f"assert str(find_config('grpo_arithmetic_smollm2.yaml')).startswith({str(tmp_path)!r})\n"
+        f"assert str(find_prompt('examples/prompts/cot.txt')).startswith({str(tmp_path)!r})\n"
+        "load_grpo_config('examples/configs/grpo_math_1B.yaml')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr

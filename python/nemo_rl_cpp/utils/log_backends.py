@@ -195,16 +195,18 @@ class SwanlabLogger(LoggerInterface):
 
 
 class TrackioLogger(LoggerInterface):
-    """Trackio, which keeps its data in a local database."""
+    """Trackio, which keeps its data in a local database. A run that resumes in the same folder goes on there."""
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
         self._trackio = import_tracker("trackio")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         options.setdefault("project", "nemo-rl-cpp")
-        if "name" in options:
-            options.setdefault("resume", "allow")
+        name_file = Path(log_dir or ".") / _RUN_ID
+        if name_file.exists():
+            options |= {"name": name_file.read_text().strip(), "resume": "allow"}
         self.run = self._trackio.init(**options)
+        name_file.write_text(str(self.run.name))
 
     def log_metrics(
         self,

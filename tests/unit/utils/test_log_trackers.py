@@ -27,7 +27,7 @@ class Recorder(types.ModuleType):
         def call(*args, **kwargs):
             self.calls.append((name, args, kwargs))
             if name in ("init", "start_run"):
-                run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1")
+                run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1", name="n-1")
                 run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
                 return run
             return None
@@ -103,9 +103,11 @@ def test_swanlab_and_trackio(tmp_path, fake):
         logger.log_hyperparams({"a": 1})
     assert swanlab.of("init") == [((), {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")})]
     assert swanlab.of("run.log") == [(({"train/loss": 0.5},), {"step": 2})]
-    assert trackio.of("init") == [((), {"project": "q", "name": "n", "resume": "allow"})]
+    assert trackio.of("init") == [((), {"project": "q", "name": "n"})]
     assert trackio.of("log") == [(({"train/loss": 0.5},), {"step": 2})]
     assert swanlab.of("finish") and trackio.of("finish")
+    Logger(cfg | {"swanlab_enabled": False}).finish()
+    assert trackio.of("init")[-1] == ((), {"project": "q", "name": "n-1", "resume": "allow"})
 
 
 def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):

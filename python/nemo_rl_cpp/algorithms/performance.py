@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.algorithms._config import setting
+from nemo_rl_cpp.utils.step_metrics import performance_metrics
 
 
 class _Devices(NamedTuple):
@@ -45,20 +46,11 @@ def print_performance_metrics(
         found["training_worker_idle_time_ratio"] = _idle_ratio(timing_metrics, training, logprobs)
     total, tokens = timing_metrics["total_step_time"], metrics["total_num_tokens"]
     samples = num_prompts_per_step * num_generations_per_prompt
-    rates = (
-        ("samples_per_sec_per_gpu", samples, total, devices.total),
-        ("tokens_per_sec_per_gpu", tokens, total, devices.total),
-        ("policy_training_tokens_per_sec_per_gpu", tokens, training, devices.training),
-        ("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs, devices.training),
-        ("training_worker_group_tokens_per_sec_per_gpu", tokens, training + logprobs, devices.training),
-        ("generation_tokens_per_sec_per_gpu", tokens, generation, devices.generation),
+    found |= performance_metrics(
+        {**timing_metrics, "generation": generation, "policy_and_reference_logprobs": logprobs, "total_step_time": total},
+        num_samples=samples, total_num_tokens=tokens, num_devices=devices.total, num_training_devices=devices.training,
+        num_generation_devices=devices.generation,
     )
-    whole = {"samples_per_sec_per_gpu", "tokens_per_sec_per_gpu", "training_worker_group_tokens_per_sec_per_gpu", "generation_tokens_per_sec_per_gpu"}
-    for name, amount, seconds, count in rates:
-        if seconds > 0:
-            found[name] = amount / seconds / count
-            if name in whole:
-                found[name.removesuffix("_per_gpu")] = amount / seconds
     for name, value in found.items():
         print(f"  {name}: {value:.2f}")
     _flops(train_results, training, found)

@@ -74,7 +74,7 @@ class LoggerConfig(Section):
     log_dir: str = key("logs", "folder; each run makes exp_NNN in it")
     num_val_samples_to_print: Count = key(0, "validation samples shown in the terminal")
     report: bool = key(True, "write report.html, one self-contained page")
-    tensorboard_enabled: bool = key(False, "write TensorBoard events")
+    tensorboard_enabled: bool = key(True, "write TensorBoard events")
     wandb_enabled: bool = key(False, "log to Weights & Biases (needs the extra `wandb`)")
     mlflow_enabled: bool = key(False, "log to MLflow (needs the extra `mlflow`)")
     swanlab_enabled: bool = key(False, "log to SwanLab (needs the extra `swanlab`)")

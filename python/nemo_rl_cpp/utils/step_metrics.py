@@ -17,15 +17,12 @@ def performance_metrics(
     num_devices: int = 1,
     num_training_devices: int | None = None,
     num_generation_devices: int | None = None,
-    total_flops: float | None = None,
-    peak_flops_per_device: float | None = None,
 ) -> dict[str, float]:
     """The `performance/*` values of a step.
 
     A rate is a count over the seconds of a stage (`timing`, sums by NeMo RL's labels); `total_num_tokens` counts prompt
     and response tokens and, as in NeMo RL, is the numerator of every token rate. `decode_tokens_per_sec` is the rate of
     `num_generated_tokens` alone. A device is a GPU, or the CPU of a process. Rates of stages that did not run are absent.
-    `total_flops` is the arithmetic of the training stage over all devices.
     """
     training_devices = num_training_devices or num_devices
     generation_devices = num_generation_devices or num_devices
@@ -47,10 +44,6 @@ def performance_metrics(
     rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs, training_devices, whole=True)
     if num_generated_tokens is not None and generation > 0:
         metrics["decode_tokens_per_sec"] = num_generated_tokens / generation
-    if total_flops is not None and training > 0:
-        metrics["train_flops_per_gpu"] = total_flops / training / training_devices / 1e12
-        if peak_flops_per_device:
-            metrics["train_fp_utilization"] = total_flops / training / training_devices / peak_flops_per_device
     return metrics
 
 

@@ -25,6 +25,7 @@ NEMO_RL = json.loads(Path(__file__).with_name("nemo_rl_values.json").read_text()
 EXCEPTIONS = {
     "policy.generation.backend": "native",
     "generation.backend": "native",
+    "logger.tensorboard_enabled": True,  # event files cost nothing: always written
     # the recipe's 16 machines of 8 GPUs: training is on one device
     "policy.dtensor_cfg.context_parallel_size": 1,
     "cluster.gpus_per_node": 1,

@@ -85,7 +85,9 @@ CASES = [
     (health.slowing_down, H(timing__train__total_step_time=noisy(ramp(2, 6)), train__total_num_tokens=[1000.0] * 40), "warn",
      "Steps became slower", H(timing__train__total_step_time=noisy(ramp(2, 6)), train__total_num_tokens=ramp(1000, 3000))),
     (health.memory_growth, H(memory__rss_gb=ramp(1.0, 4.0)), "warn", "Memory keeps growing", H(memory__rss_gb=[1.0] * 10 + [2.0] * 30)),
-    (health.logprob_fallback, H(train__logprob_fallback=[0.0, 1.0]), "warn", "did not match 1 time and", H(train__logprob_fallback=[0.0])),
+    (health.logprob_mismatch, H(train__exactness__mismatched_tokens=[0.0, 1.0]), "warn", "gave 1 token another probability",
+     H(train__exactness__mismatched_tokens=[0.0])),
+    (health.verifier_timeouts, H(train__verifier_timeouts=[3.0], train__math__verifier_timeouts=[3.0]), "warn", "3 answers", H()),
 ]
 
 

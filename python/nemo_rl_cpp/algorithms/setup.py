@@ -21,6 +21,7 @@ from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.utils.memory import PhaseMemory
 from nemo_rl_cpp.utils.progress import Progress
 from nemo_rl_cpp.utils.report import ReportWriter
+from nemo_rl_cpp.utils.report.defaults import schema_defaults
 from nemo_rl_cpp.utils.timer import TimeoutChecker
 
 
@@ -132,7 +133,7 @@ def make_services(
     """What watches and keeps the run."""
     report = None
     if logger is not None and config.logger.report:
-        report = ReportWriter(logger.log_dir, config, total_steps=loop.max_num_steps, title=title)
+        report = ReportWriter(logger.log_dir, config, schema_defaults(config), total_steps=loop.max_num_steps, title=title)
     return RunServices(
         logger=logger,
         checkpoints=checkpoints,

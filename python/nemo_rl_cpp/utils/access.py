@@ -33,7 +33,7 @@ def to_plain(value: Any) -> Any:
         # enum members that are also str or int are written as their value
         return value.value if hasattr(value, "_value_") else value
     if hasattr(value, "model_dump"):
-        return to_plain(value.model_dump())
+        return to_plain(value.model_dump(by_alias=True))
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -5,11 +5,16 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from typing import ClassVar
 
 import pytest
 import synthetic_run
+from pydantic import BaseModel, Field
 
+from nemo_rl_cpp.utils.access import to_plain
 from nemo_rl_cpp.utils.report import ReportWriter, write_report
+from nemo_rl_cpp.utils.report.defaults import schema_defaults
+from nemo_rl_cpp.utils.report.findings_health import stage_shares
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.page import RunFacts, differences, duration, render
 from nemo_rl_cpp.utils.report.samples import MAX_CHARS, SampleBook, clip, pick, read_rollouts, spread
@@ -219,11 +224,41 @@ def test_long_texts_are_clipped_and_shown_steps_change_seldom():
 
 
 def test_differences_and_durations():
-    changed = differences({"a": {"b": 1, "c": [1, 2]}, "new": "x"}, {"a": {"b": 1, "c": [1, 3]}, "gone": None})
-    assert changed == [("a.c.1", "2", "3"), ("gone", "–", "null"), ("new", "x", "–")]
+    changed = differences({"a": {"b": 1, "c": [1, 2]}, "new": "x"}, {"a": {"b": 1, "c": [1, 3]}, "gone": None, "g": 2})
+    assert changed == [("a.c", "[1, 2]", "[1, 3]"), ("g", "–", "2"), ("new", "x", "–")]
     assert [duration(s) for s in (3.21, 331, 3725)] == ["3.2 s", "5 min 31 s", "1 h 02 min"]
 
 
 def test_it_shows_itself_in_a_notebook(tmp_path):
     html = ReportWriter(tmp_path)._repr_html_()
     assert html.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+
+
+def test_schema_defaults_know_what_was_changed_and_what_follows():
+    class Inner(BaseModel):
+        lr: float = 5e-6
+        derived: int | None = None
+
+    class Config(BaseModel):
+        inner: Inner = Inner()
+        model_name: str
+        kind: Inner | dict = {}
+        seed: int = Field(42, alias="_seed")
+
+    class Placed(Config):
+        positions: ClassVar = {"inner": "f:1", "inner.lr": "f:2", "model_name": "f:3"}
+
+    assert schema_defaults({"a": 1}) == {}
+    config = Config(model_name="m", inner=Inner(lr=1e-3, derived=5), _seed=7)
+    assert schema_defaults(config) == {"inner": {"lr": 5e-6, "derived": None}, "kind": {}, "_seed": 42}
+    placed = Placed(model_name="m", inner=Inner(lr=1e-3, derived=5))
+    changed = differences(to_plain(placed.model_dump(by_alias=True)), schema_defaults(placed))
+    assert changed == [("inner.lr", "0.001", "5e-06"), ("model_name", "m", "–")], "derived follows from other values"
+
+
+def test_time_between_steps_is_shown_beside_the_steps():
+    history = MetricHistory([{"step": 1, "timing/train/total_step_time": 6.0, "timing/train/generation": 4.0,
+                              "timing/train/checkpointing": 2.0, "timing/train/prepare_for_generation/total": 1.0}])
+    assert stage_shares(history) == {"generation": 0.5, "checkpointing": 0.25, "prepare_for_generation": 0.125}
+    text = " ".join(check(render(history, RunFacts("t"))).text)
+    assert re.search(r"other\s+12\.5 %", text)

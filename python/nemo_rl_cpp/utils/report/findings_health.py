@@ -10,6 +10,8 @@ from nemo_rl_cpp.utils.report.svg import format_number as fmt
 ERROR = "train/token_mult_prob_error"
 NORM = "train/grad_norm"
 STEP_TIME = "timing/train/total_step_time"
+# stages that come after a step and are not part of its total_step_time
+BETWEEN_STEPS = ("checkpointing", "validation")
 
 
 @rule
@@ -170,15 +172,18 @@ def logprob_mismatch(h: MetricHistory) -> Finding | None:
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """The share of each outermost stage in the time of all steps, largest first; stages within stages (with a `/`) and
-    sums are left out, except that a group known only by its parts (`prepare_for_generation/total`) counts as one."""
-    total = math.fsum(h.curve(STEP_TIME).finite().values)
-    if total <= 0:
-        return {}
+    """The share of each outermost stage in the time of all steps and of what lies between them, largest first.
+
+    Stages within stages (with a `/`) and sums are left out, except that a group known only by its total
+    (`prepare_for_generation/total`) counts as one.
+    """
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
         label = name.removeprefix("timing/train/").removesuffix("/total")
         if label in ("total_step_time", "accounted_share") or "/" in label or "tokens_per_sec" in label:
             continue
         seconds[label] = math.fsum(h.curve(name).finite().values)
+    total = math.fsum(h.curve(STEP_TIME).finite().values) + math.fsum(seconds.get(label, 0.0) for label in BETWEEN_STEPS)
+    if total <= 0:
+        return {}
     return dict(sorted(((k, v / total) for k, v in seconds.items()), key=lambda item: -item[1]))

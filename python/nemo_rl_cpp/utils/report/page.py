@@ -10,7 +10,7 @@ from typing import Any
 from nemo_rl_cpp.utils.log_interface import flatten_dict
 from nemo_rl_cpp.utils.report import svg
 from nemo_rl_cpp.utils.report.findings import Finding, find
-from nemo_rl_cpp.utils.report.findings_health import STEP_TIME, stage_shares
+from nemo_rl_cpp.utils.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.svg import Series, format_number
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
@@ -190,11 +190,12 @@ def _time(history: MetricHistory) -> str:
     steps = history.curve(STEP_TIME)
     labels = list(shares)[:7]
     layers = [_aligned(history, _timing_name(history, label), steps.steps) for label in labels]
-    rest = [max(total - sum(values), 0.0) for total, *values in zip(steps.values, *layers, strict=True)]
+    inside = [layer for label, layer in zip(labels, layers, strict=True) if label not in BETWEEN_STEPS]
+    rest = [max(total - sum(values), 0.0) for total, *values in zip(steps.values, *inside, strict=True)]
     legend = "".join(
         f'<li><i class="b{k}"></i>{escape(label)} <b>{100 * shares[label]:.1f} %</b></li>' for k, label in enumerate(labels))
     mean = sum(steps.values) / len(steps.values)
-    unexplained = 100 * sum(rest) / max(sum(steps.values), 1e-12)
+    unexplained = 100 * sum(rest) / max(sum(map(sum, layers)) + sum(rest), 1e-12)
     return (
         f'<figure class="card wide"><h3>Seconds per step <small>mean {format_number(mean)} s</small></h3>'
         f"{svg.stacked_chart([*labels, 'other'], steps.steps, [*layers, rest], colors=[*range(len(labels)), 7])}</figure>"
@@ -256,17 +257,16 @@ def _configuration(facts: RunFacts) -> str:
 
 
 def differences(config: dict[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(key, value, default) of every value that differs; a key that only one side has shows a dash on the other."""
-    flat, base = flatten_dict(config), flatten_dict(defaults)
-    missing = object()
+    """(key, value, default) of every value that differs; a key that only one side has shows a dash on the other, and is
+    left out when it is null there."""
+    flat, base = flatten_dict(config, expand_lists=False), flatten_dict(defaults, expand_lists=False)
 
-    def text(value: Any) -> str:
-        return "–" if value is missing else json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+    def text(side: dict[str, Any], key: str) -> str:
+        value = side.get(key)
+        return "–" if key not in side else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    return [
-        (key, text(flat.get(key, missing)), text(base.get(key, missing)))
-        for key in sorted(flat.keys() | base.keys()) if flat.get(key, missing) != base.get(key, missing)
-    ]
+    keys = sorted(key for key in flat.keys() | base.keys() if flat.get(key) != base.get(key))
+    return [(key, text(flat, key), text(base, key)) for key in keys]
 
 
 def _environment(environment: dict[str, Any]) -> str:

@@ -32,6 +32,19 @@ NRL_INLINE T finite_or_zero(T x) {
   return is_finite(x) ? x : T(0);
 }
 
+/// a * b + c in one instruction where the target has one; plain C++ elsewhere, never a library call.
+template <class T>
+NRL_INLINE T mul_add(T a, T b, T c) {
+#if defined(__CUDA_ARCH__)
+  return fma(a, b, c);
+#elif defined(__FMA__)
+  return sizeof(T) == 4 ? static_cast<T>(__builtin_fmaf(static_cast<float>(a), static_cast<float>(b), static_cast<float>(c)))
+                        : static_cast<T>(__builtin_fma(a, b, c));
+#else
+  return a * b + c;
+#endif
+}
+
 #if defined(__CUDACC__)
 NRL_INLINE float exp_of(float x) { return expf(x); }
 NRL_INLINE double exp_of(double x) { return exp(x); }
@@ -42,16 +55,16 @@ NRL_INLINE float exp_of(float x) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   float c = x < -104.f ? -104.f : x;
   c = c > 89.f ? 89.f : c;
-  const float shifted = c * 1.44269504088896341f + kRound;
+  const float shifted = mul_add(c, 1.44269504088896341f, kRound);
   const float n = shifted - kRound;
-  const float r = (c - n * 0.693359375f) - n * -2.12194440e-4f;
+  const float r = mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, c));
   float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.f;
+  p = mul_add(p, r, 1.3981999507e-3f);
+  p = mul_add(p, r, 8.3334519073e-3f);
+  p = mul_add(p, r, 4.1665795894e-2f);
+  p = mul_add(p, r, 1.6666665459e-1f);
+  p = mul_add(p, r, 5.0000001201e-1f);
+  p = mul_add(p, r * r, r) + 1.f;
   const std::int32_t k = static_cast<std::int32_t>(__builtin_bit_cast(std::uint32_t, shifted) - 0x4B400000u);
   const std::int32_t half = k >> 1;
   const float s1 = __builtin_bit_cast(float, static_cast<std::uint32_t>(half + 127) << 23);
@@ -63,22 +76,22 @@ NRL_INLINE double exp_of(double x) {
   constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   double c = x < -746.0 ? -746.0 : x;
   c = c > 710.0 ? 710.0 : c;
-  const double shifted = c * 1.4426950408889634074 + kRound;
+  const double shifted = mul_add(c, 1.4426950408889634074, kRound);
   const double n = shifted - kRound;
-  const double r = (c - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+  const double r = mul_add(n, -1.42860682030941723212e-6, mul_add(n, -6.93145751953125e-1, c));
   double p = 1.0 / 6227020800.0;
-  p = p * r + 1.0 / 479001600.0;
-  p = p * r + 1.0 / 39916800.0;
-  p = p * r + 1.0 / 3628800.0;
-  p = p * r + 1.0 / 362880.0;
-  p = p * r + 1.0 / 40320.0;
-  p = p * r + 1.0 / 5040.0;
-  p = p * r + 1.0 / 720.0;
-  p = p * r + 1.0 / 120.0;
-  p = p * r + 1.0 / 24.0;
-  p = p * r + 1.0 / 6.0;
-  p = p * r + 0.5;
-  p = p * (r * r) + r + 1.0;
+  p = mul_add(p, r, 1.0 / 479001600.0);
+  p = mul_add(p, r, 1.0 / 39916800.0);
+  p = mul_add(p, r, 1.0 / 3628800.0);
+  p = mul_add(p, r, 1.0 / 362880.0);
+  p = mul_add(p, r, 1.0 / 40320.0);
+  p = mul_add(p, r, 1.0 / 5040.0);
+  p = mul_add(p, r, 1.0 / 720.0);
+  p = mul_add(p, r, 1.0 / 120.0);
+  p = mul_add(p, r, 1.0 / 24.0);
+  p = mul_add(p, r, 1.0 / 6.0);
+  p = mul_add(p, r, 0.5);
+  p = mul_add(p, r * r, r) + 1.0;
   const std::int64_t k =
       static_cast<std::int64_t>(__builtin_bit_cast(std::uint64_t, shifted) - 0x4338000000000000ull);
   const std::int64_t half = k >> 1;
@@ -96,22 +109,23 @@ NRL_INLINE T exp_minus_linear(T r, T er) {
     q = T(1.0 / 362880);
   } else {
     q = T(1.0 / 20922789888000.0);
-    q = q * r + T(1.0 / 1307674368000.0);
-    q = q * r + T(1.0 / 87178291200.0);
-    q = q * r + T(1.0 / 6227020800.0);
-    q = q * r + T(1.0 / 479001600.0);
-    q = q * r + T(1.0 / 39916800.0);
-    q = q * r + T(1.0 / 3628800.0);
-    q = q * r + T(1.0 / 362880.0);
+    q = mul_add(q, r, T(1.0 / 1307674368000.0));
+    q = mul_add(q, r, T(1.0 / 87178291200.0));
+    q = mul_add(q, r, T(1.0 / 6227020800.0));
+    q = mul_add(q, r, T(1.0 / 479001600.0));
+    q = mul_add(q, r, T(1.0 / 39916800.0));
+    q = mul_add(q, r, T(1.0 / 3628800.0));
+    q = mul_add(q, r, T(1.0 / 362880.0));
   }
-  q = q * r + T(1.0 / 40320);
-  q = q * r + T(1.0 / 5040);
-  q = q * r + T(1.0 / 720);
-  q = q * r + T(1.0 / 120);
-  q = q * r + T(1.0 / 24);
-  q = q * r + T(1.0 / 6);
-  q = q * r + T(0.5);
-  return abs_of(r) < T(0.5) ? r * r * q : er - T(1) - r;
+  q = mul_add(q, r, T(1.0 / 40320));
+  q = mul_add(q, r, T(1.0 / 5040));
+  q = mul_add(q, r, T(1.0 / 720));
+  q = mul_add(q, r, T(1.0 / 120));
+  q = mul_add(q, r, T(1.0 / 24));
+  q = mul_add(q, r, T(1.0 / 6));
+  q = mul_add(q, r, T(0.5));
+  const T series = r * r * q, direct = er - T(1) - r;
+  return abs_of(r) < T(0.5) ? series : direct;
 }
 
 /// atanh(t) for |t| <= 1/3
@@ -123,22 +137,22 @@ NRL_INLINE T atanh_small(T t) {
     q = T(1.0 / 15);
   } else {
     q = T(1.0 / 33);
-    q = q * z + T(1.0 / 31);
-    q = q * z + T(1.0 / 29);
-    q = q * z + T(1.0 / 27);
-    q = q * z + T(1.0 / 25);
-    q = q * z + T(1.0 / 23);
-    q = q * z + T(1.0 / 21);
-    q = q * z + T(1.0 / 19);
-    q = q * z + T(1.0 / 17);
-    q = q * z + T(1.0 / 15);
+    q = mul_add(q, z, T(1.0 / 31));
+    q = mul_add(q, z, T(1.0 / 29));
+    q = mul_add(q, z, T(1.0 / 27));
+    q = mul_add(q, z, T(1.0 / 25));
+    q = mul_add(q, z, T(1.0 / 23));
+    q = mul_add(q, z, T(1.0 / 21));
+    q = mul_add(q, z, T(1.0 / 19));
+    q = mul_add(q, z, T(1.0 / 17));
+    q = mul_add(q, z, T(1.0 / 15));
   }
-  q = q * z + T(1.0 / 13);
-  q = q * z + T(1.0 / 11);
-  q = q * z + T(1.0 / 9);
-  q = q * z + T(1.0 / 7);
-  q = q * z + T(1.0 / 5);
-  q = q * z + T(1.0 / 3);
+  q = mul_add(q, z, T(1.0 / 13));
+  q = mul_add(q, z, T(1.0 / 11));
+  q = mul_add(q, z, T(1.0 / 9));
+  q = mul_add(q, z, T(1.0 / 7));
+  q = mul_add(q, z, T(1.0 / 5));
+  q = mul_add(q, z, T(1.0 / 3));
   return t + t * z * q;
 }
 

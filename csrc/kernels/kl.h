@@ -42,7 +42,7 @@ NRL_INLINE KlTerm<T> kl_term(KlEstimator type, T logprob, T ref, T weight, T inp
   const T r = clamp_to(raw, -input_clamp, input_clamp);
   const KlEstimate<T> k = kl_estimate(type, r, type == KlEstimator::k3 ? exp_of(r) : T(0));
   const T product = weight * k.value;
-  const bool inside = r == raw && abs_of(product) <= output_clamp;
+  const bool inside = (r == raw) & (abs_of(product) <= output_clamp);
   KlTerm<T> out;
   out.value = clamp_to(product, -output_clamp, output_clamp);
   out.d_r = inside ? weight * k.slope : T(0);
@@ -51,7 +51,7 @@ NRL_INLINE KlTerm<T> kl_term(KlEstimator type, T logprob, T ref, T weight, T inp
   return out;
 }
 
-/// out[i] = K of token i; d_r and d_weight may be null. `weights` null means 1.
+/// out[i] = K of token i; d_r and d_weight may both be null. `weights` null means 1.
 template <class T>
 struct KlArgs {
   std::int64_t size = 0;

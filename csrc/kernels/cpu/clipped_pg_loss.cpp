@@ -195,9 +195,9 @@ class RowWorker {
     if (c_.kl_type == KlEstimator::k1) mismatch_loop<KlEstimator::k1>();
     if (c_.kl_type == KlEstimator::k2) mismatch_loop<KlEstimator::k2>();
     if (c_.kl_type == KlEstimator::k3) mismatch_loop<KlEstimator::k3>();
-    bool binary = true;
-    for (int i = 0; i < tile_.padded; ++i) binary &= tile_.mask[i] == T(0) || tile_.mask[i] == T(1);
-    for (int i = 0; !binary && i < tile_.padded; ++i)  // a fractional mask scales the gap inside the exponent too
+    for (int i = 0; i < tile_.padded; ++i) tile_.kl[i] = abs_of(tile_.mask[i] * (T(1) - tile_.mask[i]));
+    if (lane_sum(tile_.kl, tile_.padded) == 0) return;
+    for (int i = 0; i < tile_.padded; ++i)  // a fractional mask scales the gap inside the exponent too
       tile_.mult[i] = exp_of(abs_of(tile_.prev[i] - tile_.gen[i]) * tile_.mask[i]);
   }
 
@@ -222,30 +222,44 @@ class RowWorker {
     }
   }
 
-  template <KlEstimator type>
+  /// The weight of the KL term, into `importance_gen`, which holds e^(x - generation) so far.
+  template <bool unfiltered>
+  void kl_weights() {
+    Tile<T>& t = tile_;
+    if (!c_.use_on_policy_kl_approximation) {
+      for (int i = 0; i < t.padded; ++i) {
+        const T u = unfiltered ? t.unf[i] : t.x[i];
+        t.importance_gen[i] = finite_or_zero(T(1) + (u - u));
+      }
+    } else {
+      for (int i = 0; i < t.padded; ++i)
+        t.importance_gen[i] = finite_or_zero(unfiltered ? exp_of(t.unf[i] - t.gen[i]) : t.importance_gen[i]);
+    }
+  }
+
+  template <KlEstimator type, bool unfiltered>
   void kl_loop() {
     Tile<T>& t = tile_;
-    const T* u = a_.unfiltered.data ? t.unf : t.x;
     const T in = static_cast<T>(c_.kl_input_clamp), out = static_cast<T>(c_.kl_output_clamp);
-    if (!c_.use_on_policy_kl_approximation) {
-      for (int i = 0; i < t.padded; ++i) t.importance_gen[i] = finite_or_zero(T(1) + (u[i] - u[i]));
-    } else if (a_.unfiltered.data) {
-      for (int i = 0; i < t.padded; ++i) t.importance_gen[i] = finite_or_zero(exp_of(u[i] - t.gen[i]));
-    } else {  // e^(x - generation) is there already
-      for (int i = 0; i < t.padded; ++i) t.importance_gen[i] = finite_or_zero(t.importance_gen[i]);
-    }
+    kl_weights<unfiltered>();
     for (int i = 0; i < t.padded; ++i) {
-      const KlTerm<T> k = kl_term(type, u[i], t.ref[i], t.importance_gen[i], in, out);
+      const KlTerm<T> k = kl_term(type, unfiltered ? t.unf[i] : t.x[i], t.ref[i], t.importance_gen[i], in, out);
       t.kl[i] = k.value;
       t.kl_grad[i] = k.d_logprob;
     }
   }
 
+  template <KlEstimator type>
+  void kl_type() {
+    if (a_.unfiltered.data) return kl_loop<type, true>();
+    kl_loop<type, false>();
+  }
+
   void kl_stage() {
     if (c_.kl_penalty == 0) return;
-    if (c_.kl_type == KlEstimator::k1) kl_loop<KlEstimator::k1>();
-    if (c_.kl_type == KlEstimator::k2) kl_loop<KlEstimator::k2>();
-    if (c_.kl_type == KlEstimator::k3) kl_loop<KlEstimator::k3>();
+    if (c_.kl_type == KlEstimator::k1) kl_type<KlEstimator::k1>();
+    if (c_.kl_type == KlEstimator::k2) kl_type<KlEstimator::k2>();
+    if (c_.kl_type == KlEstimator::k3) kl_type<KlEstimator::k3>();
   }
 
   bool corrected() const { return c_.importance_sampling != ImportanceSampling::none; }

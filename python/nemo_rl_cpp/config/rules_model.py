@@ -131,13 +131,13 @@ def _check_sampling(generation: GenerationConfig, report: Report) -> None:
             f"{prefix}.temperature",
             "cannot be 0 in training: greedy responses to a prompt are all equal; set it above 0",
         )
-    for name in ("temperature", "top_p", "top_k"):
-        train, val = getattr(generation, name), getattr(generation, f"val_{name}")
-        if train != val:
+    filters = {"top_p": (generation.top_p, 1.0), "top_k": (generation.top_k, None)}
+    for name, (value, off) in filters.items():
+        if value not in (off, -1, 0):
             report.add(
-                f"{prefix}.val_{name}",
-                f"is {val} but {name} is {train}: validation samples as training does; remove it or make them equal",
                 f"{prefix}.{name}",
+                f"is {value}: training on filtered log-probabilities is not available yet; set it to {'null' if off is None else off} "
+                f"(val_{name} may filter in validation)",
             )
 
 

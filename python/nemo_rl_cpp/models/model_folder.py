@@ -28,7 +28,7 @@ class ModelFolder:
     def fill(self, model: Any) -> None:
         """Loads or draws the weights of a native `DecoderModel`."""
         if self.path is None:
-            initialize_weights(model, self.seed, std=0.05)
+            initialize_weights(model, self.seed, std=float(self.config.get("initializer_range", 0.02)))
         else:
             load_weights(model, self.path)
 

@@ -116,7 +116,11 @@ def save_weights(model: Any, folder: str | Path, config: dict[str, Any], max_sha
 
 
 def initialize_weights(model: Any, seed: int, std: float = 0.02) -> None:
-    """A fresh random model: normal matrices, unit norms, zero biases; the same weights for the same seed."""
+    """A fresh random model: normal matrices, unit norms, zero biases; the same weights for the same seed.
+
+    An untied language-model head starts at a tenth of the others' spread, so that the first policy is nearly uniform:
+    reinforcement learning from scratch needs to explore.
+    """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
     for name, view in named_views(model.layout, flat).items():
@@ -125,5 +129,6 @@ def initialize_weights(model: Any, seed: int, std: float = 0.02) -> None:
         elif name.endswith(".bias") or name == "score.weight":
             view.zero_()
         else:
-            view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float32) * std)
+            spread = 0.1 * std if name == "lm_head.weight" else std
+            view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float32) * spread)
     model.masters_changed()

@@ -23,15 +23,27 @@ class LearningRateSchedule(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class _StandInOptimizer(torch.optim.Optimizer):
+    """What a scheduler writes its learning rate to. The base constructor is left out on purpose: it imports torch's
+    compiler, which takes seconds."""
+
+    def __init__(self, lr: float):
+        self.defaults = {"lr": lr}
+        self.state = {}
+        self.param_groups = [{"params": [], "lr": lr}]
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing: the update itself is the native core's."""
+
+
 class TorchLearningRate:
-    """torch.optim.lr_scheduler classes on a stand-in parameter: the same numbers as torch, whatever the schedule.
+    """torch.optim.lr_scheduler classes on a stand-in optimizer: the same numbers as torch, whatever the schedule.
 
     Several stages run one after another at `milestones` (SequentialLR); no stages: constant.
     """
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
-        parameter = torch.nn.Parameter(torch.zeros(()))
-        self._optimizer = torch.optim.SGD([parameter], lr=lr)
+        self._optimizer = _StandInOptimizer(lr)
         self._weight_decay = weight_decay
         self._scheduler = self._build(schedule)
 

@@ -75,7 +75,8 @@ struct ClippedPGArgs {
   const double* counts = nullptr; ///< [kNumLossCounts]
 };
 
-/// What one row leaves behind: sums over its valid tokens, in double.
+/// What one row leaves behind: sums over its valid tokens, in double; kFirstBad is b * N + t of its first non-finite term,
+/// infinite if there is none.
 enum PGRow : int {
   kActor, kKl, kNll, kRatio, kRatioClamped, kMultProbError, kGenKl, kPolicyKl, kJs, kImportance, kEntropy, kOutOfBounds,
   kValidSamples, kRatioMin, kRatioMax, kClampedMin, kClampedMax, kFirstBad, kPGRowSize
@@ -171,23 +172,14 @@ NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T wei
   return {inside ? weight : replaced, inside ? T(0) : T(1)};
 }
 
-/// The loss and its metrics from the rows' sums, added in row order.
-NRL_INLINE void clipped_pg_finalize(const double* rows, std::int64_t num_rows, const ClippedPGConfig& config,
+NRL_INLINE RowMerge clipped_pg_merge(int column) {
+  if (column < kRatioMin) return RowMerge::sum;
+  return column == kRatioMax || column == kClampedMax ? RowMerge::max : RowMerge::min;
+}
+
+/// The loss and its metrics from the merged rows.
+NRL_INLINE void clipped_pg_finalize(const double* sum, std::int64_t num_tokens, const ClippedPGConfig& config,
                                     const LossWeights& weights, double* metrics) {
-  double sum[kRatioMin] = {};
-  double lo = HUGE_VAL, hi = -HUGE_VAL, clamped_lo = HUGE_VAL, clamped_hi = -HUGE_VAL, bad_row = -1, bad_token = -1;
-  for (std::int64_t b = 0; b < num_rows; ++b) {
-    const double* row = rows + b * kPGRowSize;
-    for (int i = 0; i < kRatioMin; ++i) sum[i] += row[i];
-    lo = row[kRatioMin] < lo ? row[kRatioMin] : lo;
-    hi = row[kRatioMax] > hi ? row[kRatioMax] : hi;
-    clamped_lo = row[kClampedMin] < clamped_lo ? row[kClampedMin] : clamped_lo;
-    clamped_hi = row[kClampedMax] > clamped_hi ? row[kClampedMax] : clamped_hi;
-    if (bad_row < 0 && row[kFirstBad] >= 0) {
-      bad_row = static_cast<double>(b);
-      bad_token = row[kFirstBad];
-    }
-  }
   const double outer = config.token_level_loss ? weights.token : weights.sequence;
   const double kl = sum[kKl] * outer;
   const double nll = sum[kNll] * weights.positive_token;
@@ -196,10 +188,10 @@ NRL_INLINE void clipped_pg_finalize(const double* rows, std::int64_t num_rows, c
                    (config.positive_nll_weight > 0 ? config.positive_nll_weight * nll : 0);
   metrics[kProbsRatio] = sum[kRatio] * weights.token;
   metrics[kProbsRatioClamped] = sum[kRatioClamped] * weights.token;
-  metrics[kProbsRatioMin] = lo;
-  metrics[kProbsRatioMax] = hi;
-  metrics[kProbsRatioClampedMin] = clamped_lo;
-  metrics[kProbsRatioClampedMax] = clamped_hi;
+  metrics[kProbsRatioMin] = sum[kRatioMin];
+  metrics[kProbsRatioMax] = sum[kRatioMax];
+  metrics[kProbsRatioClampedMin] = sum[kClampedMin];
+  metrics[kProbsRatioClampedMax] = sum[kClampedMax];
   metrics[kKlPenalty] = kl;
   metrics[kTokenMultProbError] = sum[kMultProbError] * weights.token;
   metrics[kGenKlError] = sum[kGenKl] * weights.token;
@@ -210,8 +202,10 @@ NRL_INLINE void clipped_pg_finalize(const double* rows, std::int64_t num_rows, c
   metrics[kApproxEntropy] = -sum[kEntropy] * weights.token;
   metrics[kIsOobRatio] = sum[kOutOfBounds] * (seq_mask ? weights.sequence : weights.token);
   metrics[kPositiveNllLoss] = nll;
-  metrics[kNonfiniteSample] = bad_row;
-  metrics[kNonfiniteToken] = bad_token;
+  const bool bad = sum[kFirstBad] < HUGE_VAL;
+  const double row = bad ? floor(sum[kFirstBad] / static_cast<double>(num_tokens)) : -1.0;
+  metrics[kNonfiniteSample] = row;
+  metrics[kNonfiniteToken] = bad ? sum[kFirstBad] - row * static_cast<double>(num_tokens) : -1.0;
 }
 
 /// Rows [begin, end): writes their gradient and `rows[b * kPGRowSize ...]`.

@@ -1,5 +1,6 @@
 // A [rows, columns] array with unit stride along a row, and the reciprocal of a global count.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #include "common/host_device.h"
@@ -17,6 +18,18 @@ struct MatrixView {
 template <class T>
 NRL_INLINE double reciprocal_count(double count) {
   return 1.0 / static_cast<double>(static_cast<T>(count) + static_cast<T>(1e-8));
+}
+
+/// How the rows' entries of one column become the batch's.
+enum class RowMerge { sum, min, max };
+
+NRL_INLINE double merge_identity(RowMerge how) {
+  return how == RowMerge::sum ? 0.0 : (how == RowMerge::min ? HUGE_VAL : -HUGE_VAL);
+}
+
+NRL_INLINE double merge_rows(RowMerge how, double a, double b) {
+  if (how == RowMerge::sum) return a + b;
+  return how == RowMerge::min ? (b < a ? b : a) : (b > a ? b : a);
 }
 
 }  // namespace nemo_rl::kernels

@@ -49,30 +49,27 @@ NRL_INLINE ValueTerm<T> value_term(T v, T target, T old, T cliprange) {
   return {!(plain <= clipped) ? plain : clipped, share * T(2) * d + (T(1) - share) * inner, clipped > plain ? T(1) : T(0)};
 }
 
+NRL_INLINE RowMerge value_loss_merge(int column) {
+  if (column < kValueMin) return RowMerge::sum;
+  return column == kValueMax ? RowMerge::max : RowMerge::min;
+}
+
 template <class T>
-NRL_INLINE void value_loss_finalize(const double* rows, std::int64_t num_rows, const ValueLossConfig& config, double toks, double* metrics) {
-  double sum[kValueMin] = {}, lo = HUGE_VAL, hi = -HUGE_VAL, bad_row = -1, bad_token = -1;
-  for (std::int64_t b = 0; b < num_rows; ++b) {
-    const double* row = rows + b * kValueRowSize;
-    for (int i = 0; i < kValueMin; ++i) sum[i] += row[i];
-    lo = row[kValueMin] < lo ? row[kValueMin] : lo;
-    hi = row[kValueMax] > hi ? row[kValueMax] : hi;
-    if (bad_row < 0 && row[kFirstBadValue] >= 0) {
-      bad_row = static_cast<double>(b);
-      bad_token = row[kFirstBadValue];
-    }
-  }
+NRL_INLINE void value_loss_finalize(const double* sum, std::int64_t num_tokens, const ValueLossConfig& config, double toks, double* metrics) {
   const double w = reciprocal_count<T>(toks);
   metrics[kValueLoss] = 0.5 * config.scale * sum[kSquares] * w;
   metrics[kVfClipfrac] = sum[kClipped] * w;
   metrics[kReturnsMean] = sum[kReturns] * w;
   metrics[kValuesMean] = sum[kValues] * w;
-  metrics[kValuesMin] = lo > hi ? 0.0 : lo;
-  metrics[kValuesMax] = lo > hi ? 0.0 : hi;
+  const bool any = sum[kValueMin] <= sum[kValueMax];
+  metrics[kValuesMin] = any ? sum[kValueMin] : 0.0;
+  metrics[kValuesMax] = any ? sum[kValueMax] : 0.0;
   metrics[kReturnsSqMean] = sum[kReturnsSquared] * w;
   metrics[kResidualSqMean] = sum[kResidualSquared] * w;
-  metrics[kValueNonfiniteSample] = bad_row;
-  metrics[kValueNonfiniteToken] = bad_token;
+  const bool bad = sum[kFirstBadValue] < HUGE_VAL;
+  const double row = bad ? floor(sum[kFirstBadValue] / static_cast<double>(num_tokens)) : -1.0;
+  metrics[kValueNonfiniteSample] = row;
+  metrics[kValueNonfiniteToken] = bad ? sum[kFirstBadValue] - row * static_cast<double>(num_tokens) : -1.0;
 }
 
 template <class T>

@@ -15,6 +15,8 @@ using kernels::kPGRowSize;
 
 CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32("clipped_pg_loss");
 CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64("clipped_pg_loss");
+CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32("calculate_kl");
+CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64("calculate_kl");
 
 const std::vector<std::string>& clipped_pg_metric_names() {
   static const std::vector<std::string> names = {
@@ -146,7 +148,13 @@ void run_cpu(const Prepared& p, const ClippedPGConfig& config, Kernel* kernel, d
   const ClippedPGArgs<T> args = kernel_args<T>(p, out);
   at::parallel_for(0, args.num_rows, row_grain(args.num_tokens),
                    [&](std::int64_t begin, std::int64_t end) { kernel(args, config, begin, end, rows); });
-  kernels::clipped_pg_finalize(rows, args.num_rows, config, kernels::loss_weights<T>(args.counts),
+  double merged[kPGRowSize];
+  for (int i = 0; i < kPGRowSize; ++i) {
+    const kernels::RowMerge how = kernels::clipped_pg_merge(i);
+    merged[i] = kernels::merge_identity(how);
+    for (std::int64_t b = 0; b < args.num_rows; ++b) merged[i] = kernels::merge_rows(how, merged[i], rows[b * kPGRowSize + i]);
+  }
+  kernels::clipped_pg_finalize(merged, args.num_tokens, config, kernels::loss_weights<T>(args.counts),
                                out.metrics.mutable_data_ptr<double>());
 }
 
@@ -181,7 +189,7 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
   check_real(logprobs, "logprobs");
   NRL_CHECK_ARG(logprobs.sizes() == reference.sizes(), "logprobs has shape ", logprobs.sizes(),
                 " and logprobs_reference ", reference.sizes(), "; expected one shape");
-  NRL_CHECK_ARG(!logprobs.is_cuda(), "calculate_kl runs on the CPU; got logprobs on ", logprobs.device());
+  NRL_CHECK_ARG(logprobs.device() == reference.device(), "logprobs are on ", logprobs.device(), " and logprobs_reference on ", reference.device());
   const at::Tensor x = logprobs.detach().contiguous();
   const at::Tensor ref = reference.detach().to(x.scalar_type()).contiguous();
   const at::Tensor w = weights.defined() ? weights.detach().to(x.scalar_type()).expand_as(x).contiguous() : at::Tensor();
@@ -191,7 +199,7 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
     out.d_r = at::empty(x.sizes(), x.options());
     out.d_weight = at::empty(x.sizes(), x.options());
   }
-  const auto run = [&]<class T>(T, auto* kernel) {
+  const auto run = [&]<class T>(T, auto* kernel, const auto& cuda) {
     kernels::KlArgs<T> a;
     a.size = x.numel();
     a.logprobs = x.const_data_ptr<T>();
@@ -203,10 +211,11 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
     a.type = type;
     a.input_clamp = input_clamp;
     a.output_clamp = output_clamp;
+    if (x.is_cuda()) return cuda.get(x)(a);
     at::parallel_for(0, a.size, 16384, [&](std::int64_t begin, std::int64_t end) { kernel(a, begin, end); });
   };
-  if (x.scalar_type() == at::kFloat) run(float{}, kernels::calculate_kl_f32);
-  else run(double{}, kernels::calculate_kl_f64);
+  if (x.scalar_type() == at::kFloat) run(float{}, kernels::calculate_kl_f32, calculate_kl_cuda_f32);
+  else run(double{}, kernels::calculate_kl_f64, calculate_kl_cuda_f64);
   return out;
 }
 

@@ -65,4 +65,9 @@ using ClippedPGLauncher = void(const kernels::ClippedPGArgs<T>&, const ClippedPG
 extern CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32;
 extern CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64;
 
+template <class T>
+using KlLauncher = void(const kernels::KlArgs<T>&);
+extern CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32;
+extern CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64;
+
 }  // namespace nemo_rl::ops

@@ -24,7 +24,13 @@ void run(const kernels::ValueLossArgs<T>& a, const ValueLossConfig& c, kernels::
          const at::Tensor& values, double* rows, double* metrics) {
   if (values.is_cuda()) return cuda.get(values)(a, c, rows, metrics);
   at::parallel_for(0, a.num_rows, row_grain(a.num_tokens), [&](std::int64_t begin, std::int64_t end) { kernel(a, c, begin, end, rows); });
-  kernels::value_loss_finalize<T>(rows, a.num_rows, c, *a.global_valid_toks, metrics);
+  double merged[kernels::kValueRowSize];
+  for (int i = 0; i < kernels::kValueRowSize; ++i) {
+    const kernels::RowMerge how = kernels::value_loss_merge(i);
+    merged[i] = kernels::merge_identity(how);
+    for (std::int64_t b = 0; b < a.num_rows; ++b) merged[i] = kernels::merge_rows(how, merged[i], rows[b * kernels::kValueRowSize + i]);
+  }
+  kernels::value_loss_finalize<T>(merged, a.num_tokens, c, *a.global_valid_toks, metrics);
 }
 
 }  // namespace

@@ -16,7 +16,10 @@ def _load() -> ModuleType:
             f"nemo_rl_cpp was built for torch {built_for}, but torch {torch.__version__} is installed: "
             f"install torch=={built_for.split('+')[0]} or build nemo_rl_cpp again in this environment"
         )
-    return importlib.import_module("nemo_rl_cpp._C")
+    core = importlib.import_module("nemo_rl_cpp._C")
+    if core.cuda_compiled and torch.version.cuda is not None and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None:
+        importlib.import_module("nemo_rl_cpp._cuda")  # registers the CUDA kernels; needs no driver
+    return core
 
 
 def _built_for_torch() -> str | None:

@@ -41,10 +41,7 @@ class RowWorker {
   void run(std::int64_t b, double* row) {
     b_ = b;
     row_ = row;
-    for (int i = 0; i < kPGRowSize; ++i) row[i] = 0;
-    row[kRatioMin] = row[kClampedMin] = HUGE_VAL;
-    row[kRatioMax] = row[kClampedMax] = -HUGE_VAL;
-    row[kFirstBad] = -1;
+    for (int i = 0; i < kPGRowSize; ++i) row[i] = merge_identity(clipped_pg_merge(i));
     sample_ = a_.sample_mask[b];
     row[kValidSamples] = sample_;
     T* grad = a_.grad + b * a_.num_tokens;
@@ -309,11 +306,11 @@ class RowWorker {
     Tile<T>& t = tile_;
     double check = lane_sum(t.grad, t.padded) + row_[kActor] + row_[kKl] + row_[kNll];
     for (int i = 0; grad_unfiltered && i < t.n; ++i) check += grad_unfiltered[i];
-    if (is_finite(check) || row_[kFirstBad] >= 0) return;
+    if (is_finite(check) || row_[kFirstBad] < HUGE_VAL) return;
     for (int i = 0; i < t.n; ++i) {
       const bool kl_bad = c_.kl_penalty != 0 && !(is_finite(t.kl[i]) && is_finite(t.kl_grad[i]));
       if (t.mask[i] != T(0) && !(is_finite(t.loss[i]) && is_finite(t.grad[i]) && is_finite(t.x[i]) && !kl_bad)) {
-        row_[kFirstBad] = static_cast<double>(start + i);
+        row_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + start + i);
         return;
       }
     }
@@ -324,7 +321,7 @@ class RowWorker {
     const T slope = static_cast<T>(slope_sum_ * ctx_.grad_weight * ctx_.inverse_length);
     const T* mask = a_.token_mask.row(b_);
     for (std::int64_t t = 0; t < a_.num_tokens; ++t) grad[t] += mask[t] != T(0) ? mask[t] * slope : T(0);
-    if (!is_finite(slope) && row_[kFirstBad] < 0) row_[kFirstBad] = 0;
+    if (!is_finite(slope) && !(row_[kFirstBad] < HUGE_VAL)) row_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens);
   }
 
   const ClippedPGArgs<T>& a_;

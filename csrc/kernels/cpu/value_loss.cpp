@@ -25,10 +25,7 @@ void reduce_tile(Tile<T>& t, int n, double* row) {
 
 template <class T>
 void run_row(const ValueLossArgs<T>& a, const ValueLossConfig& c, T weight, std::int64_t b, double* row) {
-  for (int i = 0; i < kValueRowSize; ++i) row[i] = 0;
-  row[kValueMin] = HUGE_VAL;
-  row[kValueMax] = -HUGE_VAL;
-  row[kFirstBadValue] = -1;
+  for (int i = 0; i < kValueRowSize; ++i) row[i] = merge_identity(value_loss_merge(i));
   const T sample = a.sample_mask[b], cliprange = static_cast<T>(c.cliprange);
   T* grad = a.grad + b * a.num_tokens;
   Tile<T> tile;
@@ -49,9 +46,10 @@ void run_row(const ValueLossArgs<T>& a, const ValueLossConfig& c, T weight, std:
     }
     reduce_tile(tile, padded, row);
     for (int i = 0; i < n; ++i) grad[start + i] = tile.slope[i];
-    if (is_finite(row[kSquares] + lane_sum(tile.slope, padded)) || row[kFirstBadValue] >= 0) continue;
+    if (is_finite(row[kSquares] + lane_sum(tile.slope, padded)) || row[kFirstBadValue] < HUGE_VAL) continue;
     for (int i = n - 1; i >= 0; --i)
-      if (tile.mask[i] != T(0) && !(is_finite(tile.error[i]) && is_finite(tile.slope[i]))) row[kFirstBadValue] = static_cast<double>(start + i);
+      if (tile.mask[i] != T(0) && !(is_finite(tile.error[i]) && is_finite(tile.slope[i]))) 
+        row[kFirstBadValue] = static_cast<double>(b * a.num_tokens + start + i);
   }
 }
 

@@ -1,0 +1,211 @@
+// Clipped policy-gradient loss on CUDA: one block a row, the per-token arithmetic of kernels/clipped_pg_loss.h, sums in
+// double in a fixed order; a second block merges the rows into the metrics.
+#include "kernels/cuda/block_reduce.cuh"
+#include "kernels/cuda/launchers.h"
+
+namespace nemo_rl::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+/// What is known of a row before its tokens are visited; see the CPU kernel of the same op.
+template <class T>
+struct Row {
+  T sample, grad_weight, inverse_length, ratio, importance, kept, nll_weight;
+  double weight;
+};
+
+template <class T>
+struct Token {
+  T x, prev, gen, adv, mask;
+};
+
+template <class T>
+__device__ __forceinline__ Token<T> load_token(const ClippedPGArgs<T>& a, RatioMode mode, std::int64_t b, std::int64_t t, T mask) {
+  const T x = a.curr.row(b)[t];
+  return {x, mode == RatioMode::on_policy ? x : a.prev.row(b)[t], a.generation.row(b)[t], a.advantages.row(b)[t], mask};
+}
+
+__device__ __forceinline__ bool grouped_ratio(const ClippedPGConfig& c) { return c.sequence_level_ratios && c.ratio_mode == RatioMode::ppo; }
+
+template <class T>
+__device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const LossWeights& w, std::int64_t b, T sample, double* shared) {
+  Row<T> row = {sample, T(0), T(0), T(1), T(1), T(1), T(0), 1.0};
+  if (a.rewards && c.positive_nll_weight > 0 && a.rewards[b] > T(0)) row.nll_weight = static_cast<T>(c.positive_nll_weight * w.positive_token);
+  if (c.sequence_level_ratios || !c.token_level_loss || c.importance_sampling == ImportanceSampling::seq_mask_tis) {
+    double length = 0, ratio = 0, importance = 0, finite_importance = 0;
+    for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
+      const T mask = a.token_mask.row(b)[t];
+      if (mask == T(0)) continue;
+      const Token<T> k = load_token(a, c.ratio_mode, b, t, mask);
+      length += mask;
+      ratio += static_cast<double>(k.x - k.prev) * mask;
+      importance += static_cast<double>(k.prev - k.gen) * mask;
+      finite_importance += static_cast<double>(finite_or_zero(k.prev - k.gen)) * mask;
+    }
+    length = block_reduce(RowMerge::sum, length, shared);
+    ratio = block_reduce(RowMerge::sum, ratio, shared);
+    importance = block_reduce(RowMerge::sum, importance, shared);
+    finite_importance = block_reduce(RowMerge::sum, finite_importance, shared);
+    const double denominator = static_cast<T>(length) + static_cast<T>(1e-8);
+    row.inverse_length = static_cast<T>(1.0 / denominator);
+    if (!c.token_level_loss) row.weight = row.inverse_length;
+    if (c.sequence_level_ratios) {
+      row.ratio = exp_of(static_cast<T>(ratio / denominator));
+      row.importance = finite_or_zero(exp_of(static_cast<T>(importance * sample)));
+    }
+    if (c.importance_sampling == ImportanceSampling::seq_mask_tis) {
+      const T mean = exp_of(static_cast<T>(finite_importance / denominator));
+      row.kept = mean >= static_cast<T>(c.importance_min) && mean <= static_cast<T>(c.importance_max) ? T(1) : T(0);
+    }
+  }
+  row.grad_weight = static_cast<T>(row.weight * (c.token_level_loss ? w.token : w.sequence));
+  return row;
+}
+
+template <class T>
+__device__ __forceinline__ PolicyTerm<T> row_policy_term(const ClippedPGConfig& c, const Row<T>& row, const Token<T>& k) {
+  const T lo = static_cast<T>(1.0 - c.ratio_clip_min), hi = static_cast<T>(1.0 + c.ratio_clip_max), dual = static_cast<T>(c.ratio_clip_c);
+  if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
+  return clipped_term(k.adv, row.ratio, clamp_to(row.ratio, lo, hi), row.ratio >= lo && row.ratio <= hi, row.ratio, c.dual_clip, dual);
+}
+
+template <class T>
+__device__ __forceinline__ KlTerm<T> row_kl_term(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const Token<T>& k, std::int64_t b, std::int64_t t) {
+  const T u = a.unfiltered.data ? a.unfiltered.row(b)[t] : k.x;
+  const T weight = finite_or_zero(c.use_on_policy_kl_approximation ? exp_of(u - k.gen) : T(1) + (u - u));
+  return kl_term(c.kl_type, u, a.reference.row(b)[t], weight, static_cast<T>(c.kl_input_clamp), static_cast<T>(c.kl_output_clamp));
+}
+
+/// One valid token: its terms into the thread's sums and its gradient into the row (GSPO's actor part follows later).
+template <class T>
+__device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const Row<T>& row, const Token<T>& k, std::int64_t b,
+                            std::int64_t t, double* sum, double& slope_sum) {
+  const PolicyTerm<T> p = row_policy_term(c, row, k);
+  const MismatchTerm<T> m = mismatch_term(c.kl_type, k.prev, k.gen);
+  const T raw = c.sequence_level_ratios ? row.importance : m.importance;
+  TruncatedWeight<T> w = truncate_importance(c.importance_sampling, raw, static_cast<T>(c.importance_min), static_cast<T>(c.importance_max));
+  w.weight *= row.kept;
+  const bool corrected = c.importance_sampling != ImportanceSampling::none;
+  const T loss = corrected ? p.loss * w.weight : p.loss;
+  const T slope = !corrected || p.grad == T(0) ? p.grad : p.grad * w.weight;
+  const T mult = k.mask == T(1) ? m.mult_prob_error : exp_of(abs_of(k.prev - k.gen) * k.mask);
+  const double mask = k.mask;
+  sum[kActor] += static_cast<double>(loss) * mask;
+  sum[kRatio] += static_cast<double>(p.ratio) * mask;
+  sum[kRatioClamped] += static_cast<double>(p.clamped) * mask;
+  sum[kMultProbError] += static_cast<double>(mult) * mask;
+  sum[kGenKl] += static_cast<double>(m.gen_kl) * mask;
+  sum[kPolicyKl] += static_cast<double>(m.policy_kl) * mask;
+  sum[kJs] += static_cast<double>(m.js) * mask;
+  sum[kImportance] += static_cast<double>(w.weight) * mask;
+  sum[kEntropy] += static_cast<double>(exp_of(k.x - k.gen) * k.x) * mask;
+  sum[kOutOfBounds] += static_cast<double>(w.out_of_bounds) * mask;
+  for (int i = kRatioMin; i <= kRatioMax; ++i) sum[i] = merge_rows(clipped_pg_merge(i), sum[i], p.ratio);
+  for (int i = kClampedMin; i <= kClampedMax; ++i) sum[i] = merge_rows(clipped_pg_merge(i), sum[i], p.clamped);
+  if (row.nll_weight != T(0)) sum[kNll] -= static_cast<double>(k.x) * mask;
+  T grad = (grouped_ratio(c) ? T(0) : slope * row.grad_weight) - row.nll_weight;
+  if (grouped_ratio(c)) slope_sum += static_cast<double>(slope) * mask;
+  bool finite = is_finite(loss) && is_finite(slope) && is_finite(k.x);
+  if (c.kl_penalty != 0) {
+    const KlTerm<T> kl = row_kl_term(a, c, k, b, t);
+    const T kl_grad = kl.d_logprob * static_cast<T>(row.grad_weight * c.kl_penalty);
+    sum[kKl] += static_cast<double>(kl.value) * mask;
+    finite = finite && is_finite(kl.value) && is_finite(kl.d_logprob);
+    if (a.grad_unfiltered) a.grad_unfiltered[b * a.num_tokens + t] = k.mask * kl_grad;
+    else grad += kl_grad;
+  }
+  a.grad[b * a.num_tokens + t] = k.mask * grad;
+  if (!finite) sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens + t));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) rows_kernel(ClippedPGArgs<T> a, ClippedPGConfig c, double* rows) {
+  __shared__ double shared[kMaxWarps];
+  const std::int64_t b = blockIdx.x;
+  const LossWeights w = loss_weights<T>(a.counts);
+  const T sample = a.sample_mask[b];
+  double sum[kPGRowSize];
+  for (int i = 0; i < kPGRowSize; ++i) sum[i] = merge_identity(clipped_pg_merge(i));
+  double slope_sum = 0;
+  Row<T> row = {};
+  row.weight = 1.0;
+  if (sample != T(0)) row = prepare_row(a, c, w, b, sample, shared);
+  for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
+    const T mask = a.token_mask.row(b)[t] * sample;
+    if (mask != T(0)) {
+      visit_token(a, c, row, load_token(a, c.ratio_mode, b, t, mask), b, t, sum, slope_sum);
+    } else {
+      a.grad[b * a.num_tokens + t] = T(0);
+      if (a.grad_unfiltered) a.grad_unfiltered[b * a.num_tokens + t] = T(0);
+    }
+  }
+  for (int i = 0; i < kPGRowSize; ++i) sum[i] = block_reduce(clipped_pg_merge(i), sum[i], shared);
+  if (grouped_ratio(c) && sample != T(0)) {
+    const T slope = static_cast<T>(block_reduce(RowMerge::sum, slope_sum, shared) * row.grad_weight * row.inverse_length);
+    for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
+      const T mask = a.token_mask.row(b)[t];
+      if (mask != T(0)) a.grad[b * a.num_tokens + t] += mask * slope;
+    }
+    if (!is_finite(slope)) sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens));
+  }
+  if (threadIdx.x != 0) return;
+  sum[kActor] *= row.weight;
+  sum[kKl] *= row.weight;
+  sum[kValidSamples] = sample;
+  if (c.sequence_level_ratios && sample != T(0))
+    sum[kImportance] = static_cast<double>(truncate_importance(c.importance_sampling, row.importance, static_cast<T>(c.importance_min),
+                                                               static_cast<T>(c.importance_max)).weight * row.kept) * sample;
+  if (c.importance_sampling == ImportanceSampling::seq_mask_tis && sample != T(0)) sum[kOutOfBounds] = (1.0 - row.kept) * sample;
+  for (int i = 0; i < kPGRowSize; ++i) rows[b * kPGRowSize + i] = sum[i];
+}
+
+/// One block: warp i merges column i, thread 0 writes the metrics.
+template <class T>
+__global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::int64_t num_tokens, ClippedPGConfig c, const double* counts, double* metrics) {
+  __shared__ double merged[kPGRowSize];
+  const int column = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const RowMerge how = clipped_pg_merge(column);
+  double v = merge_identity(how);
+  for (std::int64_t b = lane; b < num_rows; b += kWarp) v = merge_rows(how, v, rows[b * kPGRowSize + column]);
+  v = warp_reduce(how, v);
+  if (lane == 0) merged[column] = v;
+  __syncthreads();
+  if (threadIdx.x == 0) clipped_pg_finalize(merged, num_tokens, c, loss_weights<T>(counts), metrics);
+}
+
+template <class T>
+__global__ void kl_kernel(KlArgs<T> a) {
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x; i < a.size; i += stride) {
+    const KlTerm<T> k = kl_term(a.type, a.logprobs[i], a.reference[i], a.weights ? a.weights[i] : T(1), static_cast<T>(a.input_clamp),
+                                static_cast<T>(a.output_clamp));
+    a.out[i] = k.value;
+    if (a.d_r) a.d_r[i] = k.d_r;
+    if (a.d_weight) a.d_weight[i] = k.d_weight;
+  }
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<T>& args, const ClippedPGConfig& config, double* rows, double* metrics, cudaStream_t stream) {
+  if (args.num_rows > 0) rows_kernel<T><<<static_cast<unsigned>(args.num_rows), kThreads, 0, stream>>>(args, config, rows);
+  metrics_kernel<T><<<1, kPGRowSize * kWarp, 0, stream>>>(rows, args.num_rows, args.num_tokens, config, args.counts, metrics);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t calculate_kl_launch(const KlArgs<T>& args, cudaStream_t stream) {
+  if (args.size == 0) return cudaSuccess;
+  const std::int64_t blocks = (args.size + kThreads - 1) / kThreads;
+  kl_kernel<T><<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<float>&, const ClippedPGConfig&, double*, double*, cudaStream_t);
+template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<double>&, const ClippedPGConfig&, double*, double*, cudaStream_t);
+template cudaError_t calculate_kl_launch(const KlArgs<float>&, cudaStream_t);
+template cudaError_t calculate_kl_launch(const KlArgs<double>&, cudaStream_t);
+
+}  // namespace nemo_rl::kernels

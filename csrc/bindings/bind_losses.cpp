@@ -15,12 +15,15 @@ void bind_clipped_pg_loss(py::module_& m) {
   using C = ops::ClippedPGConfig;
   py::class_<C>(m, "ClippedPGConfig", "Settings of clipped_pg_loss; see nemo_rl_cpp.ops.ClippedPGConfig")
       .def(py::init<>())
-      .def_property("ratio_mode", [](const C& c) { return static_cast<int>(c.ratio_mode); },
-                    [](C& c, const std::string& v) { c.ratio_mode = ops::parse_ratio_mode(v); })
-      .def_property("importance_sampling", [](const C& c) { return static_cast<int>(c.importance_sampling); },
-                    [](C& c, const std::string& v) { c.importance_sampling = ops::parse_importance_sampling(v); })
-      .def_property("kl_type", [](const C& c) { return static_cast<int>(c.kl_type); },
-                    [](C& c, const std::string& v) { c.kl_type = ops::parse_kl_estimator(v); })
+      .def_property(
+          "ratio_mode", [](const C& c) { return static_cast<int>(c.ratio_mode); },
+          [](C& c, const std::string& v) { c.ratio_mode = ops::parse_ratio_mode(v); })
+      .def_property(
+          "importance_sampling", [](const C& c) { return static_cast<int>(c.importance_sampling); },
+          [](C& c, const std::string& v) { c.importance_sampling = ops::parse_importance_sampling(v); })
+      .def_property(
+          "kl_type", [](const C& c) { return static_cast<int>(c.kl_type); },
+          [](C& c, const std::string& v) { c.kl_type = ops::parse_kl_estimator(v); })
       .def_readwrite("token_level_loss", &C::token_level_loss)
       .def_readwrite("sequence_level_ratios", &C::sequence_level_ratios)
       .def_readwrite("ratio_clip_min", &C::ratio_clip_min)
@@ -38,8 +41,9 @@ void bind_clipped_pg_loss(py::module_& m) {
   m.def(
       "clipped_pg_loss",
       [](const at::Tensor& curr, const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation,
-         const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask, const OptTensor& unfiltered,
-         const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs, const OptTensor& positive_toks, const C& config) {
+         const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask,
+         const OptTensor& unfiltered, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
+         const OptTensor& positive_toks, const C& config) {
         ops::ClippedPGInputs in;
         in.curr_logprobs = curr;
         in.advantages = advantages;
@@ -63,9 +67,9 @@ void bind_clipped_pg_loss(py::module_& m) {
         return std::make_tuple(r.loss, r.grad_logprobs, grad_unfiltered, r.metrics);
       },
       py::arg("curr_logprobs"), py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"),
-      py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"), py::arg("curr_logprobs_unfiltered"),
-      py::arg("rewards"), py::arg("global_valid_toks"), py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"),
-      py::arg("config"));
+      py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"),
+      py::arg("curr_logprobs_unfiltered"), py::arg("rewards"), py::arg("global_valid_toks"),
+      py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"), py::arg("config"));
   m.def("clipped_pg_metric_names", &ops::clipped_pg_metric_names);
 }
 
@@ -76,8 +80,10 @@ void bind_kl(py::module_& m) {
          double output_clamp, const OptTensor& weights, bool with_gradient) {
         const auto estimator = ops::parse_kl_estimator(type);
         py::gil_scoped_release release;
-        auto r = ops::calculate_kl(logprobs, reference, estimator, input_clamp, output_clamp, or_undefined(weights), with_gradient);
-        return std::make_tuple(r.kl, with_gradient ? OptTensor(r.d_r) : OptTensor(), with_gradient ? OptTensor(r.d_weight) : OptTensor());
+        auto r = ops::calculate_kl(logprobs, reference, estimator, input_clamp, output_clamp, or_undefined(weights),
+                                   with_gradient);
+        return std::make_tuple(r.kl, with_gradient ? OptTensor(r.d_r) : OptTensor(),
+                               with_gradient ? OptTensor(r.d_weight) : OptTensor());
       },
       py::arg("logprobs"), py::arg("reference"), py::arg("kl_type"), py::arg("input_clamp"), py::arg("output_clamp"),
       py::arg("weights"), py::arg("with_gradient"));
@@ -88,7 +94,8 @@ void bind_value_loss(py::module_& m) {
       "mse_value_loss",
       [](const at::Tensor& values, const at::Tensor& returns, const OptTensor& old_values, const at::Tensor& token_mask,
          const at::Tensor& sample_mask, const OptTensor& toks, double scale, double cliprange) {
-        const auto r = ops::mse_value_loss(values, returns, or_undefined(old_values), token_mask, sample_mask, or_undefined(toks), {scale, cliprange});
+        const auto r = ops::mse_value_loss(values, returns, or_undefined(old_values), token_mask, sample_mask,
+                                           or_undefined(toks), {scale, cliprange});
         return std::make_tuple(r.loss, r.grad_values, r.metrics);
       },
       py::arg("values"), py::arg("returns"), py::arg("old_values"), py::arg("token_mask"), py::arg("sample_mask"),

@@ -48,7 +48,8 @@ struct ClippedPGConfig {
   double positive_nll_weight = 0.0;  ///< mu; acts when rewards are given
 };
 
-/// The global counts a sum is divided by: valid tokens, valid sequences, valid tokens of samples with a positive reward.
+/// The global counts a sum is divided by: valid tokens, valid sequences, valid tokens of samples with a positive
+/// reward.
 enum LossCount : int { kTokens, kSequences, kPositiveTokens, kNumLossCounts };
 
 /// The reciprocals of the three counts.
@@ -60,33 +61,69 @@ struct LossWeights {
 
 template <class T>
 NRL_INLINE LossWeights loss_weights(const double* counts) {
-  return {reciprocal_count<T>(counts[kTokens]), reciprocal_count<T>(counts[kSequences]), reciprocal_count<T>(counts[kPositiveTokens])};
+  return {reciprocal_count<T>(counts[kTokens]), reciprocal_count<T>(counts[kSequences]),
+          reciprocal_count<T>(counts[kPositiveTokens])};
 }
 
 template <class T>
 struct ClippedPGArgs {
-  std::int64_t num_rows = 0;    ///< B
-  std::int64_t num_tokens = 0;  ///< N
-  MatrixView<T> curr, advantages, prev, generation, reference, unfiltered, token_mask;  ///< prev, reference, unfiltered may be null
+  std::int64_t num_rows = 0;                                                            ///< B
+  std::int64_t num_tokens = 0;                                                          ///< N
+  MatrixView<T> curr, advantages, prev, generation, reference, unfiltered, token_mask;  ///< prev, reference, unfiltered
+                                                                                        ///< may be null
   const T* sample_mask = nullptr;
-  const T* rewards = nullptr;     ///< [B] or null
-  T* grad = nullptr;              ///< [B, N] contiguous, written everywhere
-  T* grad_unfiltered = nullptr;   ///< the same, when `unfiltered` is given
-  const double* counts = nullptr; ///< [kNumLossCounts]
+  const T* rewards = nullptr;      ///< [B] or null
+  T* grad = nullptr;               ///< [B, N] contiguous, written everywhere
+  T* grad_unfiltered = nullptr;    ///< the same, when `unfiltered` is given
+  const double* counts = nullptr;  ///< [kNumLossCounts]
 };
 
-/// What one row leaves behind: sums over its valid tokens, in double; kFirstBad is b * N + t of its first non-finite term,
-/// infinite if there is none.
+/// What one row leaves behind: sums over its valid tokens, in double; kFirstBad is b * N + t of its first non-finite
+/// term, infinite if there is none.
 enum PGRow : int {
-  kActor, kKl, kNll, kRatio, kRatioClamped, kMultProbError, kGenKl, kPolicyKl, kJs, kImportance, kEntropy, kOutOfBounds,
-  kValidSamples, kRatioMin, kRatioMax, kClampedMin, kClampedMax, kFirstBad, kPGRowSize
+  kActor,
+  kKl,
+  kNll,
+  kRatio,
+  kRatioClamped,
+  kMultProbError,
+  kGenKl,
+  kPolicyKl,
+  kJs,
+  kImportance,
+  kEntropy,
+  kOutOfBounds,
+  kValidSamples,
+  kRatioMin,
+  kRatioMax,
+  kClampedMin,
+  kClampedMax,
+  kFirstBad,
+  kPGRowSize
 };
 
 /// The loss's result vector; names in clipped_pg_metric_name.
 enum PGMetric : int {
-  kLoss, kProbsRatio, kProbsRatioClamped, kProbsRatioMin, kProbsRatioMax, kProbsRatioClampedMin, kProbsRatioClampedMax,
-  kKlPenalty, kTokenMultProbError, kGenKlError, kPolicyKlError, kJsDivergenceError, kSamplingImportanceRatio,
-  kNumValidSamples, kApproxEntropy, kIsOobRatio, kPositiveNllLoss, kNonfiniteSample, kNonfiniteToken, kNumPGMetrics
+  kLoss,
+  kProbsRatio,
+  kProbsRatioClamped,
+  kProbsRatioMin,
+  kProbsRatioMax,
+  kProbsRatioClampedMin,
+  kProbsRatioClampedMax,
+  kKlPenalty,
+  kTokenMultProbError,
+  kGenKlError,
+  kPolicyKlError,
+  kJsDivergenceError,
+  kSamplingImportanceRatio,
+  kNumValidSamples,
+  kApproxEntropy,
+  kIsOobRatio,
+  kPositiveNllLoss,
+  kNonfiniteSample,
+  kNonfiniteToken,
+  kNumPGMetrics
 };
 
 template <class T>
@@ -147,13 +184,22 @@ NRL_INLINE MismatchTerm<T> mismatch_term(KlEstimator type, T prev, T generation)
   const T d = prev - generation;
   const T a = abs_of(d);
   const T e = exp_of(a), w = T(1) / e;
-  const T up = d > T(0) ? e : w, down = d > T(0) ? w : e;  // e^d, e^-d
+  const T k3 = exp_minus_linear(a, e);
   MismatchTerm<T> out;
-  out.importance = finite_or_zero(up);
+  out.importance = finite_or_zero(d > T(0) ? e : w);
   out.mult_prob_error = e;
-  out.gen_kl = kl_estimate(type, d, up).value;
-  out.policy_kl = kl_estimate(type, -d, down).value;
-  out.js = log_cosh_half(a, e, w);
+  out.js = log_cosh_half(a, w, k3);
+  if (type == KlEstimator::k3) {
+    const T k3_negative = exp_minus_linear(-a, w);
+    out.gen_kl = d > T(0) ? k3 : k3_negative;
+    out.policy_kl = d > T(0) ? k3_negative : k3;
+  } else {
+    out.gen_kl = kl_estimate(type, d, T(0)).value;
+    out.policy_kl = kl_estimate(type, -d, T(0)).value;
+  }
+  // a gap that is not a number belongs to neither side
+  out.gen_kl = d == d ? out.gen_kl : d;
+  out.policy_kl = d == d ? out.policy_kl : d;
   return out;
 }
 
@@ -197,7 +243,8 @@ NRL_INLINE void clipped_pg_finalize(const double* sum, std::int64_t num_tokens, 
   metrics[kGenKlError] = sum[kGenKl] * weights.token;
   metrics[kPolicyKlError] = sum[kPolicyKl] * weights.token;
   metrics[kJsDivergenceError] = sum[kJs] * weights.token;
-  metrics[kSamplingImportanceRatio] = sum[kImportance] * (config.sequence_level_ratios ? weights.sequence : weights.token);
+  metrics[kSamplingImportanceRatio] =
+      sum[kImportance] * (config.sequence_level_ratios ? weights.sequence : weights.token);
   metrics[kNumValidSamples] = sum[kValidSamples];
   metrics[kApproxEntropy] = -sum[kEntropy] * weights.token;
   metrics[kIsOobRatio] = sum[kOutOfBounds] * (seq_mask ? weights.sequence : weights.token);
@@ -210,7 +257,8 @@ NRL_INLINE void clipped_pg_finalize(const double* sum, std::int64_t num_tokens, 
 
 /// Rows [begin, end): writes their gradient and `rows[b * kPGRowSize ...]`.
 template <class T>
-using ClippedPGKernel = void(const ClippedPGArgs<T>&, const ClippedPGConfig&, std::int64_t begin, std::int64_t end, double* rows);
+using ClippedPGKernel = void(const ClippedPGArgs<T>&, const ClippedPGConfig&, std::int64_t begin, std::int64_t end,
+                             double* rows);
 NRL_DECLARE_CPU_KERNEL(clipped_pg_loss_f32, ClippedPGKernel<float>);
 NRL_DECLARE_CPU_KERNEL(clipped_pg_loss_f64, ClippedPGKernel<double>);
 

@@ -38,8 +38,9 @@ NRL_INLINE T mul_add(T a, T b, T c) {
 #if defined(__CUDA_ARCH__)
   return fma(a, b, c);
 #elif defined(__FMA__)
-  return sizeof(T) == 4 ? static_cast<T>(__builtin_fmaf(static_cast<float>(a), static_cast<float>(b), static_cast<float>(c)))
-                        : static_cast<T>(__builtin_fma(a, b, c));
+  return sizeof(T) == 4
+             ? static_cast<T>(__builtin_fmaf(static_cast<float>(a), static_cast<float>(b), static_cast<float>(c)))
+             : static_cast<T>(__builtin_fma(a, b, c));
 #else
   return a * b + c;
 #endif
@@ -92,8 +93,7 @@ NRL_INLINE double exp_of(double x) {
   p = mul_add(p, r, 1.0 / 6.0);
   p = mul_add(p, r, 0.5);
   p = mul_add(p, r * r, r) + 1.0;
-  const std::int64_t k =
-      static_cast<std::int64_t>(__builtin_bit_cast(std::uint64_t, shifted) - 0x4338000000000000ull);
+  const std::int64_t k = static_cast<std::int64_t>(__builtin_bit_cast(std::uint64_t, shifted) - 0x4338000000000000ull);
   const std::int64_t half = k >> 1;
   const double s1 = __builtin_bit_cast(double, static_cast<std::uint64_t>(half + 1023) << 52);
   const double s2 = __builtin_bit_cast(double, static_cast<std::uint64_t>(k - half + 1023) << 52);
@@ -156,13 +156,13 @@ NRL_INLINE T atanh_small(T t) {
   return t + t * z * q;
 }
 
-/// log(cosh(a / 2)) for a >= 0, given e = e^a and w = e^-a, accurate relative to the result everywhere.
+/// log(cosh(a / 2)) for a >= 0, given w = e^-a and k3 = e^a - 1 - a, accurate relative to the result everywhere.
 template <class T>
-NRL_INLINE T log_cosh_half(T a, T e, T w) {
-  const T em1 = exp_minus_linear(a, e) + a;
+NRL_INLINE T log_cosh_half(T a, T w, T k3) {
+  const T em1 = k3 + a;
   const T s = em1 * em1 * w * T(0.25);  // sinh^2(a/2); log cosh = log1p(s) / 2 = atanh(s / (2 + s))
   const bool near = a < T(1.7);
-  const T t = near ? s / (T(2) + s) : (w - T(1)) / (w + T(3));
+  const T t = (near ? s : w - T(1)) / ((near ? s : w) + (near ? T(2) : T(3)));
   const T y = atanh_small(t);
   return near ? y : a * T(0.5) + T(2) * y;
 }

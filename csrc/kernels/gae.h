@@ -12,10 +12,11 @@ namespace nemo_rl::kernels {
 
 struct GaeConfig {
   double gamma = 1.0;
-  double lambda = 0.95;         ///< of the advantages
-  double lambda_value = 0.95;   ///< of the returns; read if `decoupled`
+  double lambda = 0.95;        ///< of the advantages
+  double lambda_value = 0.95;  ///< of the returns; read if `decoupled`
   bool decoupled = false;
-  double length_adaptive_alpha = 0.0;  ///< > 0: the advantages' lambda of a row is clamp(1 - 1 / max(alpha * length, 1), 0, 1)
+  double length_adaptive_alpha = 0.0;  ///< > 0: the advantages' lambda of a row is clamp(1 - 1 / max(alpha * length,
+                                       ///< 1), 0, 1)
   double kl_coef = 0.0;                ///< 0 reads no log-probs
   KlEstimator kl_type = KlEstimator::k3;
 };
@@ -37,7 +38,8 @@ struct GaeCarry {
   double value_advantage = 0;  ///< of the returns' pass
 };
 
-NRL_INLINE GaeCarry gae_step(const GaeCarry& c, double reward, double value, double gamma, double decay, double decay_value) {
+NRL_INLINE GaeCarry gae_step(const GaeCarry& c, double reward, double value, double gamma, double decay,
+                             double decay_value) {
   const double delta = reward + gamma * c.next_value - value;
   return {value, delta + decay * c.advantage, delta + decay_value * c.value_advantage};
 }

@@ -13,7 +13,8 @@ struct SampleStats {
 };
 
 /// Statistics for `sample` from its group's members.
-SampleStats sample_stats(const GroupBaselineArgs& a, const std::vector<std::int64_t>& members, std::int64_t sample, double num_valid) {
+SampleStats sample_stats(const GroupBaselineArgs& a, const std::vector<std::int64_t>& members, std::int64_t sample,
+                         double num_valid) {
   const double* q = a.std_rewards ? a.std_rewards : a.rewards;
   const double k = num_valid - (a.leave_one_out ? 1.0 : 0.0);
   double weight = 0, sum_r = 0, sum_q = 0, sum_q2 = 0, low = HUGE_VAL, high = -HUGE_VAL;
@@ -63,7 +64,8 @@ void group_baseline(const GroupBaselineArgs& a) {
 void first_equal_row(const unsigned char* rows, std::int64_t num_rows, std::int64_t row_bytes, std::int64_t* out) {
   std::unordered_map<std::string_view, std::int64_t> seen;
   for (std::int64_t i = 0; i < num_rows; ++i) {
-    const std::string_view key(reinterpret_cast<const char*>(rows + i * row_bytes), static_cast<std::size_t>(row_bytes));
+    const std::string_view key(reinterpret_cast<const char*>(rows + i * row_bytes),
+                               static_cast<std::size_t>(row_bytes));
     out[i] = seen.try_emplace(key, i).first->second;
   }
 }

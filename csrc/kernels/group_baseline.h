@@ -1,7 +1,8 @@
 // Baseline and spread of a sample's group. With v the valid samples of the group (the sample itself left out if
 // leave_one_out), k = valid samples of the group - (1 if leave_one_out):
 //   baseline = sum_v r / k,     std = sqrt((sum_v q^2 / k - (sum_v q / k)^2) k / (k - 1)),  q = std_rewards or r
-// A group with at most one valid sample: baseline = the sample's own reward, std 0. A std that is no finite number is 0.
+// A group with at most one valid sample: baseline = the sample's own reward, std 0. A std that is no finite number is
+// 0.
 #pragma once
 #include <cstdint>
 

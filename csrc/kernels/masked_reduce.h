@@ -70,7 +70,8 @@ NRL_DECLARE_CPU_KERNEL(masked_moments_f64, MomentsKernel<double>);
 
 /// values = (values - mean) * scale, in place; 0 where the mask is 0 if `zero_masked`.
 template <class T>
-using WhitenKernel = void(const MaskedArgs<T>&, const WhitenScale&, bool zero_masked, std::int64_t begin, std::int64_t end);
+using WhitenKernel = void(const MaskedArgs<T>&, const WhitenScale&, bool zero_masked, std::int64_t begin,
+                          std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(whiten_f32, WhitenKernel<float>);
 NRL_DECLARE_CPU_KERNEL(whiten_f64, WhitenKernel<double>);
 

@@ -10,7 +10,7 @@ template <class T>
 struct TokenAdvantageArgs {
   std::int64_t num_rows = 0;
   std::int64_t num_tokens = 0;
-  const T* advantages = nullptr;  ///< [B]
+  const T* advantages = nullptr;            ///< [B]
   MatrixView<T> mask, logprobs, reference;  ///< the last two null without a KL term; not read where the mask is 0
   double kl_coef = 0;
   KlEstimator kl_type = KlEstimator::k3;

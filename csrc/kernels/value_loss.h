@@ -1,5 +1,6 @@
 // Squared error of value predictions, optionally clipped around the old ones (PPO).
-//   e = (v - R)^2;  with cliprange c: e = max(e, (clamp(v, old - c, old + c) - R)^2);  loss = scale / 2 * sum(e M) / tokens
+//   e = (v - R)^2;  with cliprange c: e = max(e, (clamp(v, old - c, old + c) - R)^2);  loss = scale / 2 * sum(e M) /
+//   tokens
 // M = token_mask * sample_mask on unshifted [B, S] arrays.
 #pragma once
 #include "common/cpu_capability.h"
@@ -23,10 +24,30 @@ struct ValueLossArgs {
   T* grad = nullptr;                          ///< [B, S] contiguous, d loss / d values
 };
 
-enum ValueRow : int { kSquares, kClipped, kReturns, kValues, kReturnsSquared, kResidualSquared, kValueMin, kValueMax, kFirstBadValue, kValueRowSize };
+enum ValueRow : int {
+  kSquares,
+  kClipped,
+  kReturns,
+  kValues,
+  kReturnsSquared,
+  kResidualSquared,
+  kValueMin,
+  kValueMax,
+  kFirstBadValue,
+  kValueRowSize
+};
 enum ValueMetric : int {
-  kValueLoss, kVfClipfrac, kReturnsMean, kValuesMean, kValuesMin, kValuesMax, kReturnsSqMean, kResidualSqMean,
-  kValueNonfiniteSample, kValueNonfiniteToken, kNumValueMetrics
+  kValueLoss,
+  kVfClipfrac,
+  kReturnsMean,
+  kValuesMean,
+  kValuesMin,
+  kValuesMax,
+  kReturnsSqMean,
+  kResidualSqMean,
+  kValueNonfiniteSample,
+  kValueNonfiniteToken,
+  kNumValueMetrics
 };
 
 template <class T>
@@ -46,7 +67,8 @@ NRL_INLINE ValueTerm<T> value_term(T v, T target, T old, T cliprange) {
   const T clipped = dc * dc;
   const T share = plain > clipped ? T(1) : (plain == clipped ? T(0.5) : T(0));
   const T inner = v >= lo && v <= hi ? T(2) * dc : T(0);
-  return {!(plain <= clipped) ? plain : clipped, share * T(2) * d + (T(1) - share) * inner, clipped > plain ? T(1) : T(0)};
+  return {!(plain <= clipped) ? plain : clipped, share * T(2) * d + (T(1) - share) * inner,
+          clipped > plain ? T(1) : T(0)};
 }
 
 NRL_INLINE RowMerge value_loss_merge(int column) {
@@ -55,7 +77,8 @@ NRL_INLINE RowMerge value_loss_merge(int column) {
 }
 
 template <class T>
-NRL_INLINE void value_loss_finalize(const double* sum, std::int64_t num_tokens, const ValueLossConfig& config, double toks, double* metrics) {
+NRL_INLINE void value_loss_finalize(const double* sum, std::int64_t num_tokens, const ValueLossConfig& config,
+                                    double toks, double* metrics) {
   const double w = reciprocal_count<T>(toks);
   metrics[kValueLoss] = 0.5 * config.scale * sum[kSquares] * w;
   metrics[kVfClipfrac] = sum[kClipped] * w;
@@ -73,7 +96,8 @@ NRL_INLINE void value_loss_finalize(const double* sum, std::int64_t num_tokens, 
 }
 
 template <class T>
-using ValueLossKernel = void(const ValueLossArgs<T>&, const ValueLossConfig&, std::int64_t begin, std::int64_t end, double* rows);
+using ValueLossKernel = void(const ValueLossArgs<T>&, const ValueLossConfig&, std::int64_t begin, std::int64_t end,
+                             double* rows);
 NRL_DECLARE_CPU_KERNEL(value_loss_f32, ValueLossKernel<float>);
 NRL_DECLARE_CPU_KERNEL(value_loss_f64, ValueLossKernel<double>);
 

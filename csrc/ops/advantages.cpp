@@ -20,7 +20,8 @@ at::Tensor group_ids_from_prompts(const at::Tensor& prompts) {
   const at::Tensor rows = prompts.detach().to(at::kCPU).contiguous();
   at::Tensor ids = at::empty({rows.size(0)}, at::kLong);
   const std::int64_t bytes = rows.size(0) == 0 ? 0 : static_cast<std::int64_t>(rows.nbytes()) / rows.size(0);
-  kernels::first_equal_row(static_cast<const unsigned char*>(rows.const_data_ptr()), rows.size(0), bytes, ids.mutable_data_ptr<std::int64_t>());
+  kernels::first_equal_row(static_cast<const unsigned char*>(rows.const_data_ptr()), rows.size(0), bytes,
+                           ids.mutable_data_ptr<std::int64_t>());
   return ids;
 }
 
@@ -50,7 +51,8 @@ GroupBaseline group_baseline(const at::Tensor& rewards, const at::Tensor& group_
   return {baseline.to(rewards.device(), dtype), std.to(rewards.device(), dtype)};
 }
 
-at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline, const at::Tensor& std, bool normalize) {
+at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline, const at::Tensor& std,
+                           bool normalize) {
   const at::Tensor centred = rewards.to(at::kDouble) - baseline.to(at::kDouble);
   const at::Tensor spread = std.to(at::kDouble);
   const at::Tensor out = normalize ? at::where(spread > 0, centred / (spread + 1e-6), centred) : centred;
@@ -58,9 +60,10 @@ at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline
 }
 
 at::Tensor gdpo_advantages(const at::Tensor& components, const at::Tensor& weights) {
-  NRL_CHECK_ARG(components.dim() == 2 && weights.numel() == components.size(0), "components has shape ", components.sizes(),
-                " and weights ", weights.sizes(), "; expected [K, B] and [K]");
-  const at::Tensor sum = (components.to(at::kDouble) * weights.to(components.device(), at::kDouble).reshape({-1, 1})).sum(0);
+  NRL_CHECK_ARG(components.dim() == 2 && weights.numel() == components.size(0), "components has shape ",
+                components.sizes(), " and weights ", weights.sizes(), "; expected [K, B] and [K]");
+  const at::Tensor sum =
+      (components.to(at::kDouble) * weights.to(components.device(), at::kDouble).reshape({-1, 1})).sum(0);
   const at::Tensor centred = sum - sum.mean();
   if (sum.numel() < 2) return centred.to(components.scalar_type());
   const at::Tensor std = sum.std();
@@ -91,7 +94,8 @@ void over_rows(std::int64_t rows, std::int64_t row_length, F&& f) {
 /// KL needs both or neither of the log-probs; converted to `like`.
 void take_logprobs(const at::Tensor& logprobs, const at::Tensor& reference, const at::Tensor& like, std::int64_t B,
                    std::int64_t S, at::Tensor& p, at::Tensor& r) {
-  NRL_CHECK_ARG(logprobs.defined() == reference.defined(), "the KL term needs the policy's and the reference's log-probs; one is missing");
+  NRL_CHECK_ARG(logprobs.defined() == reference.defined(),
+                "the KL term needs the policy's and the reference's log-probs; one is missing");
   if (!logprobs.defined()) return;
   p = as_matrix(logprobs, like, B, S, "logprobs");
   r = as_matrix(reference, like, B, S, "reference logprobs");
@@ -114,17 +118,23 @@ bool whiten_typed(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRul
   auto* rows = reinterpret_cast<kernels::Moments*>(work.mutable_data_ptr<double>());
   if (values.is_cuda()) {
     auto* scale = reinterpret_cast<kernels::WhitenScale*>(work.mutable_data_ptr<double>() + a.num_rows * kDoubles);
-    if constexpr (std::is_same_v<T, float>) whiten_cuda_f32.get(values)(a, rule, zero_masked, rows, scale);
-    else whiten_cuda_f64.get(values)(a, rule, zero_masked, rows, scale);
+    if constexpr (std::is_same_v<T, float>)
+      whiten_cuda_f32.get(values)(a, rule, zero_masked, rows, scale);
+    else
+      whiten_cuda_f64.get(values)(a, rule, zero_masked, rows, scale);
     return work.select(0, a.num_rows * kDoubles + 2).item().toDouble() != 0;
   }
   const auto moments = [&](std::int64_t begin, std::int64_t end) {
-    if constexpr (std::is_same_v<T, float>) kernels::masked_moments_f32(a, begin, end, rows);
-    else kernels::masked_moments_f64(a, begin, end, rows);
+    if constexpr (std::is_same_v<T, float>)
+      kernels::masked_moments_f32(a, begin, end, rows);
+    else
+      kernels::masked_moments_f64(a, begin, end, rows);
   };
   const auto whiten = [&](const kernels::WhitenScale& scale, std::int64_t begin, std::int64_t end) {
-    if constexpr (std::is_same_v<T, float>) kernels::whiten_f32(a, scale, zero_masked, begin, end);
-    else kernels::whiten_f64(a, scale, zero_masked, begin, end);
+    if constexpr (std::is_same_v<T, float>)
+      kernels::whiten_f32(a, scale, zero_masked, begin, end);
+    else
+      kernels::whiten_f64(a, scale, zero_masked, begin, end);
   };
   over_rows(a.num_rows, a.num_tokens, moments);
   kernels::Moments all;
@@ -135,8 +145,8 @@ bool whiten_typed(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRul
 }
 
 template <class T>
-void fill_token_advantages(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& p, const at::Tensor& r,
-                           double kl_coef, KlEstimator kl_type, at::Tensor& out) {
+void fill_token_advantages(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& p,
+                           const at::Tensor& r, double kl_coef, KlEstimator kl_type, at::Tensor& out) {
   kernels::TokenAdvantageArgs<T> a;
   a.num_rows = mask.size(0);
   a.num_tokens = mask.size(1);
@@ -149,10 +159,12 @@ void fill_token_advantages(const at::Tensor& advantages, const at::Tensor& mask,
   a.out = out.mutable_data_ptr<T>();
   if constexpr (std::is_same_v<T, float>) {
     if (out.is_cuda()) return token_advantages_cuda_f32.get(out)(a);
-    over_rows(a.num_rows, a.num_tokens, [&](std::int64_t begin, std::int64_t end) { kernels::token_advantages_f32(a, begin, end); });
+    over_rows(a.num_rows, a.num_tokens,
+              [&](std::int64_t begin, std::int64_t end) { kernels::token_advantages_f32(a, begin, end); });
   } else {
     if (out.is_cuda()) return token_advantages_cuda_f64.get(out)(a);
-    over_rows(a.num_rows, a.num_tokens, [&](std::int64_t begin, std::int64_t end) { kernels::token_advantages_f64(a, begin, end); });
+    over_rows(a.num_rows, a.num_tokens,
+              [&](std::int64_t begin, std::int64_t end) { kernels::token_advantages_f64(a, begin, end); });
   }
 }
 
@@ -165,7 +177,9 @@ TokenAdvantages token_advantages(const at::Tensor& per_sample, const at::Tensor&
   take_logprobs(logprobs, reference, sample, m.size(0), m.size(1), p, r);
   TokenAdvantages out;
   out.advantages = at::empty(m.sizes(), sample.options());
-  dispatch_real(sample, [&](auto zero) { fill_token_advantages<decltype(zero)>(sample, m, p, r, kl_coef, kl_type, out.advantages); });
+  dispatch_real(sample, [&](auto zero) {
+    fill_token_advantages<decltype(zero)>(sample, m, p, r, kl_coef, kl_type, out.advantages);
+  });
   return out;
 }
 
@@ -184,10 +198,12 @@ void run_gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tens
   a.returns = out.returns.mutable_data_ptr<T>();
   if constexpr (std::is_same_v<T, float>) {
     if (values.is_cuda()) return gae_cuda_f32.get(values)(a, config);
-    over_rows(a.num_rows, a.num_tokens, [&](std::int64_t begin, std::int64_t end) { kernels::gae_f32(a, config, begin, end); });
+    over_rows(a.num_rows, a.num_tokens,
+              [&](std::int64_t begin, std::int64_t end) { kernels::gae_f32(a, config, begin, end); });
   } else {
     if (values.is_cuda()) return gae_cuda_f64.get(values)(a, config);
-    over_rows(a.num_rows, a.num_tokens, [&](std::int64_t begin, std::int64_t end) { kernels::gae_f64(a, config, begin, end); });
+    over_rows(a.num_rows, a.num_tokens,
+              [&](std::int64_t begin, std::int64_t end) { kernels::gae_f64(a, config, begin, end); });
   }
 }
 
@@ -195,7 +211,8 @@ void run_gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tens
 
 bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked) {
   check_real(values, "values");
-  NRL_CHECK_ARG(values.dim() == 2 && values.is_contiguous(), "values has shape ", values.sizes(), "; expected contiguous [B, S]");
+  NRL_CHECK_ARG(values.dim() == 2 && values.is_contiguous(), "values has shape ", values.sizes(),
+                "; expected contiguous [B, S]");
   const at::Tensor m = check_mask(mask, values, values.size(0));
   NRL_CHECK_ARG(m.sizes() == values.sizes(), "mask has shape ", m.sizes(), "; expected ", values.sizes());
   return dispatch_real(values, [&](auto zero) { return whiten_typed<decltype(zero)>(values, m, rule, zero_masked); });
@@ -214,8 +231,8 @@ TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bo
   return out;
 }
 
-TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask, const at::Tensor& logprobs,
-                    const at::Tensor& reference, const GaeConfig& config, bool normalize) {
+TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask,
+                    const at::Tensor& logprobs, const at::Tensor& reference, const GaeConfig& config, bool normalize) {
   check_real(values, "values");
   NRL_CHECK_ARG(values.dim() == 2, "values has shape ", values.sizes(), "; expected [B, S]");
   const std::int64_t B = values.size(0), S = values.size(1);
@@ -223,7 +240,8 @@ TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const a
   const at::Tensor v = values.detach().to(wide ? at::kDouble : at::kFloat);
   const at::Tensor value_rows = as_matrix(v, v, B, S, "values");
   const at::Tensor reward_rows = as_vector(rewards, v, B, "rewards");
-  NRL_CHECK_ARG(mask.dim() == 2 && mask.sizes() == values.sizes(), "mask has shape ", mask.sizes(), "; expected ", values.sizes());
+  NRL_CHECK_ARG(mask.dim() == 2 && mask.sizes() == values.sizes(), "mask has shape ", mask.sizes(), "; expected ",
+                values.sizes());
   const at::Tensor m = check_mask(mask, v, B);
   at::Tensor p, r;
   if (config.kl_coef != 0) take_logprobs(logprobs, reference, v, B, S, p, r);

@@ -20,14 +20,17 @@ struct GroupBaseline {
   at::Tensor baseline;  ///< [B]
   at::Tensor std;       ///< [B]
 };
-/// `valid_mask` and `std_rewards` may be undefined: all valid; rewards. Runs on the CPU; results on the rewards' device.
+/// `valid_mask` and `std_rewards` may be undefined: all valid; rewards. Runs on the CPU; results on the rewards'
+/// device.
 GroupBaseline group_baseline(const at::Tensor& rewards, const at::Tensor& group_ids, const at::Tensor& valid_mask,
                              bool leave_one_out, const at::Tensor& std_rewards);
 
 /// [B]: rewards - baseline, and over (std + 1e-6) where normalize and std > 0.
-at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline, const at::Tensor& std, bool normalize);
+at::Tensor grpo_advantages(const at::Tensor& rewards, const at::Tensor& baseline, const at::Tensor& std,
+                           bool normalize);
 
-/// [B]: (sum_k weights_k advantages_k - mean) / std over the samples (unbiased; only the mean is taken off where std is 0).
+/// [B]: (sum_k weights_k advantages_k - mean) / std over the samples (unbiased; only the mean is taken off where std is
+/// 0).
 at::Tensor gdpo_advantages(const at::Tensor& components, const at::Tensor& weights);
 
 /// Per-token advantages; `degenerate` is set when too few tokens were valid to whiten (they are 0 then).
@@ -37,17 +40,18 @@ struct TokenAdvantages {
   bool degenerate = false;
 };
 
-/// (advantage - kl_coef K) whitened over all valid tokens; 0 at masked positions. `logprobs` and `reference` may both be
-/// undefined: no KL term.
+/// (advantage - kl_coef K) whitened over all valid tokens; 0 at masked positions. `logprobs` and `reference` may both
+/// be undefined: no KL term.
 TokenAdvantages reinforce_plus_plus(const at::Tensor& advantages, const at::Tensor& mask, const at::Tensor& logprobs,
                                     const at::Tensor& reference, double kl_coef, KlEstimator kl_type);
 
 /// The reward on each token, whitened over the valid ones if `normalize`; masked positions get the same transform.
 TokenAdvantages raw_reward(const at::Tensor& rewards, const at::Tensor& mask, bool normalize);
 
-/// GAE; `values` [B, S] decides the dtype together with the rewards (the wider). Whitened over valid tokens if `normalize`.
-TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask, const at::Tensor& logprobs,
-                    const at::Tensor& reference, const GaeConfig& config, bool normalize);
+/// GAE; `values` [B, S] decides the dtype together with the rewards (the wider). Whitened over valid tokens if
+/// `normalize`.
+TokenAdvantages gae(const at::Tensor& rewards, const at::Tensor& values, const at::Tensor& mask,
+                    const at::Tensor& logprobs, const at::Tensor& reference, const GaeConfig& config, bool normalize);
 
 /// In-place whitening of `values` [B, S] (contiguous) over mask != 0; returns whether it was degenerate.
 bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rule, bool zero_masked);
@@ -62,8 +66,8 @@ extern CudaSlot<TokenAdvantageLauncher<float>> token_advantages_cuda_f32;
 extern CudaSlot<TokenAdvantageLauncher<double>> token_advantages_cuda_f64;
 /// `rows` [B] Moments and `scale` [1] WhitenScale are workspace on the device.
 template <class T>
-using WhitenLauncher = void(const kernels::MaskedArgs<T>&, kernels::WhitenRule, bool zero_masked, kernels::Moments* rows,
-                            kernels::WhitenScale* scale);
+using WhitenLauncher = void(const kernels::MaskedArgs<T>&, kernels::WhitenRule, bool zero_masked,
+                            kernels::Moments* rows, kernels::WhitenScale* scale);
 extern CudaSlot<WhitenLauncher<float>> whiten_cuda_f32;
 extern CudaSlot<WhitenLauncher<double>> whiten_cuda_f64;
 

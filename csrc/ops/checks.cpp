@@ -6,11 +6,12 @@ namespace nemo_rl::ops {
 
 void check_real(const at::Tensor& t, const char* name) {
   NRL_CHECK_ARG(t.defined(), name, " is missing");
-  NRL_CHECK_ARG(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, name, " has dtype ",
-                t.scalar_type(), "; expected float32 or float64");
+  NRL_CHECK_ARG(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, name, " has dtype ", t.scalar_type(),
+                "; expected float32 or float64");
 }
 
-at::Tensor as_matrix(const at::Tensor& t, const at::Tensor& like, std::int64_t rows, std::int64_t cols, const char* name) {
+at::Tensor as_matrix(const at::Tensor& t, const at::Tensor& like, std::int64_t rows, std::int64_t cols,
+                     const char* name) {
   NRL_CHECK_ARG(t.defined(), name, " is missing");
   NRL_CHECK_ARG(t.dim() == 2 && t.size(0) == rows && t.size(1) == cols, name, " has shape ", t.sizes(), "; expected [",
                 rows, ", ", cols, "]");
@@ -26,6 +27,8 @@ at::Tensor as_vector(const at::Tensor& t, const at::Tensor& like, std::int64_t s
   return t.detach().to(like.scalar_type()).reshape({size}).contiguous();
 }
 
-std::int64_t row_grain(std::int64_t row_length) { return std::max<std::int64_t>(1, 16384 / std::max<std::int64_t>(1, row_length)); }
+std::int64_t row_grain(std::int64_t row_length) {
+  return std::max<std::int64_t>(1, 16384 / std::max<std::int64_t>(1, row_length));
+}
 
 }  // namespace nemo_rl::ops

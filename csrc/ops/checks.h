@@ -9,7 +9,8 @@
 namespace nemo_rl::ops {
 
 /// `t` as [rows, cols] of `like`'s dtype and device with unit stride along a row (copied only if it has to be).
-at::Tensor as_matrix(const at::Tensor& t, const at::Tensor& like, std::int64_t rows, std::int64_t cols, const char* name);
+at::Tensor as_matrix(const at::Tensor& t, const at::Tensor& like, std::int64_t rows, std::int64_t cols,
+                     const char* name);
 
 /// `t` as a contiguous [size] vector of `like`'s dtype and device.
 at::Tensor as_vector(const at::Tensor& t, const at::Tensor& like, std::int64_t size, const char* name);

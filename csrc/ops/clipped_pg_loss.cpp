@@ -19,11 +19,25 @@ CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32("calculate_kl");
 CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64("calculate_kl");
 
 const std::vector<std::string>& clipped_pg_metric_names() {
-  static const std::vector<std::string> names = {
-      "loss", "probs_ratio", "probs_ratio_clamped", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
-      "probs_ratio_clamped_max", "kl_penalty", "token_mult_prob_error", "gen_kl_error", "policy_kl_error",
-      "js_divergence_error", "sampling_importance_ratio", "num_valid_samples", "approx_entropy", "is_oob_ratio",
-      "positive_nll_loss", "nonfinite_sample", "nonfinite_token"};
+  static const std::vector<std::string> names = {"loss",
+                                                 "probs_ratio",
+                                                 "probs_ratio_clamped",
+                                                 "probs_ratio_min",
+                                                 "probs_ratio_max",
+                                                 "probs_ratio_clamped_min",
+                                                 "probs_ratio_clamped_max",
+                                                 "kl_penalty",
+                                                 "token_mult_prob_error",
+                                                 "gen_kl_error",
+                                                 "policy_kl_error",
+                                                 "js_divergence_error",
+                                                 "sampling_importance_ratio",
+                                                 "num_valid_samples",
+                                                 "approx_entropy",
+                                                 "is_oob_ratio",
+                                                 "positive_nll_loss",
+                                                 "nonfinite_sample",
+                                                 "nonfinite_token"};
   NRL_CHECK(names.size() == kNumPGMetrics, "one name a metric");
   return names;
 }
@@ -54,18 +68,21 @@ KlEstimator parse_kl_estimator(const std::string& name) {
 }
 
 void check_config(const ClippedPGConfig& c) {
-  NRL_CHECK_ARG(!c.dual_clip || c.ratio_clip_c > 1, "loss_fn.ratio_clip_c is ", c.ratio_clip_c, "; expected more than 1, or null");
+  NRL_CHECK_ARG(!c.dual_clip || c.ratio_clip_c > 1, "loss_fn.ratio_clip_c is ", c.ratio_clip_c,
+                "; expected more than 1, or null");
   NRL_CHECK_ARG(!(c.sequence_level_ratios && c.token_level_loss),
                 "loss_fn.sequence_level_importance_ratios needs loss_fn.token_level_loss: false");
   NRL_CHECK_ARG(c.ratio_mode != RatioMode::cispo || (c.token_level_loss && !c.dual_clip && !c.sequence_level_ratios),
                 "loss_fn.use_cispo needs token_level_loss: true, ratio_clip_c: null and no sequence-level ratios");
-  const bool bounded = c.importance_sampling == ImportanceSampling::tis || c.importance_sampling == ImportanceSampling::icepop ||
+  const bool bounded = c.importance_sampling == ImportanceSampling::tis ||
+                       c.importance_sampling == ImportanceSampling::icepop ||
                        c.importance_sampling == ImportanceSampling::seq_mask_tis;
   NRL_CHECK_ARG(!bounded || (c.importance_max > 0 && c.importance_min <= c.importance_max),
-                "loss_fn.truncated_importance_sampling_ratio is ", c.importance_max, " with ..._ratio_min ", c.importance_min,
-                "; expected a positive upper bound not below the lower one");
-  NRL_CHECK_ARG(!(c.importance_sampling == ImportanceSampling::seq_mask_tis && c.sequence_level_ratios),
-                "loss_fn.truncated_importance_sampling_type seq-mask-tis does not go with sequence_level_importance_ratios");
+                "loss_fn.truncated_importance_sampling_ratio is ", c.importance_max, " with ..._ratio_min ",
+                c.importance_min, "; expected a positive upper bound not below the lower one");
+  NRL_CHECK_ARG(
+      !(c.importance_sampling == ImportanceSampling::seq_mask_tis && c.sequence_level_ratios),
+      "loss_fn.truncated_importance_sampling_type seq-mask-tis does not go with sequence_level_importance_ratios");
 }
 
 namespace {
@@ -83,7 +100,8 @@ at::Tensor count_or(const at::Tensor& given, const at::Tensor& own, const at::Te
 
 at::Tensor loss_counts(const ClippedPGInputs& in, const Prepared& p, const ClippedPGConfig& c) {
   at::Tensor row_tokens, own_tokens, own_positive = at::zeros({}, p.curr.options().dtype(at::kDouble));
-  const bool needs_positive = c.positive_nll_weight > 0 && in.rewards.defined() && !in.global_valid_positive_toks.defined();
+  const bool needs_positive =
+      c.positive_nll_weight > 0 && in.rewards.defined() && !in.global_valid_positive_toks.defined();
   if (!in.global_valid_toks.defined() || needs_positive) {
     const auto columns = p.token_mask.slice(1, 1);
     row_tokens = columns.sum(1, false, at::kDouble) * p.sample_mask.to(at::kDouble);
@@ -98,7 +116,8 @@ at::Tensor loss_counts(const ClippedPGInputs& in, const Prepared& p, const Clipp
 
 Prepared prepare(const ClippedPGInputs& in, const ClippedPGConfig& config) {
   check_real(in.curr_logprobs, "curr_logprobs");
-  NRL_CHECK_ARG(in.curr_logprobs.dim() == 2, "curr_logprobs has shape ", in.curr_logprobs.sizes(), "; expected [B, S-1]");
+  NRL_CHECK_ARG(in.curr_logprobs.dim() == 2, "curr_logprobs has shape ", in.curr_logprobs.sizes(),
+                "; expected [B, S-1]");
   const std::int64_t B = in.curr_logprobs.size(0), S = in.curr_logprobs.size(1) + 1;
   Prepared p;
   p.curr = as_matrix(in.curr_logprobs, in.curr_logprobs, B, S - 1, "curr_logprobs");
@@ -152,7 +171,8 @@ void run_cpu(const Prepared& p, const ClippedPGConfig& config, Kernel* kernel, d
   for (int i = 0; i < kPGRowSize; ++i) {
     const kernels::RowMerge how = kernels::clipped_pg_merge(i);
     merged[i] = kernels::merge_identity(how);
-    for (std::int64_t b = 0; b < args.num_rows; ++b) merged[i] = kernels::merge_rows(how, merged[i], rows[b * kPGRowSize + i]);
+    for (std::int64_t b = 0; b < args.num_rows; ++b)
+      merged[i] = kernels::merge_rows(how, merged[i], rows[b * kPGRowSize + i]);
   }
   kernels::clipped_pg_finalize(merged, args.num_tokens, config, kernels::loss_weights<T>(args.counts),
                                out.metrics.mutable_data_ptr<double>());
@@ -173,8 +193,10 @@ ClippedPGResult clipped_pg_loss(const ClippedPGInputs& inputs, const ClippedPGCo
   const bool f32 = p.curr.scalar_type() == at::kFloat;
   if (p.curr.is_cuda()) {
     double* metrics = out.metrics.mutable_data_ptr<double>();
-    if (f32) clipped_pg_loss_cuda_f32.get(p.curr)(kernel_args<float>(p, out), config, row_data, metrics);
-    else clipped_pg_loss_cuda_f64.get(p.curr)(kernel_args<double>(p, out), config, row_data, metrics);
+    if (f32)
+      clipped_pg_loss_cuda_f32.get(p.curr)(kernel_args<float>(p, out), config, row_data, metrics);
+    else
+      clipped_pg_loss_cuda_f64.get(p.curr)(kernel_args<double>(p, out), config, row_data, metrics);
   } else if (f32) {
     run_cpu<float>(p, config, kernels::clipped_pg_loss_f32, row_data, out);
   } else {
@@ -189,10 +211,12 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
   check_real(logprobs, "logprobs");
   NRL_CHECK_ARG(logprobs.sizes() == reference.sizes(), "logprobs has shape ", logprobs.sizes(),
                 " and logprobs_reference ", reference.sizes(), "; expected one shape");
-  NRL_CHECK_ARG(logprobs.device() == reference.device(), "logprobs are on ", logprobs.device(), " and logprobs_reference on ", reference.device());
+  NRL_CHECK_ARG(logprobs.device() == reference.device(), "logprobs are on ", logprobs.device(),
+                " and logprobs_reference on ", reference.device());
   const at::Tensor x = logprobs.detach().contiguous();
   const at::Tensor ref = reference.detach().to(x.scalar_type()).contiguous();
-  const at::Tensor w = weights.defined() ? weights.detach().to(x.scalar_type()).expand_as(x).contiguous() : at::Tensor();
+  const at::Tensor w =
+      weights.defined() ? weights.detach().to(x.scalar_type()).expand_as(x).contiguous() : at::Tensor();
   KlResult out;
   out.kl = at::empty(x.sizes(), x.options());
   if (with_gradient) {
@@ -214,8 +238,10 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
     if (x.is_cuda()) return cuda.get(x)(a);
     at::parallel_for(0, a.size, 16384, [&](std::int64_t begin, std::int64_t end) { kernel(a, begin, end); });
   };
-  if (x.scalar_type() == at::kFloat) run(float{}, kernels::calculate_kl_f32, calculate_kl_cuda_f32);
-  else run(double{}, kernels::calculate_kl_f64, calculate_kl_cuda_f64);
+  if (x.scalar_type() == at::kFloat)
+    run(float{}, kernels::calculate_kl_f32, calculate_kl_cuda_f32);
+  else
+    run(double{}, kernels::calculate_kl_f64, calculate_kl_cuda_f64);
   return out;
 }
 

@@ -18,18 +18,18 @@ using kernels::RatioMode;
 /// B sequences of S tokens. Tensors of the data set are [B, S] and unshifted (column t belongs to token t); log-probs
 /// of the trainer are [B, S - 1] (column t is the log-prob of token t + 1). Undefined where "optional".
 struct ClippedPGInputs {
-  at::Tensor curr_logprobs;              ///< [B, S-1] float32 or float64: decides dtype and device
-  at::Tensor advantages;                 ///< [B, S]
-  at::Tensor prev_logprobs;              ///< [B, S]; not read with RatioMode::on_policy
-  at::Tensor generation_logprobs;        ///< [B, S]
-  at::Tensor reference_policy_logprobs;  ///< [B, S]; read only if kl_penalty != 0
-  at::Tensor token_mask;                 ///< [B, S]
-  at::Tensor sample_mask;                ///< [B]
-  at::Tensor curr_logprobs_unfiltered;   ///< [B, S-1], optional: what the KL term uses under top-k/top-p
-  at::Tensor rewards;                    ///< [B], optional: for the positive-example NLL
-  at::Tensor global_valid_toks;          ///< scalar; undefined: this batch's own count
-  at::Tensor global_valid_seqs;          ///< scalar; undefined: this batch's own count
-  at::Tensor global_valid_positive_toks; ///< scalar; undefined: this batch's own count
+  at::Tensor curr_logprobs;               ///< [B, S-1] float32 or float64: decides dtype and device
+  at::Tensor advantages;                  ///< [B, S]
+  at::Tensor prev_logprobs;               ///< [B, S]; not read with RatioMode::on_policy
+  at::Tensor generation_logprobs;         ///< [B, S]
+  at::Tensor reference_policy_logprobs;   ///< [B, S]; read only if kl_penalty != 0
+  at::Tensor token_mask;                  ///< [B, S]
+  at::Tensor sample_mask;                 ///< [B]
+  at::Tensor curr_logprobs_unfiltered;    ///< [B, S-1], optional: what the KL term uses under top-k/top-p
+  at::Tensor rewards;                     ///< [B], optional: for the positive-example NLL
+  at::Tensor global_valid_toks;           ///< scalar; undefined: this batch's own count
+  at::Tensor global_valid_seqs;           ///< scalar; undefined: this batch's own count
+  at::Tensor global_valid_positive_toks;  ///< scalar; undefined: this batch's own count
 };
 
 struct ClippedPGResult {

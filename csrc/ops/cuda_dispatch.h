@@ -15,7 +15,8 @@ class CudaSlot {
   /// The launcher, or an error that says what is missing.
   Launcher* get(const at::Tensor& t) const {
     NRL_CHECK(launcher_ != nullptr, op_, " got a tensor of shape ", t.sizes(), " on ", t.device(),
-              ", but the CUDA kernels are not loaded: build nemo_rl_cpp with NEMO_RL_CUDA=on, or move the tensors to the CPU");
+              ", but the CUDA kernels are not loaded: build nemo_rl_cpp with NEMO_RL_CUDA=on, or move the tensors to "
+              "the CPU");
     return launcher_;
   }
 

@@ -14,13 +14,16 @@ cudaStream_t stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
 /// An error of a launch, with the op, its shape and its device.
 void check_launch(cudaError_t status, const char* op, std::int64_t rows, std::int64_t columns) {
-  NRL_CHECK(status == cudaSuccess, op, " on [", rows, ", ", columns, "] failed to launch on cuda:", static_cast<int>(c10::cuda::current_device()),
-            ": ", cudaGetErrorString(status));
+  NRL_CHECK(status == cudaSuccess, op, " on [", rows, ", ", columns,
+            "] failed to launch on cuda:", static_cast<int>(c10::cuda::current_device()), ": ",
+            cudaGetErrorString(status));
 }
 
 template <class T>
-void clipped_pg_loss_on_cuda(const kernels::ClippedPGArgs<T>& a, const ClippedPGConfig& c, double* rows, double* metrics) {
-  check_launch(kernels::clipped_pg_loss_launch(a, c, rows, metrics, stream()), "clipped_pg_loss", a.num_rows, a.num_tokens);
+void clipped_pg_loss_on_cuda(const kernels::ClippedPGArgs<T>& a, const ClippedPGConfig& c, double* rows,
+                             double* metrics) {
+  check_launch(kernels::clipped_pg_loss_launch(a, c, rows, metrics, stream()), "clipped_pg_loss", a.num_rows,
+               a.num_tokens);
 }
 
 template <class T>
@@ -44,7 +47,8 @@ void token_advantages_on_cuda(const kernels::TokenAdvantageArgs<T>& a) {
 }
 
 template <class T>
-void whiten_on_cuda(const kernels::MaskedArgs<T>& a, kernels::WhitenRule rule, bool zero_masked, kernels::Moments* rows, kernels::WhitenScale* scale) {
+void whiten_on_cuda(const kernels::MaskedArgs<T>& a, kernels::WhitenRule rule, bool zero_masked, kernels::Moments* rows,
+                    kernels::WhitenScale* scale) {
   check_launch(kernels::whiten_launch(a, rule, zero_masked, rows, scale, stream()), "whiten", a.num_rows, a.num_tokens);
 }
 

@@ -18,11 +18,11 @@ struct ValueLossResult {
   at::Tensor metrics;      ///< float64 [kNumValueMetrics]; names from value_loss_metric_names
 };
 
-/// values, returns, old_values (undefined without a cliprange) and token_mask [B, S], sample_mask [B]; global_valid_toks
-/// a scalar, or undefined: the batch's own sum of token_mask * sample_mask.
+/// values, returns, old_values (undefined without a cliprange) and token_mask [B, S], sample_mask [B];
+/// global_valid_toks a scalar, or undefined: the batch's own sum of token_mask * sample_mask.
 ValueLossResult mse_value_loss(const at::Tensor& values, const at::Tensor& returns, const at::Tensor& old_values,
-                               const at::Tensor& token_mask, const at::Tensor& sample_mask, const at::Tensor& global_valid_toks,
-                               const ValueLossConfig& config);
+                               const at::Tensor& token_mask, const at::Tensor& sample_mask,
+                               const at::Tensor& global_valid_toks, const ValueLossConfig& config);
 
 const std::vector<std::string>& value_loss_metric_names();
 

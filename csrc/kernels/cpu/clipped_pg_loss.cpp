@@ -8,13 +8,13 @@ namespace {
 /// What is known of a row before its tokens are visited.
 template <class T>
 struct RowContext {
-  T weight = 0;           ///< of a token's loss in the row's sum: sample_mask, or sample_mask / tokens of the row
-  T grad_weight = 0;      ///< the same times the outer reciprocal count
-  T inverse_length = 0;   ///< 1 / (sum of the token mask + 1e-8)
-  T ratio = 1;            ///< GSPO: the row's R
-  T importance = 1;       ///< GSPO: the row's W (finite, before truncation)
-  T kept = 1;             ///< seq-mask-tis: 1 if the row's geometric mean is inside the bounds
-  T nll_weight = 0;       ///< gradient of the NLL term a token; 0 unless the reward is positive
+  T weight = 0;          ///< of a token's loss in the row's sum: sample_mask, or sample_mask / tokens of the row
+  T grad_weight = 0;     ///< the same times the outer reciprocal count
+  T inverse_length = 0;  ///< 1 / (sum of the token mask + 1e-8)
+  T ratio = 1;           ///< GSPO: the row's R
+  T importance = 1;      ///< GSPO: the row's W (finite, before truncation)
+  T kept = 1;            ///< seq-mask-tis: 1 if the row's geometric mean is inside the bounds
+  T nll_weight = 0;      ///< gradient of the NLL term a token; 0 unless the reward is positive
 };
 
 /// One tile of a row: inputs (0 at masked positions) and what the stages make of them.
@@ -71,7 +71,8 @@ class RowWorker {
   /// GSPO's one ratio a row; on-policy and REINFORCE terms stay per token.
   bool grouped_ratio() const { return c_.sequence_level_ratios && c_.ratio_mode == RatioMode::ppo; }
   bool needs_row_pass() const {
-    return c_.sequence_level_ratios || !c_.token_level_loss || c_.importance_sampling == ImportanceSampling::seq_mask_tis;
+    return c_.sequence_level_ratios || !c_.token_level_loss ||
+           c_.importance_sampling == ImportanceSampling::seq_mask_tis;
   }
 
   void prepare() {
@@ -82,7 +83,9 @@ class RowWorker {
     if (needs_row_pass()) row_pass();
     ctx_.grad_weight = static_cast<T>(ctx_.weight * (c_.token_level_loss ? weights_.token : weights_.sequence));
     row_weight_ = truncate_importance(c_.importance_sampling, ctx_.importance, static_cast<T>(c_.importance_min),
-                                      static_cast<T>(c_.importance_max)).weight * ctx_.kept;
+                                      static_cast<T>(c_.importance_max))
+                      .weight *
+                  ctx_.kept;
   }
 
   /// Sums over the whole row that its tokens need: its length, its mean log ratio, its log importance weight.
@@ -166,10 +169,14 @@ class RowWorker {
   void policy_stage() {
     if (grouped_ratio()) return grouped_policy();
     switch (c_.ratio_mode) {
-      case RatioMode::ppo: return policy_mode<RatioMode::ppo>();
-      case RatioMode::reinforce: return policy_mode<RatioMode::reinforce>();
-      case RatioMode::cispo: return policy_mode<RatioMode::cispo>();
-      case RatioMode::on_policy: return policy_mode<RatioMode::on_policy>();
+      case RatioMode::ppo:
+        return policy_mode<RatioMode::ppo>();
+      case RatioMode::reinforce:
+        return policy_mode<RatioMode::reinforce>();
+      case RatioMode::cispo:
+        return policy_mode<RatioMode::cispo>();
+      case RatioMode::on_policy:
+        return policy_mode<RatioMode::on_policy>();
     }
   }
 
@@ -213,9 +220,12 @@ class RowWorker {
     if (c_.sequence_level_ratios)
       for (int i = 0; i < tile_.padded; ++i) tile_.weight[i] = ctx_.importance;
     switch (c_.importance_sampling) {
-      case ImportanceSampling::tis: return importance_loop<ImportanceSampling::tis>();
-      case ImportanceSampling::icepop: return importance_loop<ImportanceSampling::icepop>();
-      default: return importance_loop<ImportanceSampling::full>();
+      case ImportanceSampling::tis:
+        return importance_loop<ImportanceSampling::tis>();
+      case ImportanceSampling::icepop:
+        return importance_loop<ImportanceSampling::icepop>();
+      default:
+        return importance_loop<ImportanceSampling::full>();
     }
   }
 
@@ -337,7 +347,8 @@ class RowWorker {
 };
 
 template <class T>
-void run_rows(const ClippedPGArgs<T>& args, const ClippedPGConfig& config, std::int64_t begin, std::int64_t end, double* rows) {
+void run_rows(const ClippedPGArgs<T>& args, const ClippedPGConfig& config, std::int64_t begin, std::int64_t end,
+              double* rows) {
   RowWorker<T> worker(args, config);
   for (std::int64_t b = begin; b < end; ++b) worker.run(b, rows + b * kPGRowSize);
 }

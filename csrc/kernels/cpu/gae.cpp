@@ -41,9 +41,12 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
     g.decay[r] = c.gamma * gae_row_lambda(c, length);
     g.pending[r] = a.rewards[b];
     if (c.kl_coef == 0) continue;
-    if (c.kl_type == KlEstimator::k1) kl_rewards<T, KlEstimator::k1>(a, c.kl_coef, b);
-    else if (c.kl_type == KlEstimator::k2) kl_rewards<T, KlEstimator::k2>(a, c.kl_coef, b);
-    else kl_rewards<T, KlEstimator::k3>(a, c.kl_coef, b);
+    if (c.kl_type == KlEstimator::k1)
+      kl_rewards<T, KlEstimator::k1>(a, c.kl_coef, b);
+    else if (c.kl_type == KlEstimator::k2)
+      kl_rewards<T, KlEstimator::k2>(a, c.kl_coef, b);
+    else
+      kl_rewards<T, KlEstimator::k3>(a, c.kl_coef, b);
   }
 }
 
@@ -54,7 +57,8 @@ void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start
     const T* mask = a.mask.row(g.first + r) + start;
     for (int i = 0; i < n; ++i) g.value[i][r] = value[i];
     for (int i = 0; i < n; ++i) g.mask[i][r] = mask[i];
-    const T* reward = a.advantages + (g.first + r) * a.num_tokens + start;  // the KL penalties, left there before the scan
+    const T* reward = a.advantages + (g.first + r) * a.num_tokens + start;  // the KL penalties, left there before the
+                                                                            // scan
     if (kl)
       for (int i = 0; i < n; ++i) g.reward[i][r] = reward[i];
   }
@@ -101,8 +105,10 @@ void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64
       const std::int64_t start = stop < kTokens ? 0 : stop - kTokens;
       const int n = static_cast<int>(stop - start);
       load_block(g, a, c.kl_coef != 0, start, n);
-      if (c.decoupled) scan_block<true>(g, c, n);
-      else scan_block<false>(g, c, n);
+      if (c.decoupled)
+        scan_block<true>(g, c, n);
+      else
+        scan_block<false>(g, c, n);
       store_block(g, a, start, n);
     }
   }
@@ -110,7 +116,11 @@ void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64
 
 }  // namespace
 
-void gae_f32(const GaeArgs<float>& a, const GaeConfig& c, std::int64_t begin, std::int64_t end) { run(a, c, begin, end); }
-void gae_f64(const GaeArgs<double>& a, const GaeConfig& c, std::int64_t begin, std::int64_t end) { run(a, c, begin, end); }
+void gae_f32(const GaeArgs<float>& a, const GaeConfig& c, std::int64_t begin, std::int64_t end) {
+  run(a, c, begin, end);
+}
+void gae_f64(const GaeArgs<double>& a, const GaeConfig& c, std::int64_t begin, std::int64_t end) {
+  run(a, c, begin, end);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

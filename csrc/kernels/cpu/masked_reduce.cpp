@@ -37,7 +37,8 @@ Moments row_moments(const T* __restrict v, const T* __restrict m, std::int64_t n
 
 template <class T>
 void moments(const MaskedArgs<T>& a, std::int64_t begin, std::int64_t end, Moments* rows) {
-  for (std::int64_t b = begin; b < end; ++b) rows[b] = row_moments(a.values + b * a.num_tokens, a.mask.row(b), a.num_tokens);
+  for (std::int64_t b = begin; b < end; ++b)
+    rows[b] = row_moments(a.values + b * a.num_tokens, a.mask.row(b), a.num_tokens);
 }
 
 template <class T>
@@ -59,9 +60,17 @@ void whiten(const MaskedArgs<T>& a, const WhitenScale& w, bool zero_masked, std:
 
 }  // namespace
 
-void masked_moments_f32(const MaskedArgs<float>& a, std::int64_t begin, std::int64_t end, Moments* rows) { moments(a, begin, end, rows); }
-void masked_moments_f64(const MaskedArgs<double>& a, std::int64_t begin, std::int64_t end, Moments* rows) { moments(a, begin, end, rows); }
-void whiten_f32(const MaskedArgs<float>& a, const WhitenScale& w, bool z, std::int64_t begin, std::int64_t end) { whiten(a, w, z, begin, end); }
-void whiten_f64(const MaskedArgs<double>& a, const WhitenScale& w, bool z, std::int64_t begin, std::int64_t end) { whiten(a, w, z, begin, end); }
+void masked_moments_f32(const MaskedArgs<float>& a, std::int64_t begin, std::int64_t end, Moments* rows) {
+  moments(a, begin, end, rows);
+}
+void masked_moments_f64(const MaskedArgs<double>& a, std::int64_t begin, std::int64_t end, Moments* rows) {
+  moments(a, begin, end, rows);
+}
+void whiten_f32(const MaskedArgs<float>& a, const WhitenScale& w, bool z, std::int64_t begin, std::int64_t end) {
+  whiten(a, w, z, begin, end);
+}
+void whiten_f64(const MaskedArgs<double>& a, const WhitenScale& w, bool z, std::int64_t begin, std::int64_t end) {
+  whiten(a, w, z, begin, end);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

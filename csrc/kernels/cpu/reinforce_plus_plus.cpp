@@ -33,7 +33,11 @@ void rows(const TokenAdvantageArgs<T>& a, std::int64_t begin, std::int64_t end) 
 
 }  // namespace
 
-void token_advantages_f32(const TokenAdvantageArgs<float>& a, std::int64_t begin, std::int64_t end) { rows(a, begin, end); }
-void token_advantages_f64(const TokenAdvantageArgs<double>& a, std::int64_t begin, std::int64_t end) { rows(a, begin, end); }
+void token_advantages_f32(const TokenAdvantageArgs<float>& a, std::int64_t begin, std::int64_t end) {
+  rows(a, begin, end);
+}
+void token_advantages_f64(const TokenAdvantageArgs<double>& a, std::int64_t begin, std::int64_t end) {
+  rows(a, begin, end);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -7,7 +7,8 @@ namespace {
 
 template <class T>
 struct Tile {
-  alignas(64) T v[kTile], target[kTile], old[kTile], mask[kTile], error[kTile], slope[kTile], clipped[kTile], square[kTile];
+  alignas(64) T v[kTile], target[kTile], old[kTile], mask[kTile], error[kTile], slope[kTile], clipped[kTile],
+      square[kTile];
 };
 
 template <class T>
@@ -36,8 +37,10 @@ void run_row(const ValueLossArgs<T>& a, const ValueLossConfig& c, T weight, std:
     for (int i = 0; i < padded; ++i) tile.mask[i] = i < n ? mask[i] * sample : T(0);
     load_masked(a.values.row(b) + start, tile.mask, n, tile.v);
     load_masked(a.returns.row(b) + start, tile.mask, n, tile.target);
-    if (cliprange > T(0)) load_masked(a.old_values.row(b) + start, tile.mask, n, tile.old);
-    else for (int i = 0; i < padded; ++i) tile.old[i] = T(0);
+    if (cliprange > T(0))
+      load_masked(a.old_values.row(b) + start, tile.mask, n, tile.old);
+    else
+      for (int i = 0; i < padded; ++i) tile.old[i] = T(0);
     for (int i = 0; i < padded; ++i) {
       const ValueTerm<T> term = value_term(tile.v[i], tile.target[i], tile.old[i], cliprange);
       tile.error[i] = term.error;
@@ -48,7 +51,7 @@ void run_row(const ValueLossArgs<T>& a, const ValueLossConfig& c, T weight, std:
     for (int i = 0; i < n; ++i) grad[start + i] = tile.slope[i];
     if (is_finite(row[kSquares] + lane_sum(tile.slope, padded)) || row[kFirstBadValue] < HUGE_VAL) continue;
     for (int i = n - 1; i >= 0; --i)
-      if (tile.mask[i] != T(0) && !(is_finite(tile.error[i]) && is_finite(tile.slope[i]))) 
+      if (tile.mask[i] != T(0) && !(is_finite(tile.error[i]) && is_finite(tile.slope[i])))
         row[kFirstBadValue] = static_cast<double>(b * a.num_tokens + start + i);
   }
 }
@@ -61,10 +64,12 @@ void run(const ValueLossArgs<T>& a, const ValueLossConfig& c, std::int64_t begin
 
 }  // namespace
 
-void value_loss_f32(const ValueLossArgs<float>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end, double* rows) {
+void value_loss_f32(const ValueLossArgs<float>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end,
+                    double* rows) {
   run(a, c, begin, end, rows);
 }
-void value_loss_f64(const ValueLossArgs<double>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end, double* rows) {
+void value_loss_f64(const ValueLossArgs<double>& a, const ValueLossConfig& c, std::int64_t begin, std::int64_t end,
+                    double* rows) {
   run(a, c, begin, end, rows);
 }
 

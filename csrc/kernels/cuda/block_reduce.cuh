@@ -1,5 +1,5 @@
-// Sums and extrema over a thread block in a fixed order: lanes of a warp by a tree of shuffles, then warps in order. The
-// result depends on the block size alone, so the same launch gives the same bits every time.
+// Sums and extrema over a thread block in a fixed order: lanes of a warp by a tree of shuffles, then warps in order.
+// The result depends on the block size alone, so the same launch gives the same bits every time.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,8 @@ constexpr int kWarp = 32;
 constexpr int kMaxWarps = 32;
 
 __device__ __forceinline__ double warp_reduce(RowMerge how, double v) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) v = merge_rows(how, v, __shfl_down_sync(0xffffffffu, v, offset));
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    v = merge_rows(how, v, __shfl_down_sync(0xffffffffu, v, offset));
   return v;
 }
 

@@ -21,17 +21,22 @@ struct Token {
 };
 
 template <class T>
-__device__ __forceinline__ Token<T> load_token(const ClippedPGArgs<T>& a, RatioMode mode, std::int64_t b, std::int64_t t, T mask) {
+__device__ __forceinline__ Token<T> load_token(const ClippedPGArgs<T>& a, RatioMode mode, std::int64_t b,
+                                               std::int64_t t, T mask) {
   const T x = a.curr.row(b)[t];
   return {x, mode == RatioMode::on_policy ? x : a.prev.row(b)[t], a.generation.row(b)[t], a.advantages.row(b)[t], mask};
 }
 
-__device__ __forceinline__ bool grouped_ratio(const ClippedPGConfig& c) { return c.sequence_level_ratios && c.ratio_mode == RatioMode::ppo; }
+__device__ __forceinline__ bool grouped_ratio(const ClippedPGConfig& c) {
+  return c.sequence_level_ratios && c.ratio_mode == RatioMode::ppo;
+}
 
 template <class T>
-__device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const LossWeights& w, std::int64_t b, T sample, double* shared) {
+__device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const LossWeights& w, std::int64_t b,
+                              T sample, double* shared) {
   Row<T> row = {sample, T(0), T(0), T(1), T(1), T(1), T(0), 1.0};
-  if (a.rewards && c.positive_nll_weight > 0 && a.rewards[b] > T(0)) row.nll_weight = static_cast<T>(c.positive_nll_weight * w.positive_token);
+  if (a.rewards && c.positive_nll_weight > 0 && a.rewards[b] > T(0))
+    row.nll_weight = static_cast<T>(c.positive_nll_weight * w.positive_token);
   if (c.sequence_level_ratios || !c.token_level_loss || c.importance_sampling == ImportanceSampling::seq_mask_tis) {
     double length = 0, ratio = 0, importance = 0, finite_importance = 0;
     for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
@@ -64,27 +69,33 @@ __device__ Row<T> prepare_row(const ClippedPGArgs<T>& a, const ClippedPGConfig& 
 }
 
 template <class T>
-__device__ __forceinline__ PolicyTerm<T> row_policy_term(const ClippedPGConfig& c, const Row<T>& row, const Token<T>& k) {
-  const T lo = static_cast<T>(1.0 - c.ratio_clip_min), hi = static_cast<T>(1.0 + c.ratio_clip_max), dual = static_cast<T>(c.ratio_clip_c);
+__device__ __forceinline__ PolicyTerm<T> row_policy_term(const ClippedPGConfig& c, const Row<T>& row,
+                                                         const Token<T>& k) {
+  const T lo = static_cast<T>(1.0 - c.ratio_clip_min), hi = static_cast<T>(1.0 + c.ratio_clip_max),
+          dual = static_cast<T>(c.ratio_clip_c);
   if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
-  return clipped_term(k.adv, row.ratio, clamp_to(row.ratio, lo, hi), row.ratio >= lo && row.ratio <= hi, row.ratio, c.dual_clip, dual);
+  return clipped_term(k.adv, row.ratio, clamp_to(row.ratio, lo, hi), row.ratio >= lo && row.ratio <= hi, row.ratio,
+                      c.dual_clip, dual);
 }
 
 template <class T>
-__device__ __forceinline__ KlTerm<T> row_kl_term(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const Token<T>& k, std::int64_t b, std::int64_t t) {
+__device__ __forceinline__ KlTerm<T> row_kl_term(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const Token<T>& k,
+                                                 std::int64_t b, std::int64_t t) {
   const T u = a.unfiltered.data ? a.unfiltered.row(b)[t] : k.x;
   const T weight = finite_or_zero(c.use_on_policy_kl_approximation ? exp_of(u - k.gen) : T(1) + (u - u));
-  return kl_term(c.kl_type, u, a.reference.row(b)[t], weight, static_cast<T>(c.kl_input_clamp), static_cast<T>(c.kl_output_clamp));
+  return kl_term(c.kl_type, u, a.reference.row(b)[t], weight, static_cast<T>(c.kl_input_clamp),
+                 static_cast<T>(c.kl_output_clamp));
 }
 
 /// One valid token: its terms into the thread's sums and its gradient into the row (GSPO's actor part follows later).
 template <class T>
-__device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const Row<T>& row, const Token<T>& k, std::int64_t b,
-                            std::int64_t t, double* sum, double& slope_sum) {
+__device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c, const Row<T>& row, const Token<T>& k,
+                            std::int64_t b, std::int64_t t, double* sum, double& slope_sum) {
   const PolicyTerm<T> p = row_policy_term(c, row, k);
   const MismatchTerm<T> m = mismatch_term(c.kl_type, k.prev, k.gen);
   const T raw = c.sequence_level_ratios ? row.importance : m.importance;
-  TruncatedWeight<T> w = truncate_importance(c.importance_sampling, raw, static_cast<T>(c.importance_min), static_cast<T>(c.importance_max));
+  TruncatedWeight<T> w = truncate_importance(c.importance_sampling, raw, static_cast<T>(c.importance_min),
+                                             static_cast<T>(c.importance_max));
   w.weight *= row.kept;
   const bool corrected = c.importance_sampling != ImportanceSampling::none;
   const T loss = corrected ? p.loss * w.weight : p.loss;
@@ -112,8 +123,10 @@ __device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c,
     const T kl_grad = kl.d_logprob * static_cast<T>(row.grad_weight * c.kl_penalty);
     sum[kKl] += static_cast<double>(kl.value) * mask;
     finite = finite && is_finite(kl.value) && is_finite(kl.d_logprob);
-    if (a.grad_unfiltered) a.grad_unfiltered[b * a.num_tokens + t] = k.mask * kl_grad;
-    else grad += kl_grad;
+    if (a.grad_unfiltered)
+      a.grad_unfiltered[b * a.num_tokens + t] = k.mask * kl_grad;
+    else
+      grad += kl_grad;
   }
   a.grad[b * a.num_tokens + t] = k.mask * grad;
   if (!finite) sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens + t));
@@ -142,27 +155,35 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(ClippedPGArgs<T> a, Clip
   }
   for (int i = 0; i < kPGRowSize; ++i) sum[i] = block_reduce(clipped_pg_merge(i), sum[i], shared);
   if (grouped_ratio(c) && sample != T(0)) {
-    const T slope = static_cast<T>(block_reduce(RowMerge::sum, slope_sum, shared) * row.grad_weight * row.inverse_length);
+    const T slope =
+        static_cast<T>(block_reduce(RowMerge::sum, slope_sum, shared) * row.grad_weight * row.inverse_length);
     for (std::int64_t t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
       const T mask = a.token_mask.row(b)[t];
       if (mask != T(0)) a.grad[b * a.num_tokens + t] += mask * slope;
     }
-    if (!is_finite(slope)) sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens));
+    if (!is_finite(slope))
+      sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens));
   }
   if (threadIdx.x != 0) return;
   sum[kActor] *= row.weight;
   sum[kKl] *= row.weight;
   sum[kValidSamples] = sample;
   if (c.sequence_level_ratios && sample != T(0))
-    sum[kImportance] = static_cast<double>(truncate_importance(c.importance_sampling, row.importance, static_cast<T>(c.importance_min),
-                                                               static_cast<T>(c.importance_max)).weight * row.kept) * sample;
-  if (c.importance_sampling == ImportanceSampling::seq_mask_tis && sample != T(0)) sum[kOutOfBounds] = (1.0 - row.kept) * sample;
+    sum[kImportance] =
+        static_cast<double>(truncate_importance(c.importance_sampling, row.importance, static_cast<T>(c.importance_min),
+                                                static_cast<T>(c.importance_max))
+                                .weight *
+                            row.kept) *
+        sample;
+  if (c.importance_sampling == ImportanceSampling::seq_mask_tis && sample != T(0))
+    sum[kOutOfBounds] = (1.0 - row.kept) * sample;
   for (int i = 0; i < kPGRowSize; ++i) rows[b * kPGRowSize + i] = sum[i];
 }
 
 /// One block: warp i merges column i, thread 0 writes the metrics.
 template <class T>
-__global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::int64_t num_tokens, ClippedPGConfig c, const double* counts, double* metrics) {
+__global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::int64_t num_tokens, ClippedPGConfig c,
+                               const double* counts, double* metrics) {
   __shared__ double merged[kPGRowSize];
   const int column = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const RowMerge how = clipped_pg_merge(column);
@@ -178,8 +199,8 @@ template <class T>
 __global__ void kl_kernel(KlArgs<T> a) {
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = blockIdx.x * static_cast<std::int64_t>(blockDim.x) + threadIdx.x; i < a.size; i += stride) {
-    const KlTerm<T> k = kl_term(a.type, a.logprobs[i], a.reference[i], a.weights ? a.weights[i] : T(1), static_cast<T>(a.input_clamp),
-                                static_cast<T>(a.output_clamp));
+    const KlTerm<T> k = kl_term(a.type, a.logprobs[i], a.reference[i], a.weights ? a.weights[i] : T(1),
+                                static_cast<T>(a.input_clamp), static_cast<T>(a.output_clamp));
     a.out[i] = k.value;
     if (a.d_r) a.d_r[i] = k.d_r;
     if (a.d_weight) a.d_weight[i] = k.d_weight;
@@ -189,9 +210,12 @@ __global__ void kl_kernel(KlArgs<T> a) {
 }  // namespace
 
 template <class T>
-cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<T>& args, const ClippedPGConfig& config, double* rows, double* metrics, cudaStream_t stream) {
-  if (args.num_rows > 0) rows_kernel<T><<<static_cast<unsigned>(args.num_rows), kThreads, 0, stream>>>(args, config, rows);
-  metrics_kernel<T><<<1, kPGRowSize * kWarp, 0, stream>>>(rows, args.num_rows, args.num_tokens, config, args.counts, metrics);
+cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<T>& args, const ClippedPGConfig& config, double* rows,
+                                   double* metrics, cudaStream_t stream) {
+  if (args.num_rows > 0)
+    rows_kernel<T><<<static_cast<unsigned>(args.num_rows), kThreads, 0, stream>>>(args, config, rows);
+  metrics_kernel<T>
+      <<<1, kPGRowSize * kWarp, 0, stream>>>(rows, args.num_rows, args.num_tokens, config, args.counts, metrics);
   return cudaGetLastError();
 }
 
@@ -203,8 +227,10 @@ cudaError_t calculate_kl_launch(const KlArgs<T>& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<float>&, const ClippedPGConfig&, double*, double*, cudaStream_t);
-template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<double>&, const ClippedPGConfig&, double*, double*, cudaStream_t);
+template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<float>&, const ClippedPGConfig&, double*, double*,
+                                            cudaStream_t);
+template cudaError_t clipped_pg_loss_launch(const ClippedPGArgs<double>&, const ClippedPGConfig&, double*, double*,
+                                            cudaStream_t);
 template cudaError_t calculate_kl_launch(const KlArgs<float>&, cudaStream_t);
 template cudaError_t calculate_kl_launch(const KlArgs<double>&, cudaStream_t);
 

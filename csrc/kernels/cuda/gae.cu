@@ -1,5 +1,5 @@
-// GAE on CUDA: one block a row, scanned from its end (kernels/gae_scan.h): eight tokens a thread, then lanes, then warps,
-// then tiles of the row.
+// GAE on CUDA: one block a row, scanned from its end (kernels/gae_scan.h): eight tokens a thread, then lanes, then
+// warps, then tiles of the row.
 #include "kernels/cuda/block_reduce.cuh"
 #include "kernels/cuda/launchers.h"
 #include "kernels/gae_scan.h"
@@ -37,18 +37,21 @@ __device__ RowTerms<T> row_terms(const GaeArgs<T>& a, const GaeConfig& c, std::i
   last = block_reduce(RowMerge::max, last, shared);
   length = block_reduce(RowMerge::sum, length, shared);
   const double decay = c.gamma * gae_row_lambda(c, length);
-  return {c.gamma, decay, c.decoupled ? c.gamma * c.lambda_value : decay, static_cast<double>(a.rewards[b]), static_cast<std::int64_t>(last)};
+  return {c.gamma, decay, c.decoupled ? c.gamma * c.lambda_value : decay, static_cast<double>(a.rewards[b]),
+          static_cast<std::int64_t>(last)};
 }
 
 /// The map of token t; identity where it is masked or past the end.
 template <class T>
-__device__ __forceinline__ GaeRun token_run(const GaeArgs<T>& a, const GaeConfig& c, const RowTerms<T>& row, std::int64_t b, std::int64_t t, double& value) {
+__device__ __forceinline__ GaeRun token_run(const GaeArgs<T>& a, const GaeConfig& c, const RowTerms<T>& row,
+                                            std::int64_t b, std::int64_t t, double& value) {
   value = 0;
   if (t >= a.num_tokens) return gae_identity();
   value = a.values.row(b)[t];
   if (a.mask.row(b)[t] == T(0)) return gae_identity();
   double reward = t == row.last ? row.reward : 0.0;
-  if (c.kl_coef != 0) reward -= token_kl_penalty(c.kl_type, static_cast<T>(c.kl_coef), a.logprobs.row(b)[t], a.reference.row(b)[t]);
+  if (c.kl_coef != 0)
+    reward -= token_kl_penalty(c.kl_type, static_cast<T>(c.kl_coef), a.logprobs.row(b)[t], a.reference.row(b)[t]);
   return gae_token(reward, value, row.gamma, row.decay, row.decay_value);
 }
 

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(MaskedArgs<T> a, Mome
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) scale_kernel(const Moments* rows, std::int64_t num_rows, WhitenRule rule, WhitenScale* scale) {
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const Moments* rows, std::int64_t num_rows, WhitenRule rule, WhitenScale* scale) {
   __shared__ Moments parts[kThreads];
   const std::int64_t each = (num_rows + kThreads - 1) / kThreads;
   const std::int64_t begin = threadIdx.x * each, end = begin + each < num_rows ? begin + each : num_rows;
@@ -72,7 +73,8 @@ __global__ void token_advantages_kernel(TokenAdvantageArgs<T> a) {
 }  // namespace
 
 template <class T>
-cudaError_t whiten_launch(const MaskedArgs<T>& args, WhitenRule rule, bool zero_masked, Moments* rows, WhitenScale* scale, cudaStream_t stream) {
+cudaError_t whiten_launch(const MaskedArgs<T>& args, WhitenRule rule, bool zero_masked, Moments* rows,
+                          WhitenScale* scale, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(args.num_rows);
   if (blocks > 0) moments_kernel<T><<<blocks, kThreads, 0, stream>>>(args, rows);
   scale_kernel<T><<<1, kThreads, 0, stream>>>(rows, args.num_rows, rule, scale);

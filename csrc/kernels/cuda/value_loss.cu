@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(ValueLossArgs<T> a, Valu
 }
 
 template <class T>
-__global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::int64_t num_tokens, ValueLossConfig c, const double* toks, double* metrics) {
+__global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::int64_t num_tokens, ValueLossConfig c,
+                               const double* toks, double* metrics) {
   __shared__ double merged[kValueRowSize];
   const int column = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const RowMerge how = value_loss_merge(column);
@@ -57,13 +58,18 @@ __global__ void metrics_kernel(const double* rows, std::int64_t num_rows, std::i
 }  // namespace
 
 template <class T>
-cudaError_t value_loss_launch(const ValueLossArgs<T>& args, const ValueLossConfig& config, double* rows, double* metrics, cudaStream_t stream) {
-  if (args.num_rows > 0) rows_kernel<T><<<static_cast<unsigned>(args.num_rows), kThreads, 0, stream>>>(args, config, rows);
-  metrics_kernel<T><<<1, kValueRowSize * kWarp, 0, stream>>>(rows, args.num_rows, args.num_tokens, config, args.global_valid_toks, metrics);
+cudaError_t value_loss_launch(const ValueLossArgs<T>& args, const ValueLossConfig& config, double* rows,
+                              double* metrics, cudaStream_t stream) {
+  if (args.num_rows > 0)
+    rows_kernel<T><<<static_cast<unsigned>(args.num_rows), kThreads, 0, stream>>>(args, config, rows);
+  metrics_kernel<T><<<1, kValueRowSize * kWarp, 0, stream>>>(rows, args.num_rows, args.num_tokens, config,
+                                                             args.global_valid_toks, metrics);
   return cudaGetLastError();
 }
 
-template cudaError_t value_loss_launch(const ValueLossArgs<float>&, const ValueLossConfig&, double*, double*, cudaStream_t);
-template cudaError_t value_loss_launch(const ValueLossArgs<double>&, const ValueLossConfig&, double*, double*, cudaStream_t);
+template cudaError_t value_loss_launch(const ValueLossArgs<float>&, const ValueLossConfig&, double*, double*,
+                                       cudaStream_t);
+template cudaError_t value_loss_launch(const ValueLossArgs<double>&, const ValueLossConfig&, double*, double*,
+                                       cudaStream_t);
 
 }  // namespace nemo_rl::kernels

@@ -1,3 +1,4 @@
+// AdamW on flat buffers, and the gradient norm.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,3 +1,4 @@
+// Token embedding, its gradient, and column sums for bias gradients.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,3 +1,4 @@
+// Root-mean-square normalisation with its gradient.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,3 +1,4 @@
+// Rotary position embedding in place.
 #pragma once
 #include <ATen/core/Tensor.h>
 

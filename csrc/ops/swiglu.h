@@ -1,3 +1,4 @@
+// Gated activation and its gradient.
 #pragma once
 #include <ATen/core/Tensor.h>
 

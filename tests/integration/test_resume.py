@@ -14,14 +14,13 @@ SMALL = [
 
 
 def test_killed_runs_end_like_an_unbroken_one():
-    # the first seconds of a process load torch: kills there would prove little
-    problems = kill_resume.check("configs/grpo_tiny.yaml", 12, kills=3, overrides=SMALL, seed=7, startup=3.0)
+    problems = kill_resume.check("configs/grpo_tiny.yaml", 12, kills=3, overrides=SMALL, seed=7)
     assert problems == []
 
 
 def test_with_dynamic_sampling_and_kept_surplus():
     dynamic = [*SMALL, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.dynamic_sampling_keep_surplus=true"]
-    problems = kill_resume.check("configs/grpo_tiny.yaml", 8, kills=2, overrides=dynamic, seed=3, startup=3.0)
+    problems = kill_resume.check("configs/grpo_tiny.yaml", 8, kills=2, overrides=dynamic, seed=3)
     assert problems == []
 
 

@@ -12,11 +12,14 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,20 +33,37 @@ def command(config: str, folder: Path, steps: int, overrides: list[str]) -> list
     ]  # fmt: skip
 
 
-def run_to_end(argv: list[str], environment: dict[str, str]) -> float:
-    """Seconds that the run took; CalledProcessError with its output when it failed."""
-    start = time.monotonic()
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"the run failed with status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return time.monotonic() - start
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of an unbroken run: from its start to the end of its first step, and of each step on the average."""
+
+    first_step: float
+    step: float
 
 
-def run_and_kill(argv: list[str], environment: dict[str, str], delay: float) -> bool:
-    """Starts the run and kills it after `delay` seconds, with everything it started; False when it had ended by then."""
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+def run_to_end(argv: list[str], environment: dict[str, str]) -> Pace:
+    """Runs to the end; RuntimeError with the output when it fails."""
+    process = start(argv, environment)
+    began, ends, lines = time.monotonic(), [], []
+    for line in process.stdout:
+        lines.append(line)
+        if step_of(line) is not None:
+            ends.append(time.monotonic())
+    if process.wait() != 0:
+        raise RuntimeError(f"the run failed with status {process.returncode}:\n{''.join(lines[-60:])}")
+    if not ends:
+        return Pace(0.0, 0.0)
+    return Pace(ends[0] - began, (ends[-1] - ends[0]) / max(1, len(ends) - 1))
+
+
+def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, delay: float) -> bool:
+    """Starts the run and kills it, with everything it started, `delay` seconds after the end of step `after_step` (0:
+    after the start); False when it had ended by then."""
+    process = start(argv, environment)
+    if after_step:
+        for line in process.stdout:
+            if (step_of(line) or 0) >= after_step:
+                break
     try:
         process.wait(delay)
         return False
@@ -51,6 +71,21 @@ def run_and_kill(argv: list[str], environment: dict[str, str], delay: float) -> 
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return True
+    finally:
+        process.stdout.close()
+
+
+def start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        argv, cwd=ROOT, env=environment | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def step_of(line: str) -> int | None:
+    """The number of the step that a line of the run reports as done."""
+    match = re.match(r"step (\d+)/", line)
+    return int(match[1]) if match else None
 
 
 def sha256(path: Path) -> str:
@@ -88,35 +123,37 @@ def differences(expected: dict[str, str], actual: dict[str, str]) -> list[str]:
     return sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
 
 
+def newest_step(folder: Path) -> int:
+    """Step of the newest checkpoint; 0 if there is none."""
+    return max((int(path.name.split("_")[1]) for path in (folder / "checkpoints").glob("step_*")), default=0)
+
+
 def check(
-    config: str, steps: int, kills: int, overrides: list[str], seed: int, environment: dict[str, str] | None = None, say=print,
-    startup: float = 0.0,
-) -> list[str]:  # fmt: skip
+    config: str, steps: int, kills: int, overrides: list[str], seed: int, say: Callable[[str], None] = print
+) -> list[str]:
     """Runs once unbroken and once with `kills` kills, and returns what differs.
 
-    A kill comes at a moment that is drawn uniformly from the time between `startup` seconds and the end of a run.
+    Each kill comes at a random moment of what is left of the run: a random step, and a random time after its end, so that
+    it meets start-up, generation, training, logging and saving alike. A run that got through begins anew in another folder.
     """
-    environment = dict(os.environ) if environment is None else environment
-    dice = random.Random(seed)
+    environment, dice = dict(os.environ), random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
         whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
-        seconds = run_to_end(command(config, whole, steps, overrides), environment)
-        say(f"unbroken run: {seconds:.1f} s")
-        expected = fingerprint(whole)
-        done = 0
-        for attempt in range(20 * kills):
-            delay = dice.uniform(startup, seconds)
-            if run_and_kill(command(config, broken, steps, overrides), environment, delay):
+        pace = run_to_end(command(config, whole, steps, overrides), environment)
+        say(f"unbroken run: first step after {pace.first_step:.1f} s, then {pace.step:.2f} s a step")
+        expected, done = fingerprint(whole), 0
+        while done < kills:
+            begin = newest_step(broken)
+            after = dice.randint(begin, steps - 1)
+            delay = dice.uniform(0, pace.first_step if after == begin else 1.5 * pace.step)
+            if run_and_kill(command(config, broken, steps, overrides), environment, 0 if after == begin else after, delay):
                 done += 1
                 found = sorted(path.name for path in (broken / "checkpoints").glob("*step_*"))
-                say(f"kill {done} of {kills} after {delay:.2f} s; checkpoints: {', '.join(found) or 'none'}")
-            else:  # it was through: begin anew, so that kills meet a run at work
-                problems = differences(expected, fingerprint(broken))
-                if problems:
-                    return problems
-                broken = broken.with_name(f"broken_{attempt}")
-            if done == kills:
-                break
+                say(f"kill {done} of {kills}: {delay:.2f} s after step {after}; on the disk: {', '.join(found) or 'no checkpoint'}")
+            elif problems := differences(expected, fingerprint(broken)):
+                return problems
+            if newest_step(broken) >= steps:
+                broken = broken.with_name(f"{broken.name}_")
         run_to_end(command(config, broken, steps, overrides), environment)
         return differences(expected, fingerprint(broken))
 
@@ -127,9 +164,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--startup", type=float, default=0.0, help="no kill within this many seconds of a start")
     arguments, overrides = parser.parse_known_args()
-    problems = check(arguments.config, arguments.steps, arguments.kills, overrides, arguments.seed, startup=arguments.startup)
+    problems = check(arguments.config, arguments.steps, arguments.kills, overrides, arguments.seed)
     print("equal by SHA-256: weights, optimizer, data position, state, metrics, rollouts" if not problems else f"DIFFERENT: {', '.join(problems)}")
     return 1 if problems else 0
 

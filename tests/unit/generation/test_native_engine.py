@@ -287,7 +287,9 @@ def test_an_exception_of_the_model_reaches_the_caller_and_the_engine_lives_on():
     assert generation.generate(batch([[3, 4]]))["generation_lengths"].tolist() == [8]
 
 
-def test_ctrl_c_is_seen_within_a_step():
+def test_ctrl_c_is_seen_within_a_step(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process started in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     model = PythonModel()
     generation = make(model)
     model.before_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None

@@ -1,0 +1,131 @@
+"""GRPO from random weights to a solved task, and what must hold on the way: exactness, splits, faults."""
+
+import pytest
+import tiny
+import torch
+
+from nemo_rl_cpp.algorithms import grpo
+
+
+@pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_it_learns_to_reverse_digits(tmp_path, seed):
+    run = tiny.train(tmp_path, *tiny.FAST, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
+    rewards = [row["reward"] for row in run.history]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert run.parts.validator.run(run.state.step).metrics["accuracy"] > 0.85  # on numbers that were not trained on
+    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
+
+
+def test_metrics_of_exact_steps(tmp_path):
+    run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4")
+    for row in run.history:
+        assert row["token_mult_prob_error"] == 1.0
+        assert row["probs_ratio"] == row["probs_ratio_clamped"] == 1.0
+        assert row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0
+        assert row["sampling_importance_ratio"] == 1.0
+        assert row["gen_kl_error"] == row["policy_kl_error"] == 0.0
+        assert row["max_logprob_gap"] == 0.0
+        assert row["refit/bytes"] == 0
+        assert row["global_valid_seqs"] == 32 and row["num_valid_samples"] == 32
+        assert row["total_num_tokens"] == row["global_valid_toks"] + 32 * 4  # prompts of four tokens
+        assert row["advantages/min"] <= row["advantages/mean"] <= row["advantages/max"]
+        assert 0 <= row["zero_std_groups"] <= 8
+        assert row["approx_entropy"] > 0 and row["grad_norm"] > 0 and row["lr"] > 0
+    assert len({row["weights/digest"] for row in run.history}) == 4
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_never_and_auto_give_the_same_weights(tmp_path, updates):
+    """Scoring the batch beforehand changes nothing: generation's log-probabilities are those of the training forward."""
+    options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
+    digests, ratios = [], []
+    for reuse in ("auto", "never", "always"):
+        run = tiny.train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")
+        digests.append(run.policy.weight_digest())
+        ratios.append([row["probs_ratio_max"] for row in run.history])
+    assert digests[0] == digests[1] == digests[2]
+    assert ratios[0] == ratios[1] == ratios[2]
+    if updates > 1:
+        assert max(ratios[0]) > 1.0  # later updates of a step are off-policy
+
+
+def flip_one_bit(policy):
+    """The highest bit of one weight's mantissa: a change of a quarter to a half of it."""
+    weight = policy.state_dict()["lm_head.weight"].view(torch.int32)
+    weight[7, 5] ^= 1 << 22
+
+
+def with_a_fault(run):
+    """Flips a bit after the rollouts of the second step."""
+    rollout = run.parts.rollouts.run
+
+    def generate(prompts, weight_version):
+        rollouts = rollout(prompts, weight_version)
+        if weight_version == 1:
+            flip_one_bit(run.policy)
+        return rollouts
+
+    run.parts.rollouts.run = generate
+    return run
+
+
+def test_a_flipped_bit_between_the_phases_stops_the_run(tmp_path):
+    run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4"))
+    with pytest.raises(RuntimeError, match="the weights have changed between generation"):
+        grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
+    assert run.state.step == 1
+
+
+@pytest.mark.parametrize("reuse", ["auto", "never"])
+def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
+    run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}"))
+    run.parts.refit.verify_before_training = lambda: None  # let the fault through to the metrics
+    grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
+    clean, faulty, after = run.parts.run.history
+    for row in (clean, after):  # after: generation and training both read the changed weight, and agree again
+        assert row["token_mult_prob_error"] == 1.0
+    assert faulty["token_mult_prob_error"] > 1.0
+    if reuse == "auto":
+        assert clean["max_logprob_gap"] == 0.0 and faulty["max_logprob_gap"] > 0.0
+        assert faulty["logprob_mismatched_tokens"] > 0
+
+
+def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
+    gradients = {}
+    for size in (1, 2, 4, 32):
+        run = tiny.make(tmp_path / str(size), *tiny.SMALL, "policy.sequence_packing.enabled=false", f"policy.train_micro_batch_size={size}")
+        state_of = run.policy.trainer
+        grpo_config = run.config.grpo.model_copy(update={"max_num_steps": 1})
+        run.config.grpo = grpo_config
+        run.state.max_num_steps = 1
+        grpo.grpo_loop(run.parts, run.config, run.state)
+        gradients[size] = state_of.grads.clone()
+    reference = gradients[32].double()
+    assert reference.norm() > 0
+    for size in (1, 2, 4):
+        assert (gradients[size].double() - reference).norm() / reference.norm() < 1e-5
+
+
+def test_a_python_loss_takes_the_place_of_the_native_one(tmp_path):
+    """REINFORCE in three lines; its gradient equals the native loss' before the first update (ratio 1)."""
+
+    def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        return -(data["advantages"][:, 1:] * torch.exp(next_token_logprobs - next_token_logprobs.detach()) * mask).sum() / global_valid_toks
+
+    digests = []
+    for own in (False, True):
+        run = tiny.make(tmp_path / str(own), *tiny.SMALL, "grpo.max_num_steps=1")
+        if own:
+            run.parts.loss_fn = loss
+        grpo.grpo_loop(run.parts, run.config, run.state)
+        digests.append(run.policy.trainer.grads.double().clone())
+    assert (digests[0] - digests[1]).norm() / digests[0].norm() < 1e-5
+
+
+def test_the_same_run_twice_is_the_same_run(tmp_path):
+    runs = [tiny.train(tmp_path / str(i), *tiny.SMALL, "grpo.max_num_steps=3") for i in range(2)]
+    assert runs[0].policy.weight_digest() == runs[1].policy.weight_digest()
+    other = tiny.train(tmp_path / "other", *tiny.SMALL, "grpo.max_num_steps=3", "grpo.seed=5")
+    assert other.policy.weight_digest() != runs[0].policy.weight_digest()

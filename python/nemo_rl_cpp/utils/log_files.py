@@ -119,7 +119,7 @@ class TensorboardLogger(LoggerInterface):
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):
                 values.append(tb_events.scalar(name, float(number)))
-            elif name not in self._skipped:
+            elif name not in self._skipped and not isinstance(value, str):  # texts, such as digests, are in metrics.jsonl
                 self._skipped.add(name)
                 print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
         self._file.add(step, values)

@@ -1,0 +1,25 @@
+"""The notebook runs from its first cell to its last."""
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebooks" / "grpo_in_a_notebook.ipynb"
+
+
+def test_the_notebook_runs(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = {cell["id"]: cell["outputs"] for cell in notebook.cells if cell.cell_type == "code"}
+    texts = "".join(output.get("text", "") for outputs in shown.values() for output in outputs)
+    assert "largest difference between generation and training: 0.0" in texts
+    last = list(shown.values())[-1]
+    assert any("<iframe" in output.get("data", {}).get("text/html", "") for output in last)
+
+
+def test_the_notebook_is_saved_without_output():
+    import json
+
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code")

@@ -191,7 +191,8 @@ class Progress:
 
 
 def _choose_mode(console: Any) -> str:
-    if "ipykernel" in sys.modules and "IPython" in sys.modules:
+    ipython = sys.modules.get("IPython")  # imported is not enough: a kernel must run in this process
+    if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
         return "notebook"
     terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()
     return "live" if terminal else "plain"

@@ -1,4 +1,5 @@
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -99,7 +100,7 @@ def test_in_a_notebook_the_line_replaces_itself(monkeypatch):
     import IPython.display
 
     monkeypatch.setattr(IPython.display, "display", display)
-    monkeypatch.setitem(progress_module.sys.modules, "ipykernel", object())
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object()))
     progress = Progress(2)
     assert progress.mode == "notebook"
     progress.phase("generation")

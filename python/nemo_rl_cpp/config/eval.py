@@ -14,4 +14,5 @@ class EvalConfig(Section):
     num_tests_per_prompt: Positive = key(1, "responses to each prompt")
     k_value: Positive = key(1, "k of the metric")
     seed: Int = key(42, "seed of sampling")
+    max_rollout_turns: Positive = key(1, "turns of a conversation, for environments that answer")
     save_path: str | None = key(None, "folder for evaluation_data.json and config.json; null: none")

@@ -133,9 +133,16 @@ class GenerationConfig(Section):
         return min(self.vllm_cfg.max_model_len or max_total_sequence_length, max_total_sequence_length)
 
 
+class EvalVllmConfig(VllmConfig):
+    """Settings of vLLM. With the native engine only max_model_len and precision are read."""
+
+    precision: Literal["bfloat16", "float32"] | None = key(None, "of weights and products; null: bfloat16")
+
+
 class EvalGenerationConfig(GenerationConfig):
     """Generation in an evaluation: with the model, and the number of prompts at a time."""
 
-    model_name: str = key(..., "folder, packaged model or name on the hub")
+    model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
+    vllm_cfg: EvalVllmConfig = section(EvalVllmConfig, "vLLM's settings; of these max_model_len and precision are read")
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
     temperature: NonNegative = key(0.0, "sampling temperature; 0: greedy")

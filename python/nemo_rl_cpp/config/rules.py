@@ -85,6 +85,8 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     rules_data.check_eval_data(config.data, config.env, report)
+    if config.data.env_name is None:
+        report.add("data.env_name", "is missing: which environment scores the responses? Name an entry of env")
 
 
 def _check_run(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:

@@ -48,7 +48,8 @@ def run(
         return 2
     if arguments.dry_run:
         print(dump_yaml(config.resolved))
-        print(forecast_text(config))  # type: ignore[arg-type]
+        if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
+            print(forecast_text(config))  # type: ignore[arg-type]
         return 0
     start(config)
     return 0

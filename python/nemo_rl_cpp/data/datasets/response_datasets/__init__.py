@@ -25,6 +25,7 @@ from nemo_rl_cpp.data.datasets.response_datasets.hub_math import (
     OpenMathInstruct2Dataset,
 )
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
+from nemo_rl_cpp.data.datasets.utils import merge_datasets
 
 DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "AIME2024": AIME2024Dataset,
@@ -50,7 +51,7 @@ _FOR_EVERY_DATASET = {
     "seed",
     "split_validation_size",
 }
-_OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers"}
+_OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers", "repeat"}
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
@@ -117,9 +118,12 @@ def load_eval_dataset(data_config: Any) -> RawDataset:
     """The data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
     config = to_plain(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
+    repeat = 1 if "repeat" in (_accepted(cls) or ()) else config.pop("repeat", 1)
     if getattr(cls, "eval_split", None) is not None and config.get("split") is None:
         config["split"] = cls.eval_split
     dataset = cls(**config)
+    if repeat > 1:
+        dataset.dataset = merge_datasets([dataset.dataset] * repeat)
     dataset.set_task_spec(config)
     dataset.set_processor()
     return dataset

@@ -1,0 +1,1 @@
+"""Evaluation: pass@k and cons@k of a model on a data set."""

@@ -1,0 +1,197 @@
+"""An evaluation from its configuration to its score."""
+
+import inspect
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.config.eval import EvalConfig
+from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
+from nemo_rl_cpp.data.collate_fn import eval_collate_fn
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.futures import get
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.remote import call_remote
+from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.evals.metrics import cons_at_k, eval_cons_k, eval_pass_k, pass_at_k
+from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
+from nemo_rl_cpp.experience.conversations import Conversations
+from nemo_rl_cpp.experience.rollout_metrics import rollout_metrics
+from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
+from nemo_rl_cpp.experience.rollouts import repeat_prompts
+from nemo_rl_cpp.models.model_folder import find_policy_weights
+
+__all__ = [
+    "EvalConfig", "MasterConfig", "eval_cons_k", "eval_pass_k", "main", "make_dataset", "make_generation", "run_env_eval", "setup",
+]  # fmt: skip
+
+
+def main(config: MasterConfig) -> EvalResult:
+    """Runs the evaluation that a checked configuration describes, and prints its table."""
+    from nemo_rl_cpp.data.tokenizer import get_tokenizer
+
+    folder = find_policy_weights(config.generation.model_name)
+    if config.tokenizer.name == config.generation.model_name:
+        config.tokenizer.name = folder
+    config.generation.model_name = folder
+    env_name = config.data.env_name
+    # environments start their processes before this one computes on several threads
+    environment = create_env(env_name=env_name, env_config=config.env[env_name])
+    try:
+        tokenizer = get_tokenizer(config.tokenizer)
+        generation, loader, config = setup(config, tokenizer, make_dataset(config, tokenizer))
+        return run_env_eval(generation, loader, environment, config)
+    finally:
+        get(call_remote(environment, "shutdown"))
+
+
+def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDataset:
+    """The section `data`, tokenised."""
+    raw = load_eval_dataset(config.data)
+    return AllTaskProcessedDataset(
+        raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=config.data.max_input_seq_length
+    )
+
+
+def setup(master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessedDataset) -> tuple[Any, Any, MasterConfig]:
+    """(engine with the model loaded, loader of prompts, the configuration)."""
+    size = master_config.generation.num_prompts_per_step
+    loader = StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
+    return make_generation(master_config, tokenizer), loader, master_config
+
+
+def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
+    """The native engine on weights of its own: there is no trainer, so nothing else is kept of the model."""
+    from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.models.generation.native import NativeGeneration
+    from nemo_rl_cpp.models.hf_config import native_config
+    from nemo_rl_cpp.models.model_folder import open_model_folder
+
+    folder = open_model_folder(find_policy_weights(config.generation.model_name))
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
+    model = C.DecoderModel(native_config(folder.config), dtype, False)
+    folder.fill(model)
+    return NativeGeneration(C.NativeModelRunner(model), config.generation, tokenizer, seed=config.eval.seed)
+
+
+def run_env_eval(vllm_generation: Any, dataloader: Any, env: Any, master_config: MasterConfig) -> EvalResult:
+    """Generates `eval.num_tests_per_prompt` responses to every prompt, lets the environment score them, and reports.
+
+    A response is right when its reward is 1. Random draws are keyed by (eval.seed, stream "eval", the prompt's number, the
+    response's number): the score does not depend on generation.num_prompts_per_step. Conversations go on for
+    `eval.max_rollout_turns` turns; the engine that NeMo RL's name for the first argument says may be any.
+
+    Raises ValueError for cons@k with an environment that extracts no answers.
+    """
+    wanted = master_config.eval
+    run = _Run(vllm_generation, env, master_config)
+    start = time.perf_counter()
+    vllm_generation.prepare_for_generation()
+    for batch in dataloader:
+        run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
+        print(f"{run.prompts} prompts, {len(run.rewards)} responses, {time.perf_counter() - start:.1f} s", flush=True)
+    vllm_generation.finish_generation()
+    result = run.result(time.perf_counter() - start)
+    if wanted.save_path is not None:
+        save_evaluation_data(run.samples, master_config, Path(wanted.save_path))
+    show(result, master_config)
+    return result
+
+
+@dataclass
+class _Run:
+    """What has been generated and scored so far; responses to a prompt lie side by side."""
+
+    generation: Any
+    env: Any
+    config: MasterConfig
+    prompts: int = 0
+    rewards: list[float] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    def one(self, batch: BatchedDataDict) -> None:
+        """One batch of repeated prompts."""
+        texts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
+        limit = self.config.generation.vllm_cfg.max_model_len
+        conversations = Conversations(batch, self.generation.tokenizer, limit)
+        answers: list[str | None] = [None] * batch.size
+        for _ in range(self.config.eval.max_rollout_turns):
+            if not conversations.active:
+                break
+            turn, rows = conversations.begin(), conversations.active
+            conversations.respond(turn, self.generation.generate(turn.inputs))
+            scored = self._score(turn.active)
+            for row, answer in zip(rows, scored.answers or [None] * len(rows)):
+                answers[row] = answer
+            conversations.observe(turn, scored)
+        batch = conversations.finish()
+        self.rounds.append((batch.size, rollout_metrics(conversations.stats) | get(call_remote(self.env, "pop_metrics"))))
+        self.prompts += batch.size // self.config.eval.num_tests_per_prompt
+        self._keep(texts, batch, answers)
+
+    def _score(self, active: BatchedDataDict) -> EnvironmentReturn:
+        logs = [[{key: message[key] for key in ("role", "content")} for message in log] for log in active["message_log"]]
+        options = {"return_extracted_answer": True} if _takes(self.env, "return_extracted_answer") else {}
+        scored = get(call_remote(self.env, "step", logs, active["extra_env_info"], **options))
+        if isinstance(scored.rewards, dict):  # components count together
+            return scored._replace(rewards=sum(torch.as_tensor(values, dtype=torch.float32) for values in scored.rewards.values()))
+        return scored
+
+    def _keep(self, texts: list[str], batch: BatchedDataDict, answers: list[str | None]) -> None:
+        rewards = batch["total_reward"].tolist()
+        self.rewards += rewards
+        self.answers += answers
+        for row, (text, log) in enumerate(zip(texts, batch["message_log"])):
+            said = [{key: message[key] for key in ("role", "content")} for message in log]
+            self.samples.append(
+                {
+                    "prompt": text,
+                    "response": "".join(message["content"] for message in said if message["role"] == "assistant"),
+                    "extracted_answer": answers[row],
+                    "reward": rewards[row],
+                    "message_log": said,
+                    "extra_env_info": batch["extra_env_info"][row],
+                    "sample_index": len(self.samples),
+                    "truncated": bool(batch["truncated"][row]),
+                }
+            )
+
+    def result(self, seconds: float) -> EvalResult:
+        scores = list(self._scores())
+        return EvalResult(
+            score=math.fsum(scores) / len(scores),
+            interval=interval_of_mean(scores),
+            prompts=len(scores),
+            mean_reward=math.fsum(self.rewards) / len(self.rewards),
+            seconds=seconds,
+            metrics=combine_rollout_metrics(self.rounds),
+        )
+
+    def _scores(self) -> Iterator[float]:
+        """The metric of each prompt."""
+        wanted, n = self.config.eval, self.config.eval.num_tests_per_prompt
+        if wanted.metric == "cons@k" and all(answer is None for answer in self.answers):
+            raise ValueError(
+                f"eval.metric=cons@k votes on answers, but no answer was found in any response (environment {self.config.data.env_name}): "
+                "use an environment that extracts answers, or eval.metric=pass@k"
+            )
+        for start in range(0, len(self.rewards), n):
+            own = self.rewards[start : start + n]
+            if wanted.metric == "cons@k":
+                yield cons_at_k(own, self.answers[start : start + n], wanted.k_value)
+            else:
+                yield pass_at_k(n, sum(reward == 1 for reward in own), wanted.k_value)
+
+
+def _takes(env: Any, parameter: str) -> bool:
+    step = getattr(getattr(env, "_instance", env), "step")
+    return parameter in inspect.signature(step).parameters

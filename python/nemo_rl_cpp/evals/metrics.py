@@ -1,0 +1,77 @@
+"""pass@k and cons@k: estimates from n responses of what k responses would achieve."""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
+    """Chance that at least one of k responses is right, without bias, from n = `num_tests` of which c are right:
+
+        1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1}^{n} (1 - k / i)
+
+    Whole numbers are counted exactly; the product also takes fractions, which a sum of partial rewards may give
+    (Chen et al., "Evaluating Large Language Models Trained on Code", 2021).
+    """
+    wrong = num_tests - num_correct
+    if wrong < k:
+        return 1.0
+    if float(wrong).is_integer():
+        subsets = math.comb(num_tests, k)
+        return (subsets - math.comb(int(wrong), k)) / subsets
+    return 1.0 - math.prod(1.0 - k / (wrong + i) for i in range(1, math.ceil(num_correct) + 1))
+
+
+def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
+    """Chance that the majority answer of k responses is right: the share of all k-subsets whose voted answer has reward 1.
+
+    Of answers with equally many votes the one that comes first in the subset wins; an answer's reward is that of its
+    first response in the subset. No answer (None) is an answer like any other. The subsets are counted, not listed: for
+    a winner whose first vote is response i and that gets v votes, every other answer has fewer than v votes, or v of
+    them that all come after i.
+    """
+    places: dict[Hashable, list[int]] = {}
+    for i, answer in enumerate(answers):
+        places.setdefault(answer, []).append(i)
+    good = 0
+    for answer, own in places.items():
+        others = [place for other, place in places.items() if other != answer]
+        for rank, first in enumerate(own):
+            if rewards[first] != 1:
+                continue
+            later = len(own) - rank - 1
+            for votes in range(1, min(k, later + 1) + 1):
+                good += math.comb(later, votes - 1) * _ways(others, votes, first, k - votes)
+    return good / math.comb(len(answers), k)
+
+
+def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
+    """Ways to give `remaining` votes to answers that all lose against `votes` votes whose first is response `first`."""
+    ways = [1] + [0] * remaining  # ways[m]: ways so far with m votes given
+    for place in others:
+        after = sum(i > first for i in place)
+        each = [math.comb(len(place), w) for w in range(votes)] + [math.comb(after, votes)]
+        ways = [sum(ways[m - w] * each[w] for w in range(min(m, votes) + 1)) for m in range(remaining + 1)]
+    return ways[remaining]
+
+
+def eval_pass_k(rewards: Tensor, num_tests_per_prompt: int, k: int) -> float:
+    """Sum over prompts of `pass_at_k`; `rewards` [prompts * num_tests_per_prompt] holds a prompt's responses side by side.
+
+    Divide by the number of prompts for the score. The number of right responses is the sum of a prompt's rewards.
+    """
+    return math.fsum(pass_at_k(num_tests_per_prompt, math.fsum(own), k) for own in _per_prompt(rewards, num_tests_per_prompt))
+
+
+def eval_cons_k(rewards: Tensor, num_tests_per_prompt: int, k: int, extracted_answers: list[str | None]) -> float:
+    """Sum over prompts of `cons_at_k`; `extracted_answers` lie as `rewards` do. Divide by the number of prompts."""
+    own_rewards = _per_prompt(rewards, num_tests_per_prompt)
+    own_answers = _per_prompt(extracted_answers, num_tests_per_prompt)
+    return math.fsum(cons_at_k(r, a, k) for r, a in zip(own_rewards, own_answers, strict=True))
+
+
+def _per_prompt(values: "Tensor | list[Any]", size: int) -> Iterator[list[Any]]:
+    flat = values.tolist() if isinstance(values, Tensor) else values
+    return (flat[i : i + size] for i in range(0, len(flat), size))

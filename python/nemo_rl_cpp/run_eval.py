@@ -1,0 +1,27 @@
+"""Evaluation: `python -m nemo_rl_cpp.run_eval --config FILE [--dry-run] [overrides]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_cpp.config import load_eval_config
+from nemo_rl_cpp.config.run import run
+
+DEFAULT_CONFIG = "configs/evals/eval.yaml"
+
+
+def _start(config: Any) -> None:
+    from nemo_rl_cpp.evals.eval import main as evaluate  # torch loads here, after the configuration is known to be right
+
+    evaluate(config)
+
+
+def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:
+    """Runs the command line `argv`; returns the exit status (2: the configuration has mistakes)."""
+    return run(load_eval_config, _start, argv, default_config, "Evaluate a language model: pass@k or cons@k.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""pass@k and cons@k against the listing of all subsets, and by hand."""
+
+import math
+import random
+
+import pytest
+import torch
+from nemo_rl_cpp.evals.eval import eval_cons_k, eval_pass_k
+from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
+from nemo_rl_cpp.evals.report import interval_of_mean
+from reference import evaluation as reference
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs hold the right one
+    assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(4, 3, 2) == 1.0
+    assert pass_at_k(1, 1, 1) == 1.0
+    assert pass_at_k(3, 2, 1) == 2 / 3
+    # a sum of partial rewards, 1.5: 1 - (1 - 1/3.5)(1 - 1/4.5)
+    assert pass_at_k(4, 1.5, 1) == pytest.approx(1 - (2.5 / 3.5) * (3.5 / 4.5))
+
+
+def test_pass_at_k_for_all_small_cases():
+    for n in range(1, 9):
+        for right in range(n + 1):
+            rewards = [1.0] * right + [0.0] * (n - right)
+            for k in range(1, n + 1):
+                assert pass_at_k(n, right, k) == pytest.approx(reference.pass_at_k(rewards, k), abs=1e-12)
+
+
+def test_pass_at_k_of_many_responses():
+    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
+    assert pass_at_k(10_000, 5_000, 50) == pytest.approx(1 - math.comb(5_000, 50) / math.comb(10_000, 50))
+
+
+def test_cons_at_k_by_hand():
+    # subsets of 3 of a a b b: (a a b) twice -> a, (a b b) twice -> b
+    assert cons_at_k([1, 1, 0, 0], ["a", "a", "b", "b"], 3) == 0.5
+    # of 2: aa -> a, bb -> b, the four mixed ones -> whoever comes first, a
+    assert cons_at_k([1, 1, 0, 0], ["a", "a", "b", "b"], 2) == 5 / 6
+    assert cons_at_k([0, 0, 1, 1], ["a", "a", "b", "b"], 2) == 1 / 6
+    assert cons_at_k([0, 0, 1], [None, None, "7"], 3) == 0.0  # no answer is a vote like any other
+    assert cons_at_k([1, 0], ["a", "a"], 1) == 0.5  # equal answers with different rewards: the first one's counts
+
+
+def test_cons_at_k_against_the_listing():
+    generator = random.Random(1)
+    for _ in range(1500):
+        n = generator.randint(1, 9)
+        answers = [generator.choice(["1", "2", "3", "4", None]) for _ in range(n)]
+        rewards = [float(generator.random() < 0.5) for _ in range(n)]
+        k = generator.randint(1, n)
+        assert cons_at_k(rewards, answers, k) == pytest.approx(reference.cons_at_k(rewards, answers, k), abs=1e-12)
+
+
+def test_cons_at_k_counts_what_nobody_can_list():
+    answers = ["a"] * 40 + ["b"] * 24
+    rewards = [1.0] * 40 + [0.0] * 24
+    share = sum(math.comb(40, v) * math.comb(24, 31 - v) for v in range(16, 32)) / math.comb(64, 31)
+    assert cons_at_k(rewards, answers, 31) == pytest.approx(share)
+
+
+def test_sums_over_prompts():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    assert eval_pass_k(rewards, 2, 1) == 1.5
+    assert eval_pass_k(rewards, 2, 2) == 2.0
+    assert eval_pass_k(rewards, 1, 1) == 3.0
+    assert eval_cons_k(rewards, 3, 3, ["x", "y", "y", "u", "v", "v"]) == 1.0
+    assert eval_cons_k(rewards, 6, 1, list("abcdef")) == 0.5
+
+
+def test_interval():
+    low, high = interval_of_mean([0.0] * 10 + [1.0] * 10)
+    assert (low, high) == pytest.approx((0.2993, 0.7007), abs=1e-4)  # Wilson, 10 of 20
+    assert interval_of_mean([1.0] * 5).low == pytest.approx(0.5655, abs=1e-4)
+    low, high = interval_of_mean([0.25, 0.5, 0.75, 0.5])
+    assert (low, high) == pytest.approx((0.5 - 1.96 * 0.2041 / 2, 0.5 + 1.96 * 0.2041 / 2), abs=1e-3)
+    assert interval_of_mean([0.5]).high < 1.0

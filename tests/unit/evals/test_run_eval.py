@@ -1,0 +1,139 @@
+"""Evaluations end to end on a tiny model."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from fakes import ByteTokenizer, FakeGeneration
+from nemo_rl_cpp import run_eval
+from nemo_rl_cpp.config import ConfigError, load_eval_config
+from nemo_rl_cpp.data.collate_fn import eval_collate_fn
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.evals import eval as evaluation
+from nemo_rl_cpp.models.model_folder import find_policy_weights
+
+REVERSE = [
+    "tokenizer.chat_template=null", "data.dataset_name=reverse_digits", "data.env_name=reverse_digits", "data.processor=null",
+    "++env.reverse_digits={}", "generation.max_new_tokens=3", "generation.vllm_cfg.max_model_len=16",
+    "generation.vllm_cfg.precision=float32", "++data.num_digits=3", "++data.num_samples=20",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """What a run leaves: step_2 and step_10, with different weights."""
+    folder = tmp_path_factory.mktemp("run")
+    for step, seed in ((2, 1), (10, 2)):
+        run = tiny.make(folder / "logs", f"grpo.seed={seed}")
+        run.policy.save_checkpoint(folder / "results" / f"step_{step}" / "policy" / "weights")
+    return folder / "results"
+
+
+def evaluate(model, *overrides):
+    torch.set_num_threads(1)
+    return evaluation.main(load_eval_config("evals/eval.yaml", [f"generation.model_name={model}", *REVERSE, *overrides]))
+
+
+def test_a_checkpoint_is_found(checkpoints, tmp_path):
+    newest = str(checkpoints / "step_10" / "policy" / "weights")
+    assert find_policy_weights(str(checkpoints)) == newest
+    assert find_policy_weights(str(checkpoints / "step_10")) == newest
+    assert find_policy_weights(newest) == newest
+    assert find_policy_weights("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert find_policy_weights(str(tmp_path)) == str(tmp_path)
+
+
+def test_samples_are_saved_and_give_the_score(checkpoints, tmp_path, capsys):
+    sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=4", "eval.k_value=2", f"eval.save_path={tmp_path / 'out'}")
+    result = evaluate(checkpoints, *sampled)
+    samples = json.loads((tmp_path / "out" / "evaluation_data.json").read_text())["evaluation_data"]
+    assert len(samples) == 80 and [s["sample_index"] for s in samples] == list(range(80))
+    rewards = torch.tensor([float(s["reward"] == 1) for s in samples])
+    assert result.score == pytest.approx(evaluation.eval_pass_k(rewards, 4, 2) / 20)
+    assert result.mean_reward == pytest.approx(sum(s["reward"] for s in samples) / 80)
+    for sample in samples:
+        truth = sample["extra_env_info"]["ground_truth"]
+        assert sample["prompt"] == truth[::-1] + "="
+        right = sum(a == b for a, b in zip(sample["response"].strip(), truth)) / 3
+        assert sample["reward"] == pytest.approx(right)
+        assert sample["message_log"][1] == {"role": "assistant", "content": sample["response"]}
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["metric"] == "pass@k" and described["k_value"] == 2 and described["temperature"] == 1.0
+    printed = capsys.readouterr().out
+    assert f"score={result.score:.4f}" in printed and "95 % interval" in printed
+
+
+def test_the_score_does_not_depend_on_the_batch(checkpoints, tmp_path):
+    sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=3")
+    texts = []
+    for size, seed in ((-1, 42), (7, 42), (-1, 43)):
+        folder = tmp_path / f"{size}-{seed}"
+        evaluate(checkpoints, *sampled, f"generation.num_prompts_per_step={size}", f"eval.seed={seed}", f"eval.save_path={folder}")
+        samples = json.loads((folder / "evaluation_data.json").read_text())["evaluation_data"]
+        texts.append([sample["response"] for sample in samples])
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert len(set(texts[0][:3])) > 1  # responses to one prompt differ
+
+
+def test_checkpoints_differ(checkpoints, tmp_path):
+    for step in (2, 10):
+        evaluate(checkpoints / f"step_{step}", f"eval.save_path={tmp_path / str(step)}")
+    assert (tmp_path / "2" / "evaluation_data.json").read_text() != (tmp_path / "10" / "evaluation_data.json").read_text()
+
+
+def test_repeat_and_the_command_line(checkpoints, capsys):
+    arguments = ["--config", "evals/eval.yaml", f"generation.model_name={checkpoints}", *REVERSE, "data.repeat=2"]
+    assert run_eval.main(arguments) == 0
+    assert "40 prompts" in capsys.readouterr().out
+    assert run_eval.main([*arguments, "--dry-run"]) == 0
+    assert "num_tests_per_prompt: 1" in capsys.readouterr().out
+    assert run_eval.main([*arguments, "eval.k_value=3"]) == 2
+
+
+def test_an_environment_must_be_named():
+    with pytest.raises(ConfigError, match="data.env_name is missing"):
+        load_eval_config("evals/eval.yaml", ["data.env_name=null"])
+
+
+def sums(metric, *overrides):
+    """A faked model that answers "2" or "3" to 1 + 1: right in half of the cases."""
+    config = load_eval_config(
+        "evals/arithmetic_smollm2.yaml",
+        [f"eval.metric={metric}", "eval.num_tests_per_prompt=3", "eval.k_value=3", "generation.temperature=1", *overrides],
+    )
+    row = {"length": 1, "extra_env_info": {"ground_truth": "2"}, "task_name": "arithmetic", "stop_strings": ["\n"]}
+    tokenizer = ByteTokenizer()
+    rows = [
+        {**row, "idx": i, "message_log": [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer.encode(text))}]}
+        for i, text in enumerate(["1 + 1 = ", "2 + 0 = "])
+    ]
+    answers = {"1": ["2\n", "3\n", "2\n"], "2": ["no idea", "no idea", "2\n"]}
+    generation = FakeGeneration(lambda prompt, key: answers[prompt[0]][key[2]])
+    loader = StatefulDataLoader(rows, 2, collate_fn=eval_collate_fn)
+    return evaluation.run_env_eval(generation, loader, create_env("arithmetic", {}), config)
+
+
+def test_consensus(capsys):
+    assert sums("cons@k").score == 0.5  # 2, 3, 2 elect 2; two responses without an answer outvote the right one
+    assert sums("pass@k").score == 1.0
+    assert sums("pass@k", "eval.k_value=1").score == 0.5
+    assert "metric=cons@3" in capsys.readouterr().out
+
+
+def test_environment_metrics_are_in_the_table(capsys):
+    result = sums("pass@k")
+    assert result.metrics["well_formed"] == pytest.approx(4 / 6)
+    assert "well_formed" in capsys.readouterr().out
+
+
+def test_consensus_needs_answers(checkpoints):
+    class Mute:
+        generate = FakeGeneration().generate
+
+    with pytest.raises(ValueError, match="cons@k votes on answers"):
+        evaluation._Run(
+            Mute(), None, load_eval_config("evals/gsm8k.yaml", ["eval.metric=cons@k"]), 1, [0.0] * 4, [None] * 4
+        ).result(1.0)

@@ -1,5 +1,8 @@
 // Decoder, trainer and the model runner: handles that Python orchestrates.
+#include <ATen/ATen.h>
+
 #include "bindings/module.h"
+#include "common/check.h"
 #include "trainer/trainer.h"
 
 namespace nemo_rl::bindings {
@@ -55,10 +58,19 @@ void bind_trainer(py::module_& m) {
   py::class_<OptimizerStep>(m, "OptimizerStep").def_readonly("grad_norm", &OptimizerStep::grad_norm).def_readonly("finite", &OptimizerStep::finite);
   py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
       .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
-      .def("forward", &Trainer::forward, py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"),
-           py::arg("checkpoint"), py::arg("out"), release_gil())
+      .def("forward",
+           [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
+              bool checkpoint, const at::Tensor& out, float top_p, std::int64_t top_k, const std::optional<at::Tensor>& unfiltered) {
+             self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint}, out, unfiltered.value_or(at::Tensor()));
+           },
+           py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"), py::arg("checkpoint"),
+           py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0, py::arg("unfiltered") = py::none(), release_gil())
       .def("logits", &Trainer::logits, py::arg("token_ids"), release_gil())
-      .def("backward", &Trainer::backward, py::arg("d_logprobs"), release_gil())
+      .def("backward",
+           [](Trainer& self, const at::Tensor& d_logprobs, const std::optional<at::Tensor>& d_unfiltered) {
+             self.backward(d_logprobs, d_unfiltered.value_or(at::Tensor()));
+           },
+           py::arg("d_logprobs"), py::arg("d_unfiltered") = py::none(), release_gil())
       .def("zero_grad", &Trainer::zero_grad, release_gil())
       .def("step",
            [](Trainer& self, double lr, double beta1, double beta2, double eps, double weight_decay, double max_grad_norm) {
@@ -73,11 +85,46 @@ void bind_trainer(py::module_& m) {
       .def_property("optimizer_steps", &Trainer::optimizer_steps, &Trainer::set_optimizer_steps);
 }
 
+/// Rows scored one by one: for tests of csrc/model/filtered_row.h.
+template <class A>
+void score_filtered(const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& g, const model::TokenScoring& scoring,
+                    const at::Tensor& logprobs, const at::Tensor& d_logits) {
+  const std::int64_t V = logits.size(1);
+  for (std::int64_t r = 0; r < logits.size(0); ++r) {
+    const A* row = logits.const_data_ptr<A>() + r * V;
+    const auto kept = model::filtered_row(row, V, scoring);
+    const std::int64_t token = token_ids.const_data_ptr<std::int64_t>()[r];
+    logprobs.data_ptr<A>()[r] = kept.logprob(token, row[token]);
+    kept.add_gradient(&token, g.const_data_ptr<A>() + r, 1, d_logits.data_ptr<A>() + r * V);
+  }
+}
+
+void bind_filtered_row(py::module_& m) {
+  m.def(
+      "filtered_logprobs",
+      [](const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& g, double temperature, float top_p, std::int64_t top_k) {
+        NRL_CHECK_ARG(logits.dim() == 2 && logits.is_contiguous() && token_ids.sizes() == g.sizes() && g.size(0) == logits.size(0) &&
+                          token_ids.scalar_type() == at::kLong && g.scalar_type() == logits.scalar_type(),
+                      "filtered_logprobs: expected logits [R, V], token_ids [R] int64 and g [R]");
+        const auto logprobs = at::empty_like(g), d_logits = at::zeros_like(logits);
+        const model::TokenScoring scoring{temperature, top_p, top_k};
+        if (logits.scalar_type() == at::kDouble) {
+          score_filtered<double>(logits, token_ids, g, scoring, logprobs, d_logits);
+        } else {
+          score_filtered<float>(logits, token_ids, g, scoring, logprobs, d_logits);
+        }
+        return py::make_tuple(logprobs, d_logits);
+      },
+      py::arg("logits"), py::arg("token_ids"), py::arg("g"), py::arg("temperature"), py::arg("top_p"), py::arg("top_k"),
+      "(logprobs [R], d sum(g logprobs) / d logits [R, V]) of the tokens under top-k and top-p, as training scores them");
+}
+
 }  // namespace
 
 void bind_model(py::module_& m) {
   bind_decoder_model(m);
   bind_trainer(m);
+  bind_filtered_row(m);
 }
 
 }  // namespace nemo_rl::bindings

@@ -47,10 +47,25 @@ void row_gradient(const double* logits, std::int64_t V, double temperature, cons
   for (std::int64_t i = 0; i < n; ++i) out[targets[i]] += g[i] / temperature;
 }
 
-struct PairRange { std::int64_t begin, end; };
+kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperature) { return kernels::log_sum_exp_row(row, V, temperature, false); }
+kernels::LogSumExpF64 log_sum_exp(const double* row, std::int64_t V, double temperature) {
+  return kernels::log_sum_exp_row_f64(row, V, temperature, false);
+}
+float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) { return kernels::token_logprob(logit, temperature, lse); }
+double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) { return kernels::token_logprob_f64(logit, temperature, lse); }
+
+/// f with a value of the type that the residual stream `h` and the logits have: float, or double in the float64 build.
+template <class F>
+void with_accumulate_type(const at::Tensor& h, F&& f) {
+  h.scalar_type() == at::kDouble ? f(double{}) : f(float{});
+}
+
+}  // namespace
+
+std::int64_t LmHead::chunk_rows(std::int64_t vocab_size) { return std::clamp<std::int64_t>((std::int64_t{1} << 24) / vocab_size, 16, 1024); }
 
 /// Pairs of each row: pair_row is non-decreasing.
-std::vector<PairRange> pairs_of_rows(const LogprobQuery& q) {
+std::vector<LmHead::PairRange> LmHead::pairs_of_rows(const LogprobQuery& q) {
   std::vector<PairRange> ranges(q.rows.size(), {0, 0});
   for (std::size_t i = 0; i < q.pair_row.size(); ++i) {
     auto& r = ranges[static_cast<std::size_t>(q.pair_row[i])];
@@ -59,10 +74,6 @@ std::vector<PairRange> pairs_of_rows(const LogprobQuery& q) {
   }
   return ranges;
 }
-
-}  // namespace
-
-std::int64_t LmHead::chunk_rows(std::int64_t vocab_size) { return std::clamp<std::int64_t>((std::int64_t{1} << 24) / vocab_size, 16, 1024); }
 
 void LmHead::gather(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, Workspace& workspace) {
   const std::int64_t U = static_cast<std::int64_t>(query.rows.size()), D = h.size(1);
@@ -76,44 +87,85 @@ void LmHead::gather(const Decoder& decoder, const at::Tensor& h, const LogprobQu
   decoder.final_norm(hidden_, normed_, rstd_);
 }
 
-at::Tensor LmHead::forward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, double temperature, Workspace& workspace) {
+PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, const TokenScoring& scoring,
+                           bool with_unfiltered, Workspace& workspace) {
   gather(decoder, h, query, workspace);
   const std::int64_t U = hidden_.size(0), V = decoder.config().vocab_size, C = chunk_rows(V);
-  auto logprobs = at::empty({static_cast<std::int64_t>(query.targets.size())}, h.options());
   for (auto target : query.targets) NRL_CHECK_ARG(target >= 0 && target < V, "token id ", target, " is outside the vocabulary of ", V);
+  const bool filters = scoring.filters(V), plain = !filters || with_unfiltered;
+  PairValues values{at::empty({static_cast<std::int64_t>(query.targets.size())}, h.options()), {}};
+  if (filters && with_unfiltered) values.unfiltered = at::empty_like(values.logprobs);
   max_.resize(static_cast<std::size_t>(U));
   log_sum_.resize(static_cast<std::size_t>(U));
   const auto pairs = pairs_of_rows(query);
   for (std::int64_t begin = 0; begin < U; begin += C) {
     const std::int64_t count = std::min(C, U - begin);
     const auto logits = chunk_logits(decoder, normed_, begin, count, workspace);
-    auto rows = [&](auto tag, auto lse_of, auto logprob_of) {
+    with_accumulate_type(h, [&](auto tag) {
       using A = decltype(tag);
+      const A temperature = static_cast<A>(scoring.temperature);
+      A* const filtered_out = filters ? ops::mutable_ptr<A>(values.logprobs) : nullptr;
+      A* const plain_out = !plain ? nullptr : ops::mutable_ptr<A>(filters ? values.unfiltered : values.logprobs);
       at::parallel_for(0, count, 1, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t r = first; r < last; ++r) {
           const auto u = static_cast<std::size_t>(begin + r);
           const A* row = ops::ptr<A>(logits) + r * V;
-          const auto lse = lse_of(row);
-          max_[u] = lse.max, log_sum_[u] = lse.log_sum;
-          for (std::int64_t i = pairs[u].begin; i < pairs[u].end; ++i)
-            ops::mutable_ptr<A>(logprobs)[i] = logprob_of(row[query.targets[static_cast<std::size_t>(i)]], lse);
+          const auto logit = [&](std::int64_t i) { return row[query.targets[static_cast<std::size_t>(i)]]; };
+          if (plain) {
+            const auto lse = log_sum_exp(row, V, temperature);
+            max_[u] = lse.max, log_sum_[u] = lse.log_sum;
+            for (std::int64_t i = pairs[u].begin; i < pairs[u].end; ++i) plain_out[i] = token_logprob(logit(i), temperature, lse);
+          }
+          if (filters) {
+            const auto kept = filtered_row(row, V, scoring);
+            for (std::int64_t i = pairs[u].begin; i < pairs[u].end; ++i)
+              filtered_out[i] = kept.logprob(query.targets[static_cast<std::size_t>(i)], logit(i));
+          }
         }
       });
-    };
-    if (h.scalar_type() == at::kDouble) {
-      rows(double{}, [&](const double* row) { return kernels::log_sum_exp_row_f64(row, V, temperature, false); },
-           [&](double logit, const kernels::LogSumExpF64& lse) { return kernels::token_logprob_f64(logit, temperature, lse); });
-    } else {
-      const float t = static_cast<float>(temperature);
-      rows(float{}, [&](const float* row) { return kernels::log_sum_exp_row(row, V, t, false); },
-           [&](float logit, const kernels::LogSumExp& lse) { return kernels::token_logprob(logit, t, lse); });
-    }
+    });
   }
-  return logprobs;
+  return values;
 }
 
-at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, const at::Tensor& d_logprobs,
-                            double temperature, const DecoderParameters& grads, Workspace& workspace) {
+void LmHead::chunk_gradient(const LogprobQuery& query, const std::vector<PairRange>& pairs, const PairValues& d_values,
+                            const TokenScoring& scoring, std::int64_t begin, const at::Tensor& logits, const at::Tensor& d_logits) const {
+  const std::int64_t count = logits.size(0), V = logits.size(1);
+  const bool filters = scoring.filters(V);
+  ops::dispatch_floating(d_logits.scalar_type(), "lm_head", [&](auto tag) {
+    using S = decltype(tag);
+    using A = accumulate_t<S>;
+    const A temperature = static_cast<A>(scoring.temperature);
+    const A* const g_kept = filters ? ops::ptr<A>(d_values.logprobs) : nullptr;
+    const auto& d_plain = filters ? d_values.unfiltered : d_values.logprobs;
+    const A* const g_plain = d_plain.defined() ? ops::ptr<A>(d_plain) : nullptr;
+    at::parallel_for(0, count, 1, [&](std::int64_t first, std::int64_t last) {
+      std::vector<A> sum(filters ? static_cast<std::size_t>(V) : 0);
+      for (std::int64_t r = first; r < last; ++r) {
+        const auto u = static_cast<std::size_t>(begin + r);
+        const A* const row = ops::ptr<A>(logits) + r * V;
+        S* const out = ops::mutable_ptr<S>(d_logits) + r * V;
+        const std::int64_t p = pairs[u].begin, n = pairs[u].end - p;
+        const std::int64_t* const targets = query.targets.data() + p;
+        const LogSumExpOf<A> lse{static_cast<A>(max_[u]), static_cast<A>(log_sum_[u]), 0};
+        if (!filters) {
+          row_gradient(row, V, temperature, lse, targets, g_plain + p, n, out);
+          continue;
+        }
+        if (g_plain) {
+          row_gradient(row, V, temperature, lse, targets, g_plain + p, n, sum.data());
+        } else {
+          std::fill(sum.begin(), sum.end(), A(0));
+        }
+        filtered_row(row, V, scoring).add_gradient(targets, g_kept + p, n, sum.data());
+        for (std::int64_t v = 0; v < V; ++v) out[v] = static_cast<S>(sum[static_cast<std::size_t>(v)]);
+      }
+    });
+  });
+}
+
+at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, const PairValues& d_values,
+                            const TokenScoring& scoring, const DecoderParameters& grads, Workspace& workspace) {
   const std::int64_t U = hidden_.size(0), D = h.size(1), V = decoder.config().vocab_size, C = chunk_rows(V);
   NRL_CHECK(U == static_cast<std::int64_t>(query.rows.size()) && static_cast<std::int64_t>(max_.size()) == U, "LmHead::backward without its forward");
   const auto pairs = pairs_of_rows(query);
@@ -122,20 +174,7 @@ at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const L
     const std::int64_t count = std::min(C, U - begin);
     const auto logits = chunk_logits(decoder, normed_, begin, count, workspace);
     const auto d_logits = workspace.take("d_logits", {count, V}, decoder.compute_dtype());
-    ops::dispatch_floating(decoder.compute_dtype(), "lm_head", [&](auto tag) {
-      using S = decltype(tag);
-      using A = accumulate_t<S>;
-      using Lse = std::conditional_t<std::is_same_v<A, double>, kernels::LogSumExpF64, kernels::LogSumExp>;
-      at::parallel_for(0, count, 1, [&](std::int64_t first, std::int64_t last) {
-        for (std::int64_t r = first; r < last; ++r) {
-          const auto u = static_cast<std::size_t>(begin + r);
-          Lse lse;
-          lse.max = static_cast<A>(max_[u]), lse.log_sum = static_cast<A>(log_sum_[u]);
-          row_gradient(ops::ptr<A>(logits) + r * V, V, static_cast<A>(temperature), lse, query.targets.data() + pairs[u].begin,
-                       ops::ptr<A>(d_logprobs) + pairs[u].begin, pairs[u].end - pairs[u].begin, ops::mutable_ptr<S>(d_logits) + r * V);
-        }
-      });
-    });
+    chunk_gradient(query, pairs, d_values, scoring, begin, logits, d_logits);
     ops::linear_backward_weight(d_logits, normed_.narrow(0, begin, count), grads.lm_head);
     ops::linear_backward_input(d_logits, decoder.parameters().lm_head, d_normed.narrow(0, begin, count));
   }

@@ -10,8 +10,17 @@
 namespace nemo_rl::ops {
 namespace {
 
-/// Scratch of one thread, kept from call to call.
-kernels::FilterScratch thread_scratch(std::int64_t V) {
+at::Tensor checked_logits(const at::Tensor& logits) {
+  NRL_CHECK_ARG(logits.dim() == 2 && logits.scalar_type() == at::kFloat,
+                "logits: given ", logits.dim(), " dimensions of ", logits.scalar_type(), ", expected float32 [R, V]");
+  NRL_CHECK_ARG(logits.size(1) >= 1 && logits.size(1) <= kernels::kMaxVocab,
+                "logits: a vocabulary of ", logits.size(1), ", expected 1 to ", kernels::kMaxVocab);
+  return logits.to(at::kCPU).contiguous();
+}
+
+}  // namespace
+
+kernels::FilterScratch thread_filter_scratch(std::int64_t V) {
   thread_local std::vector<kernels::FilterCandidate> candidates;
   thread_local std::vector<float> logits;
   thread_local std::vector<std::int32_t> ids;
@@ -22,16 +31,6 @@ kernels::FilterScratch thread_scratch(std::int64_t V) {
   }
   return {candidates.data(), logits.data(), ids.data()};
 }
-
-at::Tensor checked_logits(const at::Tensor& logits) {
-  NRL_CHECK_ARG(logits.dim() == 2 && logits.scalar_type() == at::kFloat,
-                "logits: given ", logits.dim(), " dimensions of ", logits.scalar_type(), ", expected float32 [R, V]");
-  NRL_CHECK_ARG(logits.size(1) >= 1 && logits.size(1) <= kernels::kMaxVocab,
-                "logits: a vocabulary of ", logits.size(1), ", expected 1 to ", kernels::kMaxVocab);
-  return logits.to(at::kCPU).contiguous();
-}
-
-}  // namespace
 
 void check_rule(const SamplingRule& rule) {
   NRL_CHECK_ARG(rule.greedy || (rule.temperature > 0 && std::isfinite(rule.temperature)),
@@ -52,7 +51,7 @@ std::vector<SampledToken> sample_rows(const at::Tensor& logits, const std::vecto
   at::parallel_for(0, static_cast<std::int64_t>(draws.size()), 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       const RowDraw& d = draws[i];
-      const auto scratch = d.rule.filters(V) ? thread_scratch(V) : kernels::FilterScratch{};
+      const auto scratch = d.rule.filters(V) ? thread_filter_scratch(V) : kernels::FilterScratch{};
       out[i] = kernels::sample_row(data + d.logits_row * V, V, d.rule, d.uniform, scratch, with_entropy);
     }
   });
@@ -75,7 +74,7 @@ std::vector<SampledToken> score_rows(const at::Tensor& logits, const at::Tensor&
   std::vector<SampledToken> out(R);
   at::parallel_for(0, R, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) {
-      const auto scratch = rule.filters(V) ? thread_scratch(V) : kernels::FilterScratch{};
+      const auto scratch = rule.filters(V) ? thread_filter_scratch(V) : kernels::FilterScratch{};
       out[r] = kernels::score_row(data + r * V, V, rule, tokens[r], scratch, with_entropy);
     }
   });

@@ -19,6 +19,9 @@ struct RowDraw {
   double uniform = 0;  ///< in [0, 1)
 };
 
+/// Scratch for a vocabulary of V, kept by the calling thread from call to call.
+kernels::FilterScratch thread_filter_scratch(std::int64_t V);
+
 /// Throws ValueError on a temperature <= 0 or a top_p outside (0, 1].
 void check_rule(const SamplingRule& rule);
 

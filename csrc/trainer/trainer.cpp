@@ -6,6 +6,7 @@
 
 #include "common/check.h"
 #include "ops/linear.h"
+#include "ops/sampling.h"
 
 namespace nemo_rl::trainer {
 namespace {
@@ -27,24 +28,28 @@ void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at
 
 Trainer::Trainer(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {}
 
-void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
-                      bool checkpoint, const at::Tensor& out) {
+void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+                      const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered) {
   auto& decoder = model_->decoder();
-  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == decoder.accumulate_dtype(),
-                "the log-probabilities need a contiguous ", c10::toString(decoder.accumulate_dtype()), " tensor of shape ", batch.input_ids.sizes());
-  NRL_CHECK_ARG(temperature > 0, "temperature ", temperature, ": training log-probabilities need a temperature above 0");
-  packed_ = pack_batch(batch, samples, share_prefix);
-  temperature_ = temperature;
-  pending_ = keep;
+  for (const auto& t : {out, unfiltered.defined() ? unfiltered : out})
+    NRL_CHECK_ARG(t.is_contiguous() && t.sizes() == batch.input_ids.sizes() && t.scalar_type() == decoder.accumulate_dtype(),
+                  "the log-probabilities need a contiguous ", c10::toString(decoder.accumulate_dtype()), " tensor of shape ", batch.input_ids.sizes());
+  ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
+  packed_ = pack_batch(batch, samples, options.share_prefix);
+  scoring_ = scoring;
+  pending_ = options.keep;
+  has_unfiltered_ = unfiltered.defined();
   const auto heads = heads_of(decoder.config());
   const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
   };
   auto& workspace = model_->workspace();
-  h_ = keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, checkpoint, workspace)
-            : decoder.forward(packed_.token_ids, packed_.positions, attention, workspace);
-  const auto logprobs = head_.forward(decoder, h_, packed_.query, temperature, workspace);
-  for_each_pair(packed_, out, logprobs, [](auto& full, auto& pair) { full = pair; });
+  h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, workspace)
+                    : decoder.forward(packed_.token_ids, packed_.positions, attention, workspace);
+  const auto values = head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, workspace);
+  const auto write = [](auto& full, auto& pair) { full = pair; };
+  for_each_pair(packed_, out, values.logprobs, write);
+  if (has_unfiltered_) for_each_pair(packed_, unfiltered, values.unfiltered.defined() ? values.unfiltered : values.logprobs, write);
 }
 
 at::Tensor Trainer::logits(const at::Tensor& token_ids) {
@@ -64,16 +69,22 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   return logits;
 }
 
-void Trainer::backward(const at::Tensor& d_logprobs) {
+void Trainer::backward(const at::Tensor& d_logprobs, const at::Tensor& d_unfiltered) {
   NRL_CHECK(pending_, "backward without a forward that keeps its activations");
   NRL_CHECK_ARG(model_->trainable(), "this model is frozen: it was built without gradients");
+  NRL_CHECK_ARG(!d_unfiltered.defined() || has_unfiltered_, "a gradient of unfiltered log-probabilities that the forward was not asked for");
   pending_ = false;
   grads();
   auto& decoder = model_->decoder();
   auto& workspace = model_->workspace();
-  const auto d_pairs = at::empty({static_cast<std::int64_t>(packed_.places.size())}, h_.options());
-  for_each_pair(packed_, d_logprobs, d_pairs, [](auto& full, auto& pair) { pair = full; });
-  const auto dh = head_.backward(decoder, h_, packed_.query, d_pairs, temperature_, *grad_views_, workspace);
+  const auto pairs_of = [&](const at::Tensor& padded) {
+    const auto pairs = at::empty({static_cast<std::int64_t>(packed_.places.size())}, h_.options());
+    for_each_pair(packed_, padded, pairs, [](auto& full, auto& pair) { pair = full; });
+    return pairs;
+  };
+  model::PairValues d_values{pairs_of(d_logprobs), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};
+  if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size)) d_values.logprobs += d_values.unfiltered;
+  const auto dh = head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
   const auto heads = heads_of(decoder.config());
   const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, packed_.sequences, heads, o, lse);

@@ -15,22 +15,29 @@ struct OptimizerStep {
   bool finite = true;    ///< false: nothing was changed
 };
 
+struct ForwardOptions {
+  bool share_prefix = false;
+  bool keep = false;        ///< a backward follows
+  bool checkpoint = false;  ///< keep only layer inputs and compute the rest again
+};
+
 class Trainer {
  public:
   explicit Trainer(std::shared_ptr<model::DecoderModel> model);
 
   model::DecoderModel& model() { return *model_; }
 
-  /// Log-probabilities of the wanted tokens scattered into `out` [B, S] (other entries untouched). `keep`: a backward
-  /// follows; `checkpoint`: keep only layer inputs and compute the rest again.
-  void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
-               bool checkpoint, const at::Tensor& out);
+  /// Log-probabilities of the wanted tokens scattered into `out` [B, S] (other entries untouched); -inf where the
+  /// filter of `scoring` removes the token. `unfiltered` (optional, [B, S]): the same without the filter.
+  void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+               const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered = {});
 
   /// Next-token logits [T, V] of one sequence, in the accumulation dtype: for inspection and tests, not for training.
   at::Tensor logits(const at::Tensor& token_ids);
 
-  /// Adds to the gradients from d_logprobs [B, S], read at the wanted tokens of the last forward with keep.
-  void backward(const at::Tensor& d_logprobs);
+  /// Adds to the gradients from d_logprobs [B, S], read at the wanted tokens of the last forward with keep;
+  /// d_unfiltered: the same for its `unfiltered`.
+  void backward(const at::Tensor& d_logprobs, const at::Tensor& d_unfiltered = {});
 
   void zero_grad();
   /// Clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm changes nothing.
@@ -53,7 +60,8 @@ class Trainer {
   // of the last forward with keep
   PackedBatch packed_;
   at::Tensor h_;
-  double temperature_ = 1;
+  model::TokenScoring scoring_;
+  bool has_unfiltered_ = false;
   bool pending_ = false;
 };
 

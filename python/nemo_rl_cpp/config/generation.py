@@ -101,8 +101,10 @@ class GenerationConfig(Section):
     temperature: NonNegative = key(
         1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only"
     )
-    top_p: Real = key(1.0, "nucleus sampling; 1: off", gt=0, le=1)
-    top_k: Int | None = key(None, "sample among the k likeliest tokens; null or -1: off", ge=-1)
+    top_p: Real = key(1.0, "nucleus sampling, in training's log-probabilities too; 1: off", gt=0, le=1)
+    top_k: Int | None = key(
+        None, "sample among the k likeliest tokens, in training's log-probabilities too; null or -1: off", ge=-1
+    )
     val_temperature: NonNegative | None = key(None, "temperature in validation; null: temperature")
     val_top_p: Fraction | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)

@@ -131,14 +131,6 @@ def _check_sampling(generation: GenerationConfig, report: Report) -> None:
             f"{prefix}.temperature",
             "cannot be 0 in training: greedy responses to a prompt are all equal; set it above 0",
         )
-    filters = {"top_p": (generation.top_p, 1.0), "top_k": (generation.top_k, None)}
-    for name, (value, off) in filters.items():
-        if value not in (off, -1, 0):
-            report.add(
-                f"{prefix}.{name}",
-                f"is {value}: training on filtered log-probabilities is not available yet; set it to {'null' if off is None else off} "
-                f"(val_{name} may filter in validation)",
-            )
 
 
 def check_cluster(cluster: ClusterConfig, report: Report) -> None:

@@ -51,7 +51,7 @@ std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::De
     batch.input_lengths[b] = static_cast<std::int64_t>(s.size());
   }
   auto out = at::zeros({B, S});
-  trainer::Trainer(model).forward(batch, rows, temperature, share, false, false, out);
+  trainer::Trainer(model).forward(batch, rows, {temperature}, {share, false, false}, out);
   std::vector<std::vector<float>> result;
   for (std::int64_t b = 0; b < B; ++b) {
     const auto* row = out.data_ptr<float>() + b * S;

@@ -78,7 +78,7 @@ BAD_FILES = {
     "hf backend": ("policy:\n  model_name: m\n  backend: hf", "policy.backend", 3, ["not available yet", "use native"]),
     "vllm": ("policy:\n  model_name: m\n  generation: {backend: vllm}", "policy.generation.backend", 3, ["policy.generation.backend=native"]),
     "packed weights": ("policy:\n  model_name: m\n  generation: {packed_weights: 'on'}", "policy.generation.packed_weights", 3, ["not supported yet", "'off'"]),
-    "filtered training": ("policy:\n  model_name: m\n  generation: {top_p: 0.9}", "policy.generation.top_p", 3, ["not available yet", "set it to 1.0"]),
+    "nothing kept": ("policy:\n  model_name: m\n  generation: {top_p: 0}", "policy.generation.top_p", 3, ["greater than 0"]),
     "greedy training": ("policy:\n  model_name: m\n  generation: {temperature: 0}", "policy.generation.temperature", 3, ["greedy", "above 0"]),
     "optimizer name": ("policy:\n  model_name: m\n  optimizer: {name: torch.optim.SGD}", "policy.optimizer.name", 3, ["torch.optim.AdamW"]),
     "no optimizer": ("policy:\n  model_name: m\n  optimizer: null", "policy.optimizer", 3, ["is null", "give an optimizer"]),

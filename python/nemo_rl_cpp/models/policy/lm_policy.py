@@ -16,7 +16,16 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl_cpp.models.policy.schedule import create_schedule
-from nemo_rl_cpp.models.policy.train_step import Exactness, MicroBatching, NonFiniteError, plan, run_global_batch, wanted_tokens
+from nemo_rl_cpp.models.policy.train_step import (
+    Exactness,
+    MicroBatching,
+    NonFiniteError,
+    Scoring,
+    plan,
+    run_global_batch,
+    wanted_tokens,
+    without_removed_tokens,
+)
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -43,8 +52,7 @@ class Policy(ColocatablePolicyInterface):
         if cluster is not None and cluster.world_size() != 1:
             raise ValueError(f"policy.backend=native trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
         self.config, self.tokenizer, self.name = config, tokenizer, name_prefix
-        self._check_sampling(config.generation)
-        self.temperature = config.generation.temperature or 1.0
+        self.scoring = Scoring.of(config.generation)
         self.folder = open_model_folder(config.model_name, config.hf_config_overrides, seed=seed)
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.reference = self._load(self.folder, trainable=False) if init_reference_model else None
@@ -56,14 +64,6 @@ class Policy(ColocatablePolicyInterface):
         self._exact = config.reuse_generation_logprobs != "never"
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _check_sampling(generation: Any) -> None:
-        if (generation.top_p not in (None, 1.0)) or generation.top_k not in (None, -1, 0):
-            raise ValueError(
-                f"policy.generation.top_p={generation.top_p}, top_k={generation.top_k}: training on filtered log-probabilities is not "
-                "available yet; set top_p=1.0 and top_k=null (validation may use val_top_p and val_top_k)"
-            )
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
         model = C.DecoderModel(native_config(folder.config), DTYPES[self.config.precision], trainable)
@@ -100,26 +100,28 @@ class Policy(ColocatablePolicyInterface):
             checkpoint=config.activation_checkpointing,
         )
 
-    def _logprobs(self, model: Any, data: Mapping[str, Any], micro_batch_size: int | None) -> Tensor:
+    def _logprobs(self, model: Any, data: Mapping[str, Any], micro_batch_size: int | None, scoring: Scoring) -> Tensor:
         trainer = self.trainer if model is self.model else C.Trainer(model)
         wanted = wanted_tokens(data)
         batching = self._batching("logprob", micro_batch_size)
         batch, micro_batches = plan(data, wanted, 0, len(wanted), batching)
         out = torch.zeros(data["input_ids"].shape, dtype=trainer.logprob_dtype)
         for rows in micro_batches:
-            trainer.forward(batch, rows, self.temperature, batching.share_prefix, False, False, out)
-        return out
+            trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, False, False, out, top_p=scoring.top_p, top_k=scoring.top_k)
+        return without_removed_tokens(out)[0] if scoring.filters else out
 
     def get_logprobs(self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None) -> BatchedDataDict:
         """{"logprobs": [B, S]}: column t is log pi(token t | tokens before it); 0 where `token_mask` or `sample_mask` is 0,
-        at column 0 and on padding. Divided by generation's temperature, as generation reports them."""
-        return BatchedDataDict(logprobs=self._logprobs(self.model, data, micro_batch_size))
+        at column 0, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p and
+        top_k, as generation reports them."""
+        return BatchedDataDict(logprobs=self._logprobs(self.model, data, micro_batch_size, self.scoring))
 
     def get_reference_policy_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None) -> BatchedDataDict:
-        """{"reference_logprobs": [B, S]} under the frozen initial weights; see `get_logprobs`."""
+        """{"reference_logprobs": [B, S]} under the frozen initial weights and generation's temperature, but without top-k
+        and top-p; else as `get_logprobs`."""
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
-        return BatchedDataDict(reference_logprobs=self._logprobs(self.reference, data, micro_batch_size))
+        return BatchedDataDict(reference_logprobs=self._logprobs(self.reference, data, micro_batch_size, self.scoring.unfiltered()))
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ class Policy(ColocatablePolicyInterface):
                 self.trainer.zero_grad()
             try:
                 result = run_global_batch(
-                    self.trainer, data, loss_fn, begin, begin + gbs, batching, self.temperature,
+                    self.trainer, data, loss_fn, begin, begin + gbs, batching, self.scoring,
                     train=not eval_mode, on_policy=on_policy and first, exactness=exactness if first else None,
                 )
             except NonFiniteError as error:
@@ -179,7 +181,7 @@ class Policy(ColocatablePolicyInterface):
         """For updates after the first: generation's own when they were the same bits, else a scoring pass now."""
         if exactness is not None and exactness.mismatched_tokens == 0:
             return data["generation_logprobs"].to(self.trainer.logprob_dtype)
-        return self._logprobs(self.model, data, None)
+        return self._logprobs(self.model, data, None, self.scoring)
 
     def _step(self, data: Mapping[str, Any], lr: float, weight_decay: float) -> float:
         settings = self.config.effective_optimizer()

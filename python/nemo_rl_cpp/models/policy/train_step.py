@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,31 @@ class MicroBatching:
     max_tokens: int = 0
     share_prefix: bool = True
     checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How generation sampled, and so how its tokens are scored: log-softmax of logits / temperature over what top-k and
+    top-p keep (all tokens by default)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @staticmethod
+    def of(generation: Any) -> Scoring:
+        """From `policy.generation`. Greedy decoding (temperature 0) reports temperature 1 without a filter."""
+        if generation.temperature == 0:
+            return Scoring()
+        top_p, top_k = generation.top_p, generation.top_k
+        return Scoring(1.0 if generation.temperature is None else generation.temperature, 1.0 if top_p is None else top_p, max(top_k or 0, 0))
+
+    @property
+    def filters(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+    def unfiltered(self) -> Scoring:
+        return Scoring(self.temperature)
 
 
 @dataclass
@@ -96,10 +122,13 @@ def plan(data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching
 
 
 def run_global_batch(
-    trainer: Any, data: Mapping[str, Any], loss_fn: Any, begin: int, end: int, batching: MicroBatching, temperature: float,
+    trainer: Any, data: Mapping[str, Any], loss_fn: Any, begin: int, end: int, batching: MicroBatching, scoring: Scoring,
     *, train: bool, on_policy: bool, exactness: Exactness | None,
 ) -> GlobalBatchResult:
     """Forward, loss and (when `train`) backward of rows [begin, end); gradients add up in the trainer.
+
+    Under top-k or top-p a loss with a KL term also gets `curr_logprobs_unfiltered` [b, S-1] in its data, and its gradient
+    with respect to them is followed too.
 
     Args:
         on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
@@ -109,27 +138,43 @@ def run_global_batch(
     wanted = wanted_tokens(data)
     batch, micro_batches = plan(data, wanted, begin, end, batching)
     logprobs = torch.zeros(data["input_ids"].shape, dtype=trainer.logprob_dtype)
-    d_logprobs = torch.zeros_like(logprobs) if train else None
+    d_logprobs = torch.zeros_like(logprobs)
+    unfiltered = torch.zeros_like(logprobs) if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0 else None
+    d_unfiltered = None if unfiltered is None else torch.zeros_like(logprobs)
     result = GlobalBatchResult()
     for rows in micro_batches:
         result.packed_tokens += C.packed_tokens(batch, rows, batching.share_prefix)
-        trainer.forward(batch, rows, temperature, batching.share_prefix, train, batching.checkpoint, logprobs)
+        trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, logprobs,
+                        top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=unfiltered)  # fmt: skip
         index = torch.tensor(rows)
         width = max(2, int(data["input_lengths"][index].max()))
-        curr = logprobs[index, :width]
+        curr, removed = without_removed_tokens(logprobs[index, :width])
         micro = select_rows(data, index, width)
         if exactness is not None:
             exactness.compare(curr, micro["generation_logprobs"].to(curr.dtype), wanted[index, :width])
         if on_policy:
             micro["prev_logprobs"] = curr.clone()
-        loss, grad, metrics = evaluate_loss(loss_fn, curr[:, 1:], micro, counts, need_grad=train)
-        check_finite(loss, grad, rows, curr)
+        if unfiltered is not None:
+            micro["curr_logprobs_unfiltered"] = unfiltered[index, 1:width]
+        loss = evaluate_loss(loss_fn, curr[:, 1:], micro, counts, need_grad=train)
+        check_finite(loss, rows, curr)
         if train:
-            d_logprobs[index, 1:width] = grad.to(d_logprobs.dtype)
-            trainer.backward(d_logprobs)
-        result.loss += loss
-        result.metrics.append({**metrics, "global_valid_seqs": float(counts.valid_seqs), "global_valid_toks": float(counts.valid_toks)})
+            d_logprobs[index, 1:width] = loss.grad.to(d_logprobs.dtype)
+            if d_unfiltered is not None:
+                d_unfiltered[index, 1:width] = 0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_logprobs.dtype)
+            trainer.backward(d_logprobs, d_unfiltered)
+        result.loss += loss.value
+        metrics = {**loss.metrics, "global_valid_seqs": float(counts.valid_seqs), "global_valid_toks": float(counts.valid_toks)}
+        result.metrics.append(metrics | {"num_filtered_out_tokens": float(removed)} if scoring.filters else metrics)
     return result
+
+
+def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
+    """(log-probabilities with 0 for -inf, how many were): tokens that top-k or top-p removes under the present weights. As
+    in NeMo RL they stay in the loss, as constants. NaN stays NaN."""
+    removed = logprobs == -torch.inf
+    count = int(removed.sum())
+    return (logprobs.masked_fill(removed, 0.0) if count else logprobs), count
 
 
 def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str, Any]:
@@ -149,14 +194,26 @@ def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str,
     return rows
 
 
-def evaluate_loss(
-    loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool
-) -> tuple[float, Tensor | None, dict[str, float]]:
-    """(loss, gradient [b, S-1], metrics): the native loss, or any callable on log-probabilities that require grad."""
+@dataclass(frozen=True)
+class LossResult:
+    """A loss of one micro-batch; the gradients [b, S-1] are with respect to the log-probabilities and the unfiltered ones."""
+
+    value: float
+    metrics: dict[str, float]
+    grad: Tensor | None = None
+    grad_unfiltered: Tensor | None = None
+
+
+def evaluate_loss(loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool) -> LossResult:
+    """The native loss, or any callable on log-probabilities that require grad."""
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
-        return float(result.loss), result.grad_logprobs, dict(result.metrics)
+        return LossResult(float(result.loss), dict(result.metrics), result.grad_logprobs, getattr(result, "grad_unfiltered", None))
     leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)
+    leaves = [leaf]
+    if "curr_logprobs_unfiltered" in micro:
+        leaves.append(micro["curr_logprobs_unfiltered"].detach().clone().requires_grad_(need_grad))
+        micro = {**micro, "curr_logprobs_unfiltered": leaves[1]}
     with torch.set_grad_enabled(need_grad):
         out = loss_fn(next_token_logprobs=leaf, data=micro, global_valid_seqs=counts.valid_seqs, global_valid_toks=counts.valid_toks)
     loss, metrics = out if isinstance(out, tuple) else (out, {})
@@ -166,22 +223,23 @@ def evaluate_loss(
     metrics.setdefault("loss", float(loss.detach()))
     metrics.setdefault("num_valid_samples", float(micro["sample_mask"].sum()))
     if not need_grad:
-        return float(loss), None, metrics
+        return LossResult(float(loss), metrics)
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on next_token_logprobs: its gradient would be zero everywhere")
-    (grad,) = torch.autograd.grad(loss, leaf)
-    return float(loss.detach()), grad, metrics
+    grads = torch.autograd.grad(loss, leaves, allow_unused=len(leaves) > 1)
+    grad = torch.zeros_like(leaf) if grads[0] is None else grads[0]
+    return LossResult(float(loss.detach()), metrics, grad, grads[1] if len(leaves) > 1 else None)
 
 
-def check_finite(loss: float, grad: Tensor | None, rows: list[int], curr: Tensor) -> None:
+def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
     """Raises NonFiniteError naming the first bad sample and token."""
-    bad = None if grad is None else ~torch.isfinite(grad)
-    if (bad is None or not bad.any()) and loss == loss and abs(loss) != float("inf"):
-        return
-    if bad is not None and bad.any():
-        row, column = (int(i) for i in bad.nonzero()[0])
-        raise NonFiniteError(
-            f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + 1} "
-            f"(its log-probability is {float(curr[row, column + 1]):.6g}); the weights were not updated"
-        )
-    raise NonFiniteError(f"the loss is {loss} in the micro-batch of samples {rows}; the weights were not updated")
+    for grad in (loss.grad, loss.grad_unfiltered):
+        bad = None if grad is None else ~torch.isfinite(grad)
+        if bad is not None and bad.any():
+            row, column = (int(i) for i in bad.nonzero()[0])
+            raise NonFiniteError(
+                f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + 1} "
+                f"(its log-probability is {float(curr[row, column + 1]):.6g}); the weights were not updated"
+            )
+    if not math.isfinite(loss.value):
+        raise NonFiniteError(f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated")

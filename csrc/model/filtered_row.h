@@ -1,0 +1,52 @@
+// Log-probabilities of tokens under what top-k and top-p leave of a row of logits, and their gradient. The sampler
+// reports the same bits (kernels/sampling.h).
+#pragma once
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/log_softmax.h"
+
+namespace nemo_rl::model {
+
+/// How tokens are scored: the sampler's settings. logprob = log_softmax(logits / temperature over the kept tokens).
+struct TokenScoring {
+  double temperature = 1;  ///< > 0
+  float top_p = 1;         ///< in (0, 1]; 1: off
+  std::int64_t top_k = 0;  ///< <= 0: off
+
+  bool filters(std::int64_t V) const { return (top_k > 0 && top_k < V) || top_p < 1; }
+};
+
+template <class A>
+using LogSumExpOf = std::conditional_t<std::is_same_v<A, double>, kernels::LogSumExpF64, kernels::LogSumExp>;
+
+/// What a filter leaves of one row, in vocabulary order. The arrays are scratch of the calling thread: valid until it
+/// filters its next row.
+template <class A>
+struct FilteredRow {
+  const A* logits = nullptr;
+  const std::int32_t* ids = nullptr;
+  std::int64_t count = 0;  ///< 0: the row holds a NaN or +inf, or is -inf throughout
+  A temperature = 1;
+  LogSumExpOf<A> lse;
+
+  bool keeps(std::int64_t token) const;
+  /// -inf where the filter removed the token, NaN where the row is not finite. `logit` is the token's own.
+  A logprob(std::int64_t token, A logit) const;
+  /// out[v] += sum_i g[i] d logprob(targets[i]) / d logits[v]. Removed targets count for nothing, removed entries get nothing.
+  void add_gradient(const std::int64_t* targets, const A* g, std::int64_t n, A* out) const;
+};
+
+/// float: the sampler's own filter. double: the same definition by sorting, for gradient checks.
+template <class A>
+FilteredRow<A> filtered_row(const A* logits, std::int64_t V, const TokenScoring& scoring);
+template <>
+FilteredRow<float> filtered_row(const float* logits, std::int64_t V, const TokenScoring& scoring);
+template <>
+FilteredRow<double> filtered_row(const double* logits, std::int64_t V, const TokenScoring& scoring);
+
+extern template struct FilteredRow<float>;
+extern template struct FilteredRow<double>;
+
+}  // namespace nemo_rl::model

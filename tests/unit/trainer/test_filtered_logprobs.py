@@ -1,0 +1,230 @@
+"""Training on top-k/top-p filtered log-probabilities: values, gradients, exactness against the engine, removed tokens."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from reference import sampling as reference
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.weights import initialize_weights
+
+RULES = [(1.0, 1.0, 3), (1.0, 0.9, 0), (0.7, 0.5, 0), (2.0, 0.999, 40), (1.3, 0.8, 20), (1.0, 1e-6, 0), (1.0, 1.0, 1)]
+
+
+def rows(random: torch.Generator, count: int, V: int) -> torch.Tensor:
+    """Ordinary, peaked and flat rows, some with -inf entries and ties."""
+    scale = torch.tensor([2.5, 8.0, 0.3])[torch.randint(0, 3, (count, 1), generator=random)]
+    x = torch.randn(count, V, generator=random, dtype=torch.float64) * scale
+    x = torch.where(torch.rand(count, 1, generator=random) < 0.2, x.round(), x)
+    hidden = (torch.rand(count, V, generator=random) < 0.3) & (torch.rand(count, 1, generator=random) < 0.3)
+    return x.masked_fill(hidden, -torch.inf).index_fill(1, torch.tensor([V // 2]), 1.0)
+
+
+def boundary_is_clear(row: np.ndarray, temperature: float, top_p: float, top_k: int) -> bool:
+    """Whether sums in float32 and in float64 must cut at the same place."""
+    return all(
+        np.array_equal(reference.kept_tokens(row, temperature, top_k, p), reference.kept_tokens(row, temperature, top_k, top_p))
+        for p in (max(top_p - 2e-6, 1e-9), min(top_p + 2e-6, 1 - 1e-9) if top_p < 1 else 1.0)
+    )
+
+
+def expected(row: np.ndarray, token: int, g: float, temperature: float, top_p: float, top_k: int) -> tuple[float, np.ndarray]:
+    logprobs = reference.processed_logprobs(row, temperature, top_k, top_p)
+    if not np.isfinite(logprobs[token]):
+        return logprobs[token], np.zeros(len(row))
+    return logprobs[token], g / temperature * (np.eye(len(row))[token] - np.exp(logprobs))
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+def test_values_and_gradients_equal_the_reference(dtype, bound):
+    random = torch.Generator().manual_seed(0)
+    compared = removed = 0
+    for temperature, top_p, top_k in RULES:
+        for V in (2, 37, 301):
+            logits = rows(random, 60, V).to(dtype)
+            token_ids = torch.multinomial(torch.softmax(logits.double() / 2, 1), 1, generator=random)[:, 0]
+            g = torch.randn(60, generator=random).to(dtype)
+            logprobs, gradient = C.filtered_logprobs(logits, token_ids, g, temperature, top_p, top_k)
+            for r, row in enumerate(logits.double().numpy()):
+                if not boundary_is_clear(row, temperature, top_p, top_k):
+                    continue
+                value, slope = expected(row, int(token_ids[r]), float(g[r]), temperature, top_p, top_k)
+                compared += 1
+                removed += not np.isfinite(value)
+                assert logprobs[r].item() == pytest.approx(value, rel=bound, abs=bound)
+                np.testing.assert_allclose(gradient[r].numpy(), slope, rtol=bound, atol=bound * abs(float(g[r])) / temperature)
+    assert compared >= 1000 and removed >= 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_gives_nan(dtype, bad):
+    logits = torch.tensor([[0.0, 1.0, bad, 2.0], [-torch.inf] * 4], dtype=dtype)
+    logprobs, _ = C.filtered_logprobs(logits, torch.tensor([1, 1]), torch.ones(2, dtype=dtype), 1.0, 0.9, 0)
+    assert torch.isnan(logprobs).all()
+
+
+def test_training_scores_with_the_samplers_bits():
+    random = torch.Generator().manual_seed(1)
+    for temperature, top_p, top_k in RULES:
+        logits = torch.randn(40, 3001, generator=random) * 3
+        rule = C.SamplingRule(temperature=temperature, top_p=top_p, top_k=top_k)
+        tokens, sampled, _ = C.sample_rows(logits, torch.rand(40, generator=random, dtype=torch.float64), rule)
+        assert torch.equal(C.filtered_logprobs(logits, tokens, torch.ones(40), temperature, top_p, top_k)[0], sampled)
+
+
+CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("with_unfiltered", [False, True])
+def test_the_models_gradient_is_that_of_finite_differences(with_unfiltered):
+    model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
+    initialize_weights(model, 3, std=0.3)
+    trainer = C.Trainer(model)
+    random = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, 61, (4, 12), generator=random)
+    ids[1, :5] = ids[0, :5]
+    mask = torch.zeros(4, 12, dtype=torch.bool)
+    mask[:, 5:] = True
+    batch = C.PaddedBatch(ids, torch.tensor([12, 12, 9, 6]), mask, torch.tensor([0, 0, 1, 2]))
+    weights = [torch.randn(4, 12, generator=random, dtype=torch.float64) * mask for _ in range(2)]
+
+    def objective():
+        out, unfiltered = (torch.zeros(4, 12, dtype=torch.float64) for _ in range(2))
+        trainer.forward(batch, [0, 1, 2, 3], 0.8, True, True, False, out, top_p=0.95, top_k=40, unfiltered=unfiltered if with_unfiltered else None)
+        removed = torch.isinf(out)
+        value = (out.masked_fill(removed, 0.0) * weights[0]).sum() + (unfiltered * weights[1]).sum()
+        return float(value), removed
+
+    _, removed = objective()
+    assert 0 < removed.sum() < mask.sum()
+    trainer.backward(weights[0], weights[1] if with_unfiltered else None)
+    start, step = model.masters.clone(), 1e-6
+    for _ in range(4):
+        direction = torch.randn(start.shape, generator=random, dtype=torch.float64)
+        values = []
+        for sign in (1, -1):
+            model.masters.copy_(start + sign * step * direction)
+            values.append(objective())
+        assert all(torch.equal(r, removed) for _, r in values)
+        slope = (values[0][0] - values[1][0]) / (2 * step)
+        assert slope == pytest.approx(float(trainer.grads @ direction), rel=1e-6)
+        model.masters.copy_(start)
+
+
+def make_policy(precision="float32", **generation):
+    config = PolicyConfig(model_name="tiny-random", precision=precision, train_global_batch_size=16, train_micro_batch_size=8, max_total_sequence_length=32,
+                          optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}, generation={"max_new_tokens": 9, **generation})  # fmt: skip
+    config.fill_defaults()
+    return Policy(None, config, tiny_tokenizer(), seed=1)
+
+
+def rollout(policy, greedy=False):
+    """16 rows in groups of 4, as generation left them."""
+    prompts = torch.randint(4, 14, (4, 5), generator=torch.Generator().manual_seed(2)).repeat_interleave(4, 0)
+    lengths = torch.full((16,), 5)
+    data = BatchedDataDict(input_ids=prompts, input_lengths=lengths, sample_index=torch.arange(16), draw_ids=torch.arange(16) // 4)
+    out = policy.create_generation().generate(data, greedy=greedy)
+    total = out["unpadded_sequence_lengths"]
+    position = torch.arange(out["output_ids"].shape[1])[None]
+    return {
+        "input_ids": out["output_ids"], "input_lengths": total, "sample_mask": torch.ones(16), "group_id": torch.arange(16) // 4,
+        "token_mask": ((position >= 5) & (position < total[:, None])).float(), "generation_logprobs": out["logprobs"],
+        "advantages": torch.randn(16, 1, generator=torch.Generator().manual_seed(3)).expand_as(out["output_ids"]).contiguous(),
+    }  # fmt: skip
+
+
+NO_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+WITH_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
+FILTERS = [{"top_p": 0.7}, {"top_k": 4}, {"temperature": 0.7, "top_p": 0.8, "top_k": 6}, {"temperature": 1.4, "top_p": 0.3}]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_generation_and_training_agree_to_the_bit(precision, settings):
+    policy = make_policy(precision, **settings)
+    data = rollout(policy)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], data["generation_logprobs"])
+    assert (data["generation_logprobs"] != policy.get_reference_policy_logprobs(data)["reference_logprobs"]).any()
+    result = policy.train(data, NO_KL)
+    assert result["exactness"].tokens == data["token_mask"].sum() and result["exactness"].mismatched_tokens == 0
+    assert sum(result["all_mb_metrics"]["token_mult_prob_error"]) == 1.0
+    assert sum(result["all_mb_metrics"]["num_filtered_out_tokens"]) == 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_greedy_is_scored_without_a_filter(precision):
+    policy = make_policy(precision, temperature=0.0, top_p=0.5, top_k=2)
+    data = rollout(policy)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], data["generation_logprobs"])
+    assert torch.equal(data["generation_logprobs"], policy.get_reference_policy_logprobs(data)["reference_logprobs"])
+    assert "num_filtered_out_tokens" not in policy.train(data, NO_KL)["all_mb_metrics"]
+
+
+def test_reference_logprobs_are_unfiltered_but_keep_the_temperature():
+    filtered, plain = make_policy(temperature=0.7, top_k=3), make_policy(temperature=0.7)
+    data = rollout(filtered)
+    assert torch.equal(filtered.get_reference_policy_logprobs(data)["reference_logprobs"], plain.get_logprobs(data)["logprobs"])
+
+
+def test_a_removed_token_counts_as_zero_and_has_no_gradient():
+    policy = make_policy(top_k=1)  # every token but the likeliest is removed: log-probability 0 for the likeliest too
+    data = rollout(policy)
+    data["input_ids"] = torch.where(data["token_mask"] > 0, (data["input_ids"] + 1) % 14, data["input_ids"])
+    assert (policy.get_logprobs(data)["logprobs"] == 0).all()
+    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
+    data["prev_logprobs"] = data["generation_logprobs"] = torch.full_like(data["generation_logprobs"], -0.1) * data["token_mask"]
+    result = policy.train(data, ClippedPGLossFn(settings), eval_mode=True)
+    removed = sum(result["all_mb_metrics"]["num_filtered_out_tokens"])
+    assert removed > 0.5 * float(data["token_mask"].sum())
+    assert sum(result["all_mb_metrics"]["probs_ratio"]) == pytest.approx(np.exp(0.1), rel=1e-5)  # they stay in the loss
+    assert float(policy.train(data, ClippedPGLossFn(settings))["grad_norm"]) == 0.0
+
+
+def unfiltered_kl(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+    """WITH_KL by autograd."""
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    ratio = torch.exp(next_token_logprobs - data["prev_logprobs"][:, 1:])
+    surrogate = torch.minimum(ratio * data["advantages"][:, 1:], ratio.clamp(0.8, 1.2) * data["advantages"][:, 1:])
+    current = data["curr_logprobs_unfiltered"]
+    r = data["reference_policy_logprobs"][:, 1:] - current
+    kl = torch.exp(current - current.detach()) * (torch.exp(r) - r - 1)
+    return ((-surrogate + 0.1 * kl) * mask).sum() / (global_valid_toks + 1e-8), {}
+
+
+unfiltered_kl.reference_policy_kl_penalty = 0.1
+
+
+def test_the_kl_term_uses_unfiltered_logprobs_and_its_gradient():
+    native, python, filtered_only = make_policy(top_k=4), make_policy(top_k=4), make_policy(top_k=4)
+    for _ in range(3):
+        data = rollout(native)
+        data["reference_policy_logprobs"] = native.get_reference_policy_logprobs(data)["reference_logprobs"]
+        native.train(data, WITH_KL, gbs=8)
+        python.train(data, unfiltered_kl, gbs=8)
+        filtered_only.train(data, NO_KL, gbs=8)
+    for name, weight in native.state_dict().items():
+        torch.testing.assert_close(python.state_dict()[name], weight, rtol=1e-3, atol=2e-5)
+    assert native.weight_digest() != filtered_only.weight_digest()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_is_exact_and_never_and_auto_agree(tmp_path, precision):
+    options = (*tiny.SMALL, "grpo.max_num_steps=3", f"policy.precision={precision}", "policy.generation.top_p=0.8", "policy.generation.top_k=7",
+               "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=5e-2")  # fmt: skip
+    digests = []
+    for reuse in ("auto", "never"):
+        run = tiny.train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")
+        if reuse == "auto":
+            assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
+        assert any(row["num_filtered_out_tokens"] > 0 for row in run.history)  # by the second update of a step
+        digests.append(run.policy.weight_digest())
+    assert digests[0] == digests[1]

@@ -60,7 +60,7 @@ struct KeyTiles {
     keys_t = d_values + positions * stride;
     values_t = keys_t + positions * head_dim;
     keys = values_t + positions * head_dim;
-    std::fill_n(d_keys, 2 * positions * stride, Real(0));
+    fill(d_keys, 2 * positions * stride, Real(0));
   }
   template <class Elem>
   void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows,
@@ -256,7 +256,7 @@ struct Job {
     Real* to = static_cast<Real*>(args.partials) + job.partial + kv_head * 2 * job.key_end * head_dim;
     for (const Real* from : {tiles.d_keys, tiles.d_values})
       for (std::int64_t i = 0; i < job.key_end; ++i, to += head_dim)
-        std::copy_n(from + i * block.acc_stride, head_dim, to);
+        copy(from + i * block.acc_stride, head_dim, to);
   }
 };
 
@@ -271,7 +271,7 @@ void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
     Grad* to = static_cast<Grad*>(args.d_qkv) + (args.sequences[jobs->owner].start + key) * shape.row_stride() +
                (shape.num_heads + kv_head) * head_dim;
     for (int part = 0; part < 2; ++part, to += shape.num_kv_heads * head_dim) {
-      std::fill_n(sum, head_dim, Real(0));
+      fill(sum, head_dim, Real(0));
       for (std::int64_t j = 0; j < count; ++j) {
         if (key >= jobs[j].key_end) continue;
         const Real* from = static_cast<const Real*>(args.partials) + jobs[j].partial +

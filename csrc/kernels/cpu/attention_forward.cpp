@@ -15,7 +15,7 @@ void attend(QueryRows<Real>& block, const Tiles& tiles, const AttentionShape& sh
   const std::int64_t out_stride = shape.num_heads * shape.head_dim;
   for (std::int64_t token = begin; token < end;) {
     // blocks end at multiples of `most`, so that only a block's last tile is cut by causality
-    const std::int64_t next = std::min(end, round_up(position + token + 1, most) - position);
+    const std::int64_t next = smaller(end, round_up(position + token + 1, most) - position);
     block.begin(queries + token * shape.row_stride(), shape.row_stride(), next - token, position + token, scale);
     for (std::int64_t t = 0, count = block.tiles(); t < count; ++t) {
       if (t + 1 < count)
@@ -45,13 +45,13 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
   std::int64_t most_keys = 0;
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i)
     most_keys =
-        std::max(most_keys, args.sequences[i].prefix_length + std::min(args.sequences[i].length, item.token_end));
+        larger(most_keys, args.sequences[i].prefix_length + smaller(args.sequences[i].length, item.token_end));
   Real* value_tiles = key_tiles + round_up(most_keys, kTile) * head_dim;
 
   std::int64_t packed = 0;  // whole tiles of the common prefix that are in place already
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i) {
     const AttentionSequence& sequence = args.sequences[i];
-    const std::int64_t end = std::min(sequence.length, item.token_end), total = sequence.prefix_length + end;
+    const std::int64_t end = smaller(sequence.length, item.token_end), total = sequence.prefix_length + end;
     const SegmentRows<Elem> key_rows{keys + sequence.prefix_start * stride, keys + sequence.start * stride,
                                      sequence.prefix_length, total, stride};
     const SegmentRows<Elem> value_rows{values + sequence.prefix_start * stride, values + sequence.start * stride,
@@ -92,7 +92,7 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
     const auto after = more ? tiles_of(pair + 1) : tiles;
     attend(block, tiles, shape,
            static_cast<const Elem*>(args.qkv) + slice.query_start * shape.row_stride() + first_head * head_dim,
-           slice.context_length, item.token_begin, std::min(item.token_end, slice.query_length),
+           slice.context_length, item.token_begin, smaller(item.token_end, slice.query_length),
            static_cast<Elem*>(args.out) + (slice.query_start * shape.num_heads + first_head) * head_dim,
            static_cast<Real*>(nullptr), more ? &after : nullptr);
   }

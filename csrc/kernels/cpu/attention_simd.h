@@ -17,6 +17,7 @@
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
+namespace {  // nothing here may be shared between capabilities
 
 #if defined(__AVX512F__)
 constexpr int kVecBytes = 64;
@@ -203,5 +204,6 @@ NRL_INLINE void transpose(typename Simd<Real>::Vec (&v)[Simd<Real>::width]) {
   }
 }
 
+}  // namespace
 }  // namespace NRL_CAPABILITY
 }  // namespace nemo_rl::kernels

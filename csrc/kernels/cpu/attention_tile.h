@@ -1,15 +1,15 @@
 // One key tile against a block of query rows: the arithmetic that training, prefill and decode share. See
 // kernels/attention.h for the formula. Rows are (token, head of the group) pairs, token-major.
 #pragma once
-#include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "kernels/attention.h"
 #include "kernels/cpu/attention_simd.h"
+#include "kernels/cpu/plain.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
+namespace {  // nothing here may be shared between capabilities
 
 constexpr int kTile = static_cast<int>(kKeyTile);
 // Register blocks: scores hold kScoreRows x 2 vectors of sums, products with values kValueRows x kValueVecs.
@@ -36,12 +36,12 @@ NRL_INLINE std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
 
 /// Calls f(integral_constant<int, n>) for 1 <= n <= Max.
 template <int Max, class F>
-NRL_INLINE void with_constant(int n, F&& f) {
+NRL_INLINE void with_constant(int n, const F& f) {
   if constexpr (Max == 1) {
     f(std::integral_constant<int, 1>{});
   } else {
     if (n == Max) return f(std::integral_constant<int, Max>{});
-    with_constant<Max - 1>(n, std::forward<F>(f));
+    with_constant<Max - 1>(n, f);
   }
 }
 
@@ -52,7 +52,7 @@ template <int R, int Keys, class Real, class Elem>
 __attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std::int64_t stride, std::int64_t head_dim,
                                           Real* s) {
   using Vec = typename Simd<Real>::Vec;
-  constexpr int W = Simd<Real>::width, L = std::min(2, Keys / W);
+  constexpr int W = Simd<Real>::width, L = smaller(2, Keys / W);
   for (int lane = 0; lane < Keys; lane += L * W) {
     Vec sum[R][L] = {};
     for (std::int64_t h = 0; h < head_dim; ++h) {
@@ -166,9 +166,9 @@ struct QueryRows {
     rows = tokens * group;
     position = position_;
     copy_rows(first, token_stride, scale, q);
-    std::fill_n(acc, rows * acc_stride, Real(0));
-    std::fill_n(sum, rows * W, Real(0));
-    std::fill_n(max, rows, -std::numeric_limits<Real>::infinity());
+    fill(acc, rows * acc_stride, Real(0));
+    fill(sum, rows * W, Real(0));
+    fill(max, rows, -static_cast<Real>(__builtin_inf()));
   }
 
   /// to[r][h] = scale * row r, zeros behind H.
@@ -187,12 +187,12 @@ struct QueryRows {
 
   /// Keys of tile `t` that a token of this block may see, 0..kTile.
   int visible(std::int64_t token, std::int64_t t) const {
-    return static_cast<int>(std::clamp<std::int64_t>(position + token + 1 - t * kTile, 0, kTile));
+    return static_cast<int>(clamped(position + token + 1 - t * kTile, 0, kTile));
   }
   std::int64_t tiles() const { return (position + tokens - 1) / kTile + 1; }
   /// The first token that sees key `key` of tile t.
   std::int64_t first_token(std::int64_t t, std::int64_t key) const {
-    return std::clamp<std::int64_t>(t * kTile + key - position, 0, tokens);
+    return clamped(t * kTile + key - position, 0, tokens);
   }
 
   /// to[r][j] = x[r] . (column j of the transposed tile) for the keys that the rows may see, and some more.
@@ -220,13 +220,13 @@ struct QueryRows {
     if (keys < kTile) {
       typename Simd<Real>::Int lane;
       for (int i = 0; i < W; ++i) lane[i] = i;
-      const Vec minus_infinity = splat(-std::numeric_limits<Real>::infinity());
+      const Vec minus_infinity = splat(-static_cast<Real>(__builtin_inf()));
       for (int l = 0; l < L; ++l) x[l] = lane + l * W < keys ? x[l] : minus_infinity;
     }
     Vec best = x[0];
     for (int l = 1; l < L; ++l) best = vmax(best, x[l]);
     const Real old_max = max[r];
-    const Real new_max = std::max(old_max, horizontal_max(best));
+    const Real new_max = larger(old_max, horizontal_max(best));
     Vec total = Vec{};
     for (int l = 0; l < L; ++l) {
       const Vec w = exp2_vec(x[l] - splat(new_max));
@@ -259,7 +259,7 @@ struct QueryRows {
       const int common = visible(token, t);
       add_values(v_tile, r, end, 0, common);
       for (std::int64_t i = token + 1; i * group < end && common < kTile; ++i)
-        add_values(v_tile, i * group, std::min(end, (i + 1) * group), common, visible(i, t));
+        add_values(v_tile, i * group, smaller(end, (i + 1) * group), common, visible(i, t));
     }
   }
 
@@ -355,12 +355,13 @@ void pack_straight(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t h
       const Elem* row = rows.row(t * kTile + i);
       for (std::int64_t h = 0; h < head_dim; ++h) to[h] = to_real(row[h]);
     } else {
-      std::fill_n(to, head_dim, Real(0));
+      fill(to, head_dim, Real(0));
     }
   }
 }
 
 constexpr double kLog2E = 1.44269504088896340736;
 
+}  // namespace
 }  // namespace NRL_CAPABILITY
 }  // namespace nemo_rl::kernels

@@ -1,8 +1,8 @@
 // The backward products: panels of both operands are packed so that the register tile streams through the first-level
 // cache (the scheme of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
-#include <algorithm>
-#include <vector>
+#include <cstdlib>
 
+#include "kernels/cpu/plain.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/linear.h"
 
@@ -107,7 +107,7 @@ void pack_a(const GemmArgs<T, O>& p, std::int64_t m0, std::int64_t rows, std::in
     for (std::int64_t s = 0; s < steps; ++s) {
       const std::int64_t k = s * P::kPair;
       const T* column = p.a + (m0 + m) * p.row_stride_a + (k0 + k) * p.col_stride_a;
-      const int present = static_cast<int>(std::min<std::int64_t>(kTileM, rows - m));
+      const int present = static_cast<int>(smaller<std::int64_t>(kTileM, rows - m));
       for (int i = 0; i < present; ++i) *out++ = P::make(column + i * p.row_stride_a, p.col_stride_a, k + 1 < terms);
       for (int i = present; i < kTileM; ++i) *out++ = typename P::Element{};
     }
@@ -124,19 +124,32 @@ void pack_b(const GemmArgs<T, O>& p, std::int64_t k0, std::int64_t terms, typena
         const std::int64_t k = s * P::kPair, left = p.N - n - j * kLanes;
         if (left > 0) {
           P::pack_row(p.b + (k0 + k) * p.ldb + n + j * kLanes, p.ldb, k + 1 < terms,
-                      static_cast<int>(std::min<std::int64_t>(kLanes, left)), out);
+                      static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
         } else {
-          std::fill(out, out + kLanes, typename P::Element{});
+          fill(out, kLanes, typename P::Element{});
         }
       }
 }
 
 /// Scratch that lives as long as its thread: fresh pages for each call would cost more than the packing.
+struct ThreadBuffer {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  ~ThreadBuffer() { std::free(data); }
+};
+
 template <class E>
 E* scratch(std::int64_t n, int which) {
-  thread_local std::vector<E> buffers[3];
-  if (static_cast<std::int64_t>(buffers[which].size()) < n) buffers[which].resize(n);
-  return buffers[which].data();
+  thread_local ThreadBuffer buffers[3];
+  ThreadBuffer& buffer = buffers[which];
+  const std::size_t bytes = (static_cast<std::size_t>(n) * sizeof(E) + 63) / 64 * 64;
+  if (buffer.bytes < bytes) {
+    std::free(buffer.data);
+    buffer.data = std::aligned_alloc(64, bytes);
+    if (!buffer.data) __builtin_trap();
+    buffer.bytes = bytes;
+  }
+  return static_cast<E*>(buffer.data);
 }
 
 template <class T, class O>
@@ -144,7 +157,7 @@ void gemm(const GemmArgs<T, O>& p, std::int64_t block_begin, std::int64_t block_
   using P = Panel<T>;
   using A = accumulate_t<T>;
   constexpr bool kDirect = std::is_same_v<A, O>;  // C itself can hold the partial sums
-  const std::int64_t first = block_begin * kGemmBlockM, last = std::min(block_end * kGemmBlockM, p.M);
+  const std::int64_t first = block_begin * kGemmBlockM, last = smaller(block_end * kGemmBlockM, p.M);
   const std::int64_t panels_n = (p.N + kTileN<T> - 1) / kTileN<T>;
   const std::int64_t steps_max = (kBlockK + P::kPair - 1) / P::kPair;
   auto* b = scratch<typename P::Element>(panels_n * kTileN<T> * steps_max, 0);
@@ -152,10 +165,10 @@ void gemm(const GemmArgs<T, O>& p, std::int64_t block_begin, std::int64_t block_
   A* sums = nullptr;
   if constexpr (!kDirect) sums = scratch<A>((last - first) * p.N, 2);
   for (std::int64_t k0 = 0; k0 < p.K; k0 += kBlockK) {
-    const std::int64_t terms = std::min(kBlockK, p.K - k0), steps = (terms + P::kPair - 1) / P::kPair;
+    const std::int64_t terms = smaller(kBlockK, p.K - k0), steps = (terms + P::kPair - 1) / P::kPair;
     pack_b(p, k0, terms, b);
     for (std::int64_t m0 = first; m0 < last; m0 += kGemmBlockM) {
-      const std::int64_t rows = std::min(kGemmBlockM, last - m0);
+      const std::int64_t rows = smaller(kGemmBlockM, last - m0);
       pack_a(p, m0, rows, k0, terms, a);
       for (std::int64_t pn = 0; pn < panels_n; ++pn)
         for (std::int64_t m = 0; m < rows; m += kTileM) {
@@ -167,8 +180,8 @@ void gemm(const GemmArgs<T, O>& p, std::int64_t block_begin, std::int64_t block_
           } else {
             c = sums + (m0 - first + m) * p.N + n, ldc = p.N;
           }
-          micro_kernel<T>(a + m * steps, b + n * steps, steps, c, ldc, static_cast<int>(std::min<std::int64_t>(kTileM, rows - m)),
-                          static_cast<int>(std::min<std::int64_t>(kTileN<T>, p.N - n)), k0 > 0 || (kDirect && p.accumulate));
+          micro_kernel<T>(a + m * steps, b + n * steps, steps, c, ldc, static_cast<int>(smaller<std::int64_t>(kTileM, rows - m)),
+                          static_cast<int>(smaller<std::int64_t>(kTileN<T>, p.N - n)), k0 > 0 || (kDirect && p.accumulate));
         }
     }
   }

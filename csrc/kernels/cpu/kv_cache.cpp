@@ -1,8 +1,8 @@
 // Writing and copying blocks of the KV cache. Only moves bits: the element type matters by its size.
-#include <algorithm>
 #include <cstring>
 
 #include "kernels/attention.h"
+#include "kernels/cpu/plain.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
@@ -14,7 +14,7 @@ void write_slice(const AttentionShape& shape, const Elem* qkv, const PagedSlice&
   std::int64_t position = slice.context_length;
   const std::int64_t end = position + slice.query_length;
   while (position < end) {
-    const std::int64_t lane = position % kKeyTile, n = std::min(kKeyTile - lane, end - position);
+    const std::int64_t lane = position % kKeyTile, n = smaller(kKeyTile - lane, end - position);
     const std::int64_t block = static_cast<std::int64_t>(slice.block_table[position / kKeyTile]) * shape.num_kv_heads;
     const Elem* first = qkv + (slice.query_start + position - slice.context_length) * stride;
     for (std::int64_t head = 0; head < shape.num_kv_heads; ++head) {

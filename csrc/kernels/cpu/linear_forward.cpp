@@ -1,8 +1,7 @@
 // The forward product as dot products: both operands run along K in memory, so weights need no repacking (the engine
 // reads the trainer's storage) and one row costs no more than its share of many. Each output has one vector
 // accumulator that walks K in steps of a vector, and one fixed tree that adds its lanes.
-#include <algorithm>
-
+#include "kernels/cpu/plain.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/linear.h"
 
@@ -108,10 +107,10 @@ inline void panel(const LinearForwardArgs<T, O>& p, std::int64_t m, int rows, st
   constexpr int kCols = 16 / kRows;
   alignas(64) accumulate_t<T> sums[kRows * kLinearTileN];
   const T* x[kRows];
-  for (int i = 0; i < kRows; ++i) x[i] = p.x + (m + std::min(i, rows - 1)) * p.ldx;
+  for (int i = 0; i < kRows; ++i) x[i] = p.x + (m + smaller(i, rows - 1)) * p.ldx;
   for (int j = 0; j < cols; j += kCols) {
     const T* w[kCols];
-    for (int c = 0; c < kCols; ++c) w[c] = p.w + (n0 + std::min(j + c, cols - 1)) * p.ldw;
+    for (int c = 0; c < kCols; ++c) w[c] = p.w + (n0 + smaller(j + c, cols - 1)) * p.ldw;
     tile<T, kRows, kTail>(x, w, p.K, sums + j, kRows == 1 ? 4 : kLinearTileN);
   }
   for (int i = 0; i < rows; ++i) store_row(p, m + i, n0, cols, sums + i * kLinearTileN);
@@ -122,10 +121,10 @@ void run_tiles(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::i
   const std::int64_t tiles_n = (p.N + kLinearTileN - 1) / kLinearTileN;
   for (std::int64_t t = tile_begin; t < tile_end; ++t) {
     const std::int64_t m0 = t / tiles_n * kLinearBlockM, n0 = t % tiles_n * kLinearTileN;
-    const std::int64_t m1 = std::min(m0 + kLinearBlockM, p.M);
-    const int cols = static_cast<int>(std::min(kLinearTileN, p.N - n0));
+    const std::int64_t m1 = smaller(m0 + kLinearBlockM, p.M);
+    const int cols = static_cast<int>(smaller(kLinearTileN, p.N - n0));
     std::int64_t m = m0;
-    for (; m + 2 <= m1; m += 4) panel<T, O, 4, kTail>(p, m, static_cast<int>(std::min<std::int64_t>(4, m1 - m)), n0, cols);
+    for (; m + 2 <= m1; m += 4) panel<T, O, 4, kTail>(p, m, static_cast<int>(smaller<std::int64_t>(4, m1 - m)), n0, cols);
     if (m < m1) panel<T, O, 1, kTail>(p, m, 1, n0, cols);
   }
 }

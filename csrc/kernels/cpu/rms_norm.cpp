@@ -1,8 +1,8 @@
 #include "kernels/rms_norm.h"
 
-#include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/plain.h"
 #include "kernels/cpu/simd.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -36,7 +36,7 @@ void forward(const RmsNormForwardArgs<X, T>& p, std::int64_t begin, std::int64_t
 template <class X, class G, class T>
 void backward(const RmsNormBackwardArgs<X, G, T>& p, std::int64_t begin, std::int64_t end, accumulate_t<T>* dw) {
   using A = accumulate_t<T>;
-  std::fill(dw, dw + p.D, A(0));
+  fill(dw, p.D, A(0));
   for (std::int64_t o = begin; o < end; ++o)
     for (std::int64_t i = 0; i < p.inner; ++i) {
       const G* dy = p.dy + o * p.stride_dy + i * p.D;

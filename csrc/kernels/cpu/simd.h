@@ -11,6 +11,7 @@
 #endif
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {  // nothing here may be shared between capabilities
 
 #if defined(__AVX512F__)
 
@@ -150,4 +151,5 @@ inline typename S::Scalar reduce_add(typename S::V v) {
   return lanes[0];
 }
 
+}  // namespace
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -8,6 +8,7 @@
 #include <cstring>
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {  // nothing here may be shared between capabilities
 
 // GCC takes vectors wider than the machine's apart lane by lane, so sixteen lanes are made of native parts here.
 #if defined(__AVX512F__)
@@ -148,4 +149,5 @@ NRL_VEC_INLINE f32x16 exp16(f32x16 x) {
 /// 1 / (1 + exp(-x)).
 NRL_VEC_INLINE f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp16(0.0f - x)); }
 
+}  // namespace
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -8,6 +8,25 @@ from pydantic import BaseModel
 M = TypeVar("M", bound=BaseModel)
 
 
+class ConfigModel(BaseModel):
+    """Settings read and written as `config.key` or, as in scripts that hold plain dictionaries, `config["key"]`."""
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self:
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self, key, value)
+
+    def __contains__(self, key: object) -> bool:
+        return key in type(self).model_fields or key in (self.model_extra or {})
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` when there is no such key."""
+        return getattr(self, key) if key in self else default
+
+
 def as_model(config: Any, model: type[M]) -> M:
     """`config` as `model`; fields it does not have keep their defaults."""
     if isinstance(config, model):

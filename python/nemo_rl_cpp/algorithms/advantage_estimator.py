@@ -8,15 +8,15 @@ the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or b
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import setting
+from nemo_rl_cpp.algorithms._config import ConfigModel, setting
 from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
 
 
-class AdvEstimatorConfig(BaseModel):
+class AdvEstimatorConfig(ConfigModel):
     """The `adv_estimator` section of a GRPO configuration."""
 
     model_config = ConfigDict(extra="allow")

@@ -31,7 +31,7 @@ def print_performance_metrics(
     `prepare_for_generation/total`. train_results: optional `total_flops`, `num_ranks`, `theoretical_tflops`. A phase
     that took no time is left out.
     """
-    print("\nPerformance:")
+    print("\nPerformance Metrics:")
     found: dict[str, float] = {}
     _worker_balance(metrics, found)
     if "mean_total_tokens_per_sample" in metrics:
@@ -51,8 +51,9 @@ def print_performance_metrics(
         num_samples=samples, total_num_tokens=tokens, num_devices=devices.total, num_training_devices=devices.training,
         num_generation_devices=devices.generation,
     )
+    print("  Throughputs (per GPU), and of the whole run:")
     for name, value in found.items():
-        print(f"  {name}: {value:.2f}")
+        print(f"    {name}: {value:.2f}")
     _flops(train_results, training, found)
     return found
 
@@ -97,6 +98,7 @@ def _worker_balance(metrics: dict[str, Any], found: dict[str, float]) -> None:
         bar = int(20 * count / largest)
         print(f"  worker {worker:3d}: {'■' * bar}{'□' * (20 - bar)} {count / 1000:.1f}K tokens")
     found["average_token_imbalance"] = 1 - sum(counts.values()) / largest / len(counts)
+    print(f"  Average Token Imbalance: {100 * found['average_token_imbalance']:.2f}%")
 
 
 def _flops(train_results: Mapping[str, Any], training: float, found: dict[str, float]) -> None:
@@ -106,4 +108,5 @@ def _flops(train_results: Mapping[str, Any], training: float, found: dict[str, f
     found["train_flops_per_gpu"] = tflops / train_results["num_ranks"]
     if "theoretical_tflops" in train_results:
         found["train_fp_utilization"] = tflops / train_results["theoretical_tflops"]
-    print(f"  training: {tflops:.2f} TFLOPS ({found['train_flops_per_gpu']:.2f} a rank)")
+        print(f"  Training Model Floating Point Utilization: {100 * found['train_fp_utilization']:.2f}%")
+    print(f"  Training FLOPS: {tflops:.2f} TFLOPS ({found['train_flops_per_gpu']:.2f} a rank)")

@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.algorithms._config import ConfigModel, as_model
 
 
-class RewardShapingConfig(BaseModel):
+class RewardShapingConfig(ConfigModel):
     """The `reward_shaping` section. With `stop_properly_penalty_coef` set the overlong keys are ignored, unless
     `compose` is true: then the coefficient is applied first and the overlong penalty after it."""
 
@@ -50,7 +50,7 @@ def apply_reward_shaping(batch: Any, cfg: RewardShapingConfig) -> Any:
 
 def _stop_properly(batch: Any, cfg: RewardShapingConfig) -> None:
     coef = cfg.stop_properly_penalty_coef
-    assert 0 <= coef <= 1, f"stop_properly_penalty_coef is {coef}; expected a number in [0, 1]"
+    assert 0 <= coef <= 1, f"stop_properly_penalty_coef must be in [0, 1], but it is {coef}"
     ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
     if ignored and not cfg.compose:
         print(
@@ -60,7 +60,7 @@ def _stop_properly(batch: Any, cfg: RewardShapingConfig) -> None:
         )
     rewards: Tensor = batch["total_reward"]
     truncated = batch.get("truncated")
-    assert truncated is not None, "reward_shaping.stop_properly_penalty_coef needs `truncated` in the batch"
+    assert truncated is not None, "truncated field not found in the batch: reward_shaping.stop_properly_penalty_coef needs it"
     truncated = torch.as_tensor(truncated, device=rewards.device).bool()
     batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
     print(f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}", flush=True)
@@ -71,15 +71,18 @@ def _overlong(batch: Any, cfg: RewardShapingConfig) -> None:
     missing = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is None]
     if missing:
         raise ValueError(
-            f"reward_shaping is enabled but {', '.join(missing)} is not set; give all of {', '.join(_OVERLONG_KEYS)}, "
-            "or stop_properly_penalty_coef alone"
+            "DAPO reward shaping is currently supported with all of its keys, or stop_properly_penalty_coef alone: "
+            f"reward_shaping is enabled but {', '.join(missing)} is not set"
         )
     assert penalty >= 0, f"overlong_buffer_penalty is {penalty}; expected a number >= 0"
     if buffer == 0:
         raise ZeroDivisionError("reward_shaping.overlong_buffer_length is 0; expected at least 1 token")
     rewards: Tensor = batch["total_reward"]
     lengths = _response_lengths(batch)
-    assert len(lengths) == len(rewards), f"{len(lengths)} message logs for {len(rewards)} rewards"
+    assert len(lengths) == len(rewards), (
+        "The number of messages in the batch must match the number of rewards, "
+        f"but there are {len(lengths)} message logs and {len(rewards)} rewards"
+    )
     excess = torch.tensor(lengths, dtype=torch.float64, device=rewards.device) - (longest - buffer)
     overlong = torch.clamp(-excess / buffer * penalty, max=0.0)
     batch["total_reward"] = (rewards.double() + overlong).to(rewards.dtype)
@@ -93,6 +96,6 @@ def _response_lengths(batch: Any) -> list[int]:
     lengths = []
     for message_log in batch["message_log"]:
         found = next((len(m["token_ids"]) for m in message_log if m["role"] == "assistant"), None)
-        assert found is not None, "a message log has no assistant message; reward shaping needs its length"
+        assert found is not None, "Assistant response not found during reward shaping: its length is needed"
         lengths.append(found)
     return lengths

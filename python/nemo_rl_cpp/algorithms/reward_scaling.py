@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from nemo_rl_cpp.algorithms._config import ConfigModel
 
 
-class RewardScalingConfig(BaseModel):
+class RewardScalingConfig(ConfigModel):
     """The `reward_scaling` section: rewards are clamped to [source_min, source_max] and mapped to [target_min, target_max]."""
 
     model_config = ConfigDict(extra="allow")
@@ -42,6 +44,6 @@ def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) 
 
 
 def _of(cfg: Any, name: str) -> Any:
-    from nemo_rl_cpp.algorithms._config import setting
+    from nemo_rl_cpp.algorithms._config import ConfigModel, setting
 
     return setting(cfg, name, RewardScalingConfig.model_fields[name].default)

@@ -38,6 +38,9 @@ class Section(BaseModel):
             return extra[key]
         raise KeyError(key)
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self, _field_name(type(self), key) or key, value)
+
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and (_field_name(type(self), key) is not None or key in (self.model_extra or {}))
 

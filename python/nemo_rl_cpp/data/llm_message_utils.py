@@ -63,22 +63,25 @@ def add_loss_mask_to_message_log(
             message["token_loss_mask"] = like(message["token_ids"])
 
 
-def _check_consistent(key: str, tensors: list[Tensor]) -> None:
+def _validate_tensor_consistency(tensors: list[Tensor]) -> None:
     """Rows of one batch tensor must agree: silently widening token ids to floats would hide a mistake."""
-    for what, of in (
-        ("dtypes", lambda t: t.dtype),
-        ("devices", lambda t: t.device),
-        ("trailing shapes", lambda t: tuple(t.shape[1:])),
+    for wanted, of in (
+        ("consistent types", lambda t: t.dtype),
+        ("tensors on the same device", lambda t: t.device),
+        ("tensors of the same trailing shape", lambda t: tuple(t.shape[1:])),
     ):
         kinds = sorted({str(of(tensor)) for tensor in tensors})
         if len(kinds) > 1:
-            raise RuntimeError(f"tensors for key={key!r} must have the same {what}, got {', '.join(kinds)}")
+            raise RuntimeError(f"expected {wanted} but got {', '.join(kinds)}")
 
 
 def _batch(key: str, rows: list[Tensor | None], width: int, pad: float) -> Tensor:
     """Rows right-padded to `width` and stacked; a conversation without the key is all padding."""
     present = [row for row in rows if row is not None]
-    _check_consistent(key, present)
+    try:
+        _validate_tensor_consistency(present)
+    except RuntimeError as error:
+        raise RuntimeError(f"key={key!r}: {error}") from None
     out = present[0].new_full((len(rows), width, *present[0].shape[1:]), pad)
     for i, row in enumerate(rows):
         if row is not None:
@@ -95,21 +98,25 @@ def batched_message_log_to_flat_message(
 
     Per key the turns are concatenated and the rows right-padded, with `pad_value_dict[key]` or 0, to the longest row,
     rounded up to a multiple of `make_sequence_length_divisible_by`. Keys that hold no tensors become a list a
-    conversation. Returns (BatchedDataDict, int32 lengths [B] without padding); an empty batch gives an empty
-    BatchedDataDict and an empty float tensor. RuntimeError when dtypes or devices are mixed under one key.
+    conversation. Returns (BatchedDataDict, int32 lengths [B] without padding). An empty batch gives an empty
+    BatchedDataDict, a batch without any tensor the first value of each key a conversation; both come with an empty
+    float tensor. RuntimeError when dtypes or devices are mixed under one key.
     """
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
     if not message_log_batch:
         return BatchedDataDict(), torch.empty(0)
     flats = [message_log_to_flat_messages(log) for log in message_log_batch]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    if not any(isinstance(value, Tensor) for flat in flats for value in flat.values()):
+        return BatchedDataDict({key: [flat[key][0] if key in flat else None for flat in flats] for key in keys}), torch.empty(0)
     lengths = [max((len(v) for v in flat.values() if isinstance(v, Tensor)), default=0) for flat in flats]
     width = max(lengths)
     step = make_sequence_length_divisible_by
     if step > 1:
         width = (width + step - 1) // step * step
     result: BatchedDataDict = BatchedDataDict()
-    for key in dict.fromkeys(key for flat in flats for key in flat):
+    for key in keys:
         rows = [flat.get(key) for flat in flats]
         if any(isinstance(row, Tensor) for row in rows):
             mixed = [type(row).__name__ for row in rows if row is not None and not isinstance(row, Tensor)]
@@ -149,7 +156,7 @@ def get_formatted_message_log(
 
     The prompt of `task_data_spec` wraps the first message, its system prompt goes in front. A message's piece is what
     the template's text gains when the message is added. `add_bos_token` and `add_eos_token` put the token at the very
-    beginning and end unless it is there; `add_generation_prompt` adds the assistant's opening to user and tool
+    beginning and end unless it is there (line breaks may follow it: Qwen's templates end so); `add_generation_prompt` adds the assistant's opening to user and tool
     messages.
     """
     messages = [dict(message) for message in message_log]
@@ -172,10 +179,8 @@ def get_formatted_message_log(
         piece = text[get_first_index_that_differs(before, text) :]
         if i == 0 and add_bos_token:
             piece = _with_token(piece, tokenizer.bos_token, "BOS", at_start=True)
-        if i == len(messages) - 1:
-            piece = piece.rstrip("\n")
-            if add_eos_token:
-                piece = _with_token(piece, tokenizer.eos_token, "EOS", at_start=False)
+        if i == len(messages) - 1 and add_eos_token:
+            piece = _with_token(piece, tokenizer.eos_token, "EOS", at_start=False)
         if debug:
             print(f"message {i} ({message['role']}): {piece!r}")
         ids = tokenizer(piece, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
@@ -195,7 +200,7 @@ def _with_token(text: str, token: str | None, name: str, at_start: bool) -> str:
         return text
     if at_start:
         return text if text.startswith(token) else token + text
-    return text if text.endswith(token) else text + token
+    return text if text.rstrip("\n").endswith(token) else text + token
 
 
 def remap_dataset_keys(dataset: Any, mapping_dict: dict[str, str]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any, Generic, Literal, NotRequired, Self, TypedDict, TypeVar
 
 import torch
 
+from nemo_rl_cpp.data.multimodal_utils import PackedTensor
+
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
 
 
@@ -68,30 +70,40 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         """Joins batches row after row; keys come out sorted.
 
         Lists are concatenated; 1-D tensors too; tensors of two and more dimensions are padded on the right of
-        dimension 1 to the longest with `pad_value_dict[key]` (0 if not given). Batches without any key are skipped.
+        dimension 1 to the longest with `pad_value_dict[key]` (0 if not given); `PackedTensor`s are joined item by item.
+        Batches without any key are skipped.
 
-        Raises KeyError when a key is missing in one of the batches. `allow_missing_packed_tensors` concerns
-        multimodal tensors only, which this package does not have: it changes nothing.
+        Raises KeyError when a key is missing in one of the batches; with `allow_missing_packed_tensors` a batch that
+        lacks a `PackedTensor` gets empty items instead.
         """
         pad_values = pad_value_dict or {}
         filled = [batch for batch in batches if len(batch) > 0]
         joined = cls()
         for key in sorted({key for batch in filled for key in batch}):
+            template = next(batch[key] for batch in filled if key in batch)
+            optional = allow_missing_packed_tensors and isinstance(template, PackedTensor)
+            values = []
             for i, batch in enumerate(filled):
-                if key not in batch:
+                if key in batch:
+                    values.append(batch[key])
+                elif optional:
+                    values.append(PackedTensor([None] * _rows(next(iter(batch.values()))), template.dim_to_pack))
+                else:
                     raise KeyError(f"batch {i} of {len(filled)} has no key '{key}', which others have: {sorted(batch)}")
-            joined[key] = _join_values(key, [batch[key] for batch in filled], pad_values.get(key, 0))
+            joined[key] = _join_values(key, values, pad_values.get(key, 0))
         return joined
 
     def repeat_interleave(self, num_repeats: int, *, share_immutable_media: bool = False) -> Self:
         """Every row `num_repeats` times, copies side by side; list items are deep copies of their own.
 
-        `share_immutable_media` concerns multimodal content only, which this package does not have.
+        `share_immutable_media`: the items of a `PackedTensor` are the same tensors instead of copies.
         """
         repeated = type(self)()
         for key, value in self.data.items():
             if torch.is_tensor(value):
                 repeated[key] = value.repeat_interleave(num_repeats, dim=0)
+            elif isinstance(value, PackedTensor):
+                repeated[key] = value.repeat_interleave(num_repeats, share=share_immutable_media)
             else:
                 repeated[key] = [deepcopy(item) for item in value for _ in range(num_repeats)]
         return repeated
@@ -192,8 +204,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise BatchError(
-                "sequence packing and dynamic batching exclude each other: set policy.sequence_packing.enabled=false "
-                "or policy.dynamic_batching.enabled=false"
+                "dynamic_batching_args and sequence_packing_args cannot be passed together: set "
+                "policy.sequence_packing.enabled=false or policy.dynamic_batching.enabled=false"
             )
         if allow_uneven_shards and batch_size is not None:
             raise BatchError(f"allow_uneven_shards=True needs batch_size=None, but it is {batch_size}")
@@ -202,9 +214,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         if size <= 0 and rows > 0:
             raise BatchError(f"batch_size must be positive, not {batch_size}")
         if size and rows % size:
-            raise BatchError(f"the batch's {rows} rows are no multiple of batch_size {size}")
+            raise BatchError(f"Total batch size {rows} is not a multiple of batch_size {size}")
         if not allow_uneven_shards and size % shards:
-            raise BatchError(f"batch_size {size} cannot be split evenly over {shards} shards")
+            raise BatchError(f"Batch size {size} is not a multiple of shards {shards}")
         if dynamic_batching_args is not None:
             return shard_dynamic(self, shards, size, dynamic_batching_args)
         if sequence_packing_args is not None:
@@ -256,7 +268,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def to(self, device: str | torch.device) -> Self:
         """Moves all tensors, in place."""
         for key, value in self.data.items():
-            if torch.is_tensor(value):
+            if isinstance(value, (torch.Tensor, PackedTensor)):
                 self.data[key] = value.to(device)
         return self
 
@@ -270,14 +282,27 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         device: torch.device | None = None,
         pixel_dtype: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """The entries that only multimodal models take; text batches have none but `token_type_ids`."""
-        present = {key: self.data[key] for key in self.ADDITIONAL_OPTIONAL_KEY_TENSORS if key in self.data}
-        return {key: value.to(device) if device is not None else value for key, value in present.items()}
+        """The entries that only multimodal models take: every `PackedTensor`, and `token_type_ids`.
+
+        With `as_tensors` a `PackedTensor` becomes its one tensor (entries without any content are left out), moved to
+        `device`; `pixel_values` is cast to `pixel_dtype`.
+        """
+        found: dict[str, Any] = {}
+        for key, value in self.data.items():
+            if isinstance(value, PackedTensor) and as_tensors:
+                value = value.as_tensor(device=device)
+                if value is not None:
+                    found[key] = value.to(pixel_dtype) if pixel_dtype is not None and key == "pixel_values" else value
+            elif isinstance(value, PackedTensor):
+                found[key] = value
+            elif key in self.ADDITIONAL_OPTIONAL_KEY_TENSORS:
+                found[key] = value.to(device) if device is not None else value
+        return found
 
     def _common_size(self) -> int:
         sizes = {key: _rows(value) for key, value in self.data.items()}
         if len(set(sizes.values())) > 1:
-            raise BatchError(f"all values must have the same number of rows, but they have {sizes}")
+            raise BatchError(f"Batch sizes are not the same across the rollout batch: {sizes}")
         return next(iter(sizes.values()), 0)
 
     def _plan(self, planned: list | None) -> list:
@@ -300,6 +325,8 @@ def _rows(value: Any) -> int:
 def _select(value: Any, index: torch.Tensor) -> Any:
     if torch.is_tensor(value):
         return value.index_select(0, index.to(value.device))
+    if isinstance(value, PackedTensor):
+        return value.slice(index.tolist())
     return [value[i] for i in index.tolist()]
 
 
@@ -307,6 +334,8 @@ def _join_values(key: str, values: list[Any], pad_value: int | float) -> Any:
     first = values[0]
     if all(isinstance(value, (list, tuple)) for value in values):
         return [item for value in values for item in value]
+    if all(isinstance(value, PackedTensor) for value in values):
+        return PackedTensor.concat(values)
     if not all(torch.is_tensor(value) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise NotImplementedError(f"'{key}' holds {kinds}: only tensors can be joined with tensors, lists with lists")

@@ -5,15 +5,15 @@ from typing import Any
 
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 
-ENV_REGISTRY: dict[str, str] = {
-    "math": "nemo_rl_cpp.environments.math_environment.MathEnvironment",
-    "math_default": "nemo_rl_cpp.environments.math_environment.MathEnvironment",
-    "arithmetic": "nemo_rl_cpp.environments.arithmetic_environment.ArithmeticEnvironment",
-    "reverse_digits": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment",
-    "reasoning_gym": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment",
-    "reward_functions": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment",
+ENV_REGISTRY: dict[str, dict[str, str]] = {
+    "math": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
+    "math_default": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
+    "arithmetic": {"actor_class_fqn": "nemo_rl_cpp.environments.arithmetic_environment.ArithmeticEnvironment"},
+    "reverse_digits": {"actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"},
+    "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},
+    "reward_functions": {"actor_class_fqn": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment"},
 }
-"""Environment name -> class. `register_env` adds one at run time."""
+"""Environment name -> {"actor_class_fqn": dotted name of its class}. `register_env` adds one at run time."""
 
 
 def chunk_list_to_workers(to_chunk: list[Any], num_workers: int) -> list[list[Any]]:
@@ -30,8 +30,8 @@ def chunk_list_to_workers(to_chunk: list[Any], num_workers: int) -> list[list[An
 def register_env(env_name: str, actor_class_fqn: str) -> None:
     """Makes `create_env` know a class by its dotted name. Raises ValueError when the name is taken."""
     if env_name in ENV_REGISTRY:
-        raise ValueError(f"environment {env_name!r} is already registered as {ENV_REGISTRY[env_name]}")
-    ENV_REGISTRY[env_name] = actor_class_fqn
+        raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
+    ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
 
 
 def create_env(env_name: str, env_config: dict[str, Any] | None = None) -> EnvironmentInterface:
@@ -39,7 +39,7 @@ def create_env(env_name: str, env_config: dict[str, Any] | None = None) -> Envir
 
     `env_name` is a registered name or the dotted name of a class. Raises ValueError for an unknown one.
     """
-    target = ENV_REGISTRY.get(env_name, env_name)
+    target = ENV_REGISTRY[env_name]["actor_class_fqn"] if env_name in ENV_REGISTRY else env_name
     module_name, _, class_name = target.rpartition(".")
     if not module_name:
         raise ValueError(f"no environment is called {env_name!r}; known: {', '.join(sorted(ENV_REGISTRY))}; "

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_cpp.utils import durable
+from nemo_rl_cpp.config.checkpointing import CheckpointingConfig  # noqa: F401  (NeMo RL's place for it)
 from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, to_plain
 from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
@@ -52,7 +53,7 @@ class CheckpointManager:
         self.checkpoint_dir = Path(directory)
         self.metric_name: str | None = cfg_get(config, "metric_name")
         self.higher_is_better = bool(cfg_get(config, "higher_is_better", True))
-        self.save_period = int(cfg_get(config, "save_period", 10))
+        self.save_period = int(cfg_get(config, "save_period", 1))
         self.keep_top_k: int | None = cfg_get(config, "keep_top_k")
         self.ft_keep_latest_k: int | None = cfg_get(config, "ft_keep_latest_k")
         self.ft_save_period: int | None = cfg_get(config, "ft_save_period")
@@ -63,11 +64,6 @@ class CheckpointManager:
         self._error: BaseException | None = None
 
     def _check_config(self) -> None:
-        if self.metric_name is not None and not re.fullmatch(r"(train|val):.+", self.metric_name):
-            raise ValueError(
-                f"checkpointing.metric_name={self.metric_name!r}: write train:NAME or val:NAME "
-                "(for example val:accuracy), or null to keep the newest checkpoints"
-            )
         for key, least in (("save_period", 1), ("ft_save_period", 1), ("keep_top_k", 0), ("ft_keep_latest_k", 0)):
             value = getattr(self, key)
             if value is not None and value < least:
@@ -95,11 +91,16 @@ class CheckpointManager:
         """`{metric_name: value}` for training_info, or an empty dict.
 
         Empty with `metric_name: null`, and, with a warning, when a `val:` metric is wanted but no validation ran on
-        this step. ValueError when the metrics are there but have no such name.
+        this step. ValueError when the metrics are there but have no such name; AssertionError when `metric_name` names
+        neither train nor val metrics.
         """
         if self.metric_name is None:
             return {}
         kind, _, name = self.metric_name.partition(":")
+        assert kind in ("train", "val") and name, (
+            f"checkpointing.metric_name={self.metric_name!r}: write train:NAME or val:NAME (for example val:accuracy), or null "
+            "to keep the newest checkpoints"
+        )
         metrics = val_metrics if kind == "val" else train_metrics
         if not metrics:
             warnings.warn(
@@ -250,9 +251,16 @@ class CheckpointManager:
         records = self._store.history()
         ranked = [record for record in records if self._metric(record) is not None]
         missing = [record.step for record in records if self._metric(record) is None]
+        advice = "set save_period to a multiple of val_period, or val_at_end"
         if self.metric_name and missing:
-            instead = "" if ranked else ": the latest checkpoint is taken instead"
-            warnings.warn(f"checkpoints of steps {missing} have no {self.metric_name}{instead}", stacklevel=2)
+            warnings.warn(
+                f"Ignoring {len(missing)} checkpoint(s) without metric '{self.metric_name}' (steps {missing}): {advice}",
+                stacklevel=2,
+            )
+        if self.metric_name and missing and not ranked:
+            warnings.warn(
+                f"No checkpoints contain metric '{self.metric_name}'. Returning latest checkpoint: {advice}", stacklevel=2
+            )
         whole = (record for record in self._best_first(ranked) if self._store.problem(record.path) is None)
         best = next(whole, None)
         return str(best.path) if best is not None else self.get_latest_checkpoint_path()

@@ -1,4 +1,8 @@
-"""Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled."""
+"""Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled.
+
+The packages are reached through their names in `nemo_rl_cpp.utils.logger` (`logger.wandb`, ...), as in NeMo RL: whoever
+replaces them there, for instance in a test, replaces them here.
+"""
 
 import importlib
 import os
@@ -26,19 +30,55 @@ def import_tracker(package: str) -> Any:
         ) from error
 
 
+class TrackerPackage:
+    """Stands for a package that is imported at its first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return getattr(import_tracker(self._name), attribute)
+
+
+def _package(name: str) -> Any:
+    """What `nemo_rl_cpp.utils.logger` calls `name`; ValueError when it is not installed."""
+    from nemo_rl_cpp.utils import logger
+
+    package = getattr(logger, name)
+    if isinstance(package, TrackerPackage):
+        import_tracker(name)
+    return package
+
+
+class _RunFile:
+    """Remembers, in the backend's log folder, which run of the tracker a resumed run goes on with."""
+
+    def __init__(self, log_dir: str | None) -> None:
+        self._path = Path(log_dir) / _RUN_ID if log_dir and Path(log_dir).is_dir() else None
+
+    def read(self) -> str | None:
+        return self._path.read_text().strip() if self._path is not None and self._path.exists() else None
+
+    def write(self, run: Any) -> None:
+        if self._path is not None:
+            self._path.write_text(str(run))
+
+
 class WandbLogger(LoggerInterface):
     """Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.wandb`, passed on to `wandb.init` (project, name, entity, tags, ...)."""
-        self._wandb = import_tracker("wandb")
+        self._wandb = _package("wandb")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         options.pop("log_nemo_gym_full_result_tables", None)
-        self._id_file = Path(log_dir or ".") / _RUN_ID
-        if "id" not in options and self._id_file.exists():
-            options |= {"id": self._id_file.read_text().strip(), "resume": "allow"}
+        file = _RunFile(log_dir)
+        if "id" not in options and (known := file.read()):
+            options |= {"id": known, "resume": "allow"}
         self.run = self._wandb.init(**options, dir=log_dir)
-        self._id_file.write_text(str(self.run.id))
+        file.write(self.run.id)
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         """Gives the metrics that match `name` (for example `ray/*`) an x axis of their own."""
@@ -54,7 +94,7 @@ class WandbLogger(LoggerInterface):
     ) -> None:
         """Logs into the step's row, which W&B sends when `step_finished` or when a later step begins."""
         row = {name: to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
-        if step_metric and step_metric in metrics:
+        if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)
         elif step_finished:
             self.run.log(row, step=step, commit=True)
@@ -91,15 +131,15 @@ class MLflowLogger(LoggerInterface):
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location; the variables
         MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME stand in for absent ones."""
-        self._mlflow = import_tracker("mlflow")
+        self._mlflow = _package("mlflow")
 
         def option(name: str) -> str | None:
             return cfg_get(cfg, name) or os.getenv(f"MLFLOW_{name.upper()}")
 
-        self._id_file = Path(log_dir or ".") / _RUN_ID
+        file = _RunFile(log_dir)
         if uri := option("tracking_uri"):
             self._mlflow.set_tracking_uri(uri)
-        run_id = option("run_id") or (self._id_file.read_text().strip() if self._id_file.exists() else None)
+        run_id = option("run_id") or file.read()
         if self._mlflow.active_run() is not None:
             self._mlflow.end_run()
         if run_id:
@@ -108,7 +148,7 @@ class MLflowLogger(LoggerInterface):
             self._choose_experiment(option("experiment_name"), cfg_get(cfg, "artifact_location") or log_dir)
             run = self._mlflow.start_run(run_name=option("run_name"))
         self.run_id = run.info.run_id
-        self._id_file.write_text(str(self.run_id))
+        file.write(self.run_id)
 
     def _choose_experiment(self, name: str | None, artifacts: str | None) -> None:
         if name is None:
@@ -127,10 +167,11 @@ class MLflowLogger(LoggerInterface):
     ) -> None:
         """Logs every number, and a summary of every list of numbers."""
         row: dict[str, float] = {}
-        for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
+        named = prefixed(_merge_generation_logger_workers(metrics), prefix, None)
+        for name, value in flatten_dict(named, sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if isinstance(value, list) and len(value) != 1:
-                row |= {f"{name}/{key}": stat for key, stat in _summary(value).items()}
+                row |= {f"{name}/{key}": stat for key, stat in _summarize_list(value).items()}
             elif number is not None and not isinstance(number, str):
                 row[name] = float(number)
         if row:
@@ -143,13 +184,13 @@ class MLflowLogger(LoggerInterface):
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """MLflow has no histograms: the summary of the values is logged."""
         self._mlflow.log_metrics(
-            {f"{name}/{key}": stat for key, stat in _summary(to_plain(histogram)).items()}, step=step, run_id=self.run_id
+            {f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step, run_id=self.run_id
         )
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         """Logs a matplotlib figure as an artifact."""
         if (image := matplotlib_figure(figure)) is not None:
-            self._mlflow.log_figure(image, f"plots/{name}_step{step}.png")
+            self._mlflow.log_figure(image, f"plots/{name}.png", save_kwargs={"bbox_inches": "tight"})
 
     def finish(self) -> None:
         """Ends the run."""
@@ -161,7 +202,7 @@ class SwanlabLogger(LoggerInterface):
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.swanlab`, passed on to `swanlab.init` (project, name, ...)."""
-        self._swanlab = import_tracker("swanlab")
+        self._swanlab = _package("swanlab")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         self.run = self._swanlab.init(**options, logdir=log_dir)
 
@@ -178,11 +219,11 @@ class SwanlabLogger(LoggerInterface):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Sets the run's config."""
-        self.run.config.update(to_plain(params))
+        self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """SwanLab has no histograms: the summary of the values is logged."""
-        self.run.log({f"{name}/{key}": stat for key, stat in _summary(to_plain(histogram)).items()}, step=step)
+        self.run.log({f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step)
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         """Logs a matplotlib figure as an image."""
@@ -199,14 +240,14 @@ class TrackioLogger(LoggerInterface):
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
-        self._trackio = import_tracker("trackio")
+        self._trackio = _package("trackio")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         options.setdefault("project", "nemo-rl-cpp")
-        name_file = Path(log_dir or ".") / _RUN_ID
-        if name_file.exists():
-            options |= {"name": name_file.read_text().strip(), "resume": "allow"}
+        file = _RunFile(log_dir)
+        if known := file.read():
+            options |= {"name": known, "resume": "allow"}
         self.run = self._trackio.init(**options)
-        name_file.write_text(str(self.run.name))
+        file.write(self.run.name)
 
     def log_metrics(
         self,
@@ -225,7 +266,7 @@ class TrackioLogger(LoggerInterface):
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """The summary of the values is logged."""
-        self._trackio.log({f"{name}/{key}": stat for key, stat in _summary(to_plain(histogram)).items()}, step=step)
+        self._trackio.log({f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step)
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         """Plots are files of the run only."""
@@ -241,8 +282,21 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
 
-def _summary(values: list[Any]) -> dict[str, float]:
-    numbers = np.asarray([value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)])
+def _merge_generation_logger_workers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """`generation_logger_metrics`, {name: {worker: values}}, with the values of all workers in one list a name."""
+    by_name = metrics.get("generation_logger_metrics")
+    if not isinstance(by_name, Mapping):
+        return dict(metrics)
+    merged = {
+        name: [value for values in workers.values() for value in values] if isinstance(workers, Mapping) else workers
+        for name, workers in by_name.items()
+    }
+    return {**metrics, "generation_logger_metrics": merged}
+
+
+def _summarize_list(values: list[Any]) -> dict[str, float]:
+    kinds = (int, float, np.integer, np.floating)
+    numbers = np.asarray([value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float)
     if not numbers.size:
         return {}
     p50, p90 = np.percentile(numbers, [50, 90])

@@ -17,8 +17,6 @@ import numpy as np
 from nemo_rl_cpp.utils import tb_events
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefixed, scalar_of
-from nemo_rl_cpp.utils.tb_events import EventFile
-from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
@@ -101,9 +99,18 @@ class TensorboardLogger(LoggerInterface):
 
     def __init__(self, cfg: Any, log_dir: str | Path | None = None) -> None:
         """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument."""
-        self.log_dir = Path(cfg_get(cfg, "log_dir") or log_dir or "tensorboard")
-        self._file = EventFile(self.log_dir)
+        self.log_dir = str(cfg_get(cfg, "log_dir") or log_dir or "tensorboard")
+        self.writer = self._open()
         self._skipped: set[str] = set()
+
+    def _open(self) -> Any:
+        from nemo_rl_cpp.utils import logger  # the public place of the writer's class: see `log_backends`
+
+        return logger.SummaryWriter(log_dir=self.log_dir)
+
+    @staticmethod
+    def _coerce_to_scalar(value: Any) -> int | float | bool | str | None:
+        return scalar_of(value)
 
     def log_metrics(
         self,
@@ -114,26 +121,24 @@ class TensorboardLogger(LoggerInterface):
         step_finished: bool = False,
     ) -> None:
         """Adds a scalar for every number; other values are skipped, with one message a name."""
-        values = []
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
-            number = scalar_of(value)
+            number = self._coerce_to_scalar(value)
             if number is not None and not isinstance(number, str):
-                values.append(tb_events.scalar(name, float(number)))
+                self.writer.add_scalar(name, number, step)
             elif name not in self._skipped and not isinstance(value, str):  # texts, such as digests, are in metrics.jsonl
                 self._skipped.add(name)
                 print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
-        self._file.add(step, values)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Adds the configuration as text."""
-        self._file.add(0, [tb_events.text("hyperparams", f"```yaml\n{dump_yaml(to_plain(params))}```")])
+        """Adds the flattened configuration as text."""
+        self.writer.add_hparams(flatten_dict(to_plain(params)), {})
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """Adds a histogram of the finite values."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
-            self._file.add(step, [tb_events.histogram(name, values.tolist())])
+            self.writer.add_histogram(name, values.tolist(), step)
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         """Adds a matplotlib figure as an image; other plots are files only."""
@@ -141,22 +146,22 @@ class TensorboardLogger(LoggerInterface):
             buffer = io.BytesIO()
             drawing.savefig(buffer, format="png", dpi=100)
             width, height = (round(100 * inches) for inches in drawing.get_size_inches())
-            self._file.add(step, [tb_events.image(name, buffer.getvalue(), width, height)])
+            self.writer.add_image(name, buffer.getvalue(), step, width=width, height=height)
 
     def flush(self) -> None:
         """Syncs the event file to the disk."""
-        self._file.flush()
+        self.writer.flush()
 
     def finish(self) -> None:
         """Closes the event file."""
-        self._file.close()
+        self.writer.close()
 
     def truncate_after(self, step: int) -> None:
         """Removes the events of later steps from all event files of the run."""
-        self._file.close()
-        for path in self.log_dir.glob(tb_events.PATTERN):
+        self.writer.close()
+        for path in Path(self.log_dir).glob(tb_events.PATTERN):
             tb_events.truncate_events(path, step)
-        self._file = EventFile(self.log_dir)
+        self.writer = self._open()
 
 
 def matplotlib_figure(figure: Any) -> Any:

@@ -34,14 +34,14 @@ def print_message_log_samples(
     values = [float(reward) for reward in rewards]
     console = console or Console()
     console.print(Panel(_reward_bars(values), title=f"Rewards of step {step}", border_style="cyan"))
-    for index in choose_samples(values, num_samples):
+    for number, index in enumerate(choose_samples(values, num_samples), start=1):
         body = [
             Text.assemble((f"{message['role'].upper()}: ", f"bold {_ROLE_COLORS.get(message['role'], 'white')}"),
                           str(message["content"]))
             for message in message_logs[index]
             if isinstance(message, dict) and "role" in message and "content" in message
         ]
-        title = f"Sample {index} | reward {values[index]:.4g}"
+        title = f"Sample {number} | Reward: {values[index]:.4f} | row {index}"
         console.print(Panel(Group(*body) if body else Text("(no text)"), title=title, border_style=_color(values[index])))
 
 

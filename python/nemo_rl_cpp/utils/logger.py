@@ -8,29 +8,44 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils import log_backends
+from nemo_rl_cpp.config.logger import GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.utils.access import cfg_get, redact, to_json, to_plain
+from nemo_rl_cpp.utils.log_backends import (
+    MLflowLogger,
+    SwanlabLogger,
+    TrackerPackage,
+    TrackioLogger,
+    WandbLogger,
+    _merge_generation_logger_workers,
+    _summarize_list,
+)
 from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict
 from nemo_rl_cpp.utils.log_samples import print_message_log_samples
-from nemo_rl_cpp.utils.monitor import GpuMonitor
+from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger
 from nemo_rl_cpp.utils.plots import logprob_error_plot, timeline_plots
+from nemo_rl_cpp.utils.tb_events import SummaryWriter
 
 __all__ = [
-    "Logger", "LoggerInterface", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir",
-    "print_message_log_samples",
+    "GPUMonitoringConfig", "Logger", "LoggerConfig", "LoggerInterface", "MLflowLogger", "RayGpuMonitorLogger", "SummaryWriter",
+    "SwanlabLogger", "TensorboardLogger", "TrackioLogger", "WandbLogger", "_merge_generation_logger_workers",
+    "_summarize_list", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir", "print_message_log_samples",
 ]
 
-_TRACKERS: dict[str, type[LoggerInterface]] = {
-    "wandb": log_backends.WandbLogger,
-    "swanlab": log_backends.SwanlabLogger,
-    "mlflow": log_backends.MLflowLogger,
-    "trackio": log_backends.TrackioLogger,
+wandb, mlflow, swanlab, trackio = (TrackerPackage(name) for name in ("wandb", "mlflow", "swanlab", "trackio"))
+
+# In the order in which they are made; by name, so that a class that is replaced in this module is the one that is used.
+_BACKENDS = {
+    "wandb": "WandbLogger",
+    "swanlab": "SwanlabLogger",
+    "tensorboard": "TensorboardLogger",
+    "mlflow": "MLflowLogger",
+    "trackio": "TrackioLogger",
 }
 
 
 class Logger(LoggerInterface):
-    """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers.
+    """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers (`loggers`).
 
     `cfg` is the `logger` section (a mapping or a model). `metrics_jsonl_enabled` and `tensorboard_enabled` are on unless
     set to false; `wandb_enabled`, `swanlab_enabled`, `mlflow_enabled` and `trackio_enabled` are off unless set to true.
@@ -53,28 +68,29 @@ class Logger(LoggerInterface):
         self._files: list[LoggerInterface] = []
         if cfg_get(cfg, "metrics_jsonl_enabled", True):
             self._files.append(JsonlLogger(self.log_dir))
-        if cfg_get(cfg, "tensorboard_enabled", True):
-            self._files.append(TensorboardLogger(cfg_get(cfg, "tensorboard"), self.log_dir / "tensorboard"))
-        self.loggers.extend(self._files)
-        for name, backend in _TRACKERS.items():
-            if cfg_get(cfg, f"{name}_enabled", False):
+        for name, backend in _BACKENDS.items():
+            if cfg_get(cfg, f"{name}_enabled", name == "tensorboard"):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
-                self.loggers.append(backend(cfg_get(cfg, name), log_dir=str(folder)))
+                self.loggers.append(globals()[backend](cfg_get(cfg, name), log_dir=str(folder)))
                 if hasattr(self, f"{name}_logger"):
                     setattr(self, f"{name}_logger", self.loggers[-1])
+                if name == "tensorboard":
+                    self._files.append(self.loggers[-1])
         self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
 
-    def _start_monitor(self, cfg: Any) -> GpuMonitor | None:
-        monitor = GpuMonitor(
-            cfg_get(cfg, "gpu_monitoring.collection_interval", 10),
-            cfg_get(cfg, "gpu_monitoring.flush_interval", 10),
+    def _start_monitor(self, cfg: Any) -> RayGpuMonitorLogger | None:
+        monitor = RayGpuMonitorLogger(
+            collection_interval=cfg_get(cfg, "gpu_monitoring.collection_interval", 10),
+            flush_interval=cfg_get(cfg, "gpu_monitoring.flush_interval", 10),
+            metric_prefix="ray",
+            step_metric="ray/ray_step",
             parent_logger=self,
         )
         if not monitor.available:
             return None
         if self.wandb_logger is not None:
-            self.wandb_logger.define_metric(f"{monitor.metric_prefix}/*", step_metric=monitor.step_metric)
+            self.wandb_logger.define_metric("ray/*", step_metric="ray/ray_step")
         monitor.start()
         return monitor
 
@@ -165,7 +181,7 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.finish())
 
     def _each(self, action: Callable[[LoggerInterface], None]) -> None:
-        for logger in self.loggers:
+        for logger in dict.fromkeys([*self._files, *self.loggers]):
             try:
                 action(logger)
             except Exception as error:

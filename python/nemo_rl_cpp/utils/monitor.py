@@ -9,24 +9,27 @@ from typing import Any
 _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
 
 
-class GpuMonitor:
+class RayGpuMonitorLogger:
     """Logs `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
-    `ray/node.0.mem_total_gb` (NeMo RL's names) against `ray/ray_step`, the seconds since the start."""
+    `ray/node.0.mem_total_gb` against `ray/ray_step`, the seconds since the start. The names are NeMo RL's, which asks
+    Ray; here the driver and the operating system are asked."""
 
-    metric_prefix = "ray"
-    step_metric = "ray/ray_step"
-
-    def __init__(self, collection_interval: float, flush_interval: float, parent_logger: Any = None) -> None:
+    def __init__(
+        self, collection_interval: float, flush_interval: float, metric_prefix: str = "ray",
+        step_metric: str = "ray/ray_step", parent_logger: Any = None,
+    ) -> None:
         """Intervals in seconds: of sampling, and of handing the samples to `parent_logger`."""
         if collection_interval <= 0 or flush_interval <= 0:
             raise ValueError("logger.gpu_monitoring: collection_interval and flush_interval must be positive seconds")
         self.collection_interval = float(collection_interval)
         self.flush_interval = float(flush_interval)
+        self.metric_prefix, self.step_metric = metric_prefix, step_metric
         self.parent_logger = parent_logger
-        self._samples: list[tuple[int, dict[str, float]]] = []
+        self.metrics_buffer: list[dict[str, Any]] = []
+        self.is_running = False
+        self.collection_thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @property
     def available(self) -> bool:
@@ -35,27 +38,32 @@ class GpuMonitor:
 
     def start(self) -> None:
         """Begins to sample; again: no effect."""
-        if self._thread is None:
+        if not self.is_running:
             self._stop.clear()
-            self._thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
-            self._thread.start()
+            self.collection_thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
+            self.is_running = True
+            self.collection_thread.start()
 
     def stop(self) -> None:
         """Ends sampling and logs what is left."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
-            self._thread = None
+        if self.collection_thread is not None:
+            self.collection_thread.join(timeout=10)
+            self.collection_thread = None
+        self.is_running = False
         self.flush()
 
     def flush(self) -> None:
         """Hands all samples to the logger."""
         with self._lock:
-            samples, self._samples = self._samples, []
-        for second, metrics in samples:
+            entries, self.metrics_buffer = self.metrics_buffer, []
+        for entry in entries:
             if self.parent_logger is not None:
                 self.parent_logger.log_metrics(
-                    metrics | {self.step_metric: second}, second, prefix=self.metric_prefix, step_metric=self.step_metric
+                    entry["metrics"] | {self.step_metric: entry["step"]},
+                    step=entry["step"],
+                    prefix=self.metric_prefix,
+                    step_metric=self.step_metric,
                 )
 
     def _loop(self) -> None:
@@ -63,7 +71,7 @@ class GpuMonitor:
         while not self._stop.wait(self.collection_interval):
             now = time.monotonic()
             with self._lock:
-                self._samples.append((int(now - started), self.collect()))
+                self.metrics_buffer.append({"step": int(now - started), "metrics": self.collect()})
             if now - flushed >= self.flush_interval:
                 self.flush()
                 flushed = now

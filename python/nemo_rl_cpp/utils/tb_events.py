@@ -10,8 +10,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_cpp.utils.durable import fsync_path
 
@@ -51,6 +52,30 @@ class EventFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class SummaryWriter(EventFile):
+    """An event file under the names of TensorBoard's writer."""
+
+    def __init__(self, log_dir: str | Path) -> None:
+        super().__init__(Path(log_dir))
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """A number (stored as float32)."""
+        self.add(global_step, [scalar(tag, float(scalar_value))])
+
+    def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
+        """30 equal bins over the values (finite, at least one)."""
+        self.add(global_step, [histogram(tag, values)])
+
+    def add_hparams(self, hparam_dict: Mapping[str, Any], metric_dict: Mapping[str, Any]) -> None:
+        """The settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
+        lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
+        self.add(0, [text("hyperparams", f"```yaml\n{lines}\n```")])
+
+    def add_image(self, tag: str, png: bytes, global_step: int, *, width: int, height: int) -> None:
+        """A PNG image."""
+        self.add(global_step, [image(tag, png, width, height)])
 
 
 def scalar(tag: str, value: float) -> bytes:

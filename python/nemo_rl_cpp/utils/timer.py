@@ -1,5 +1,6 @@
 """Named stage times of a training step, and the wall-clock limit of a run."""
 
+import json
 import logging
 import statistics
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -182,6 +184,26 @@ class Timer:
                 label: self.reduce(label, operations[label]) if label in operations else list(values)
                 for label, values in self._timers.items()
             }
+
+    def save_to_json(
+        self, filepath: str | Path, reduction_op: str = "sum", metadata: dict[str, Any] | None = None
+    ) -> None:
+        """Writes {"timings": {label: seconds}, "reduction_op", "metadata" if given}; makes the folders above the file."""
+        content: dict[str, Any] = {"timings": self.get_timing_metrics(reduction_op), "reduction_op": reduction_op}
+        if metadata:
+            content["metadata"] = metadata
+        path = Path(filepath)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+    @staticmethod
+    def aggregate_max(timers: Sequence["Timer"], reduction_op: str = "sum") -> dict[str, float]:
+        """By label, the largest reduced time over several timers: the slowest worker decides how long a stage takes."""
+        slowest: dict[str, float] = {}
+        for timer in timers:
+            for label, elapsed in timer.get_timing_metrics(reduction_op).items():
+                slowest[label] = max(elapsed, slowest.get(label, elapsed))
+        return slowest
 
     def reset(self, label: str | None = None) -> None:
         """Forgets one label, or everything."""

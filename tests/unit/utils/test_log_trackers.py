@@ -6,7 +6,7 @@ import types
 import pytest
 
 from nemo_rl_cpp.utils.logger import Logger
-from nemo_rl_cpp.utils.monitor import GpuMonitor, parse_gpu_table
+from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger, parse_gpu_table
 
 
 def config(tmp_path, **extra):
@@ -130,15 +130,15 @@ def test_gpu_samples_have_their_own_axis_and_file(tmp_path, monkeypatch):
     assert parse_gpu_table(table) == {
         "node.0.gpu.0.util": 93.0, "node.0.gpu.0.mem_gb": 20.0, "node.0.gpu.1.mem_gb": 1.0}
     logger = Logger(config(tmp_path))
-    monitor = GpuMonitor(0.001, 0.001, parent_logger=logger)
+    monitor = RayGpuMonitorLogger(0.001, 0.001, parent_logger=logger)
     monkeypatch.setattr(monitor, "_gpu_metrics", lambda: parse_gpu_table(table))
-    monitor._samples.append((12, monitor.collect()))
+    monitor.metrics_buffer.append({"step": 12, "metrics": monitor.collect()})
     monitor.stop()
     line = (tmp_path / "system.jsonl").read_text()
     assert '"step": 12' in line and '"ray/node.0.gpu.0.util": 93.0' in line and '"ray/ray_step": 12' in line
     assert "ray/node.0.mem_total_gb" in line and not (tmp_path / "metrics.jsonl").exists()
     with pytest.raises(ValueError, match="logger.gpu_monitoring"):
-        GpuMonitor(0, 1)
+        RayGpuMonitorLogger(0, 1)
 
 
 def test_monitor_gpus_without_a_gpu_starts_nothing(tmp_path, monkeypatch):

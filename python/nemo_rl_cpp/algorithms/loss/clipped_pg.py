@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any, Optional, TypedDict
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.algorithms._config import ConfigModel, as_model
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 
 
-class ClippedPGLossConfig(BaseModel):
+class ClippedPGLossConfig(ConfigModel):
     """The `loss_fn` section of a configuration."""
 
     model_config = ConfigDict(extra="allow")

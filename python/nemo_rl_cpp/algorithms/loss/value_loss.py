@@ -4,16 +4,16 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.algorithms._config import ConfigModel, as_model
 from nemo_rl_cpp.algorithms.loss.clipped_pg import NativeGradient
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 
 
-class MseValueLossConfig(BaseModel):
+class MseValueLossConfig(ConfigModel):
     """The `value_loss_fn` section of a configuration; an unknown key is a ValidationError."""
 
     model_config = ConfigDict(extra="forbid")

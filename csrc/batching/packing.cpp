@@ -263,8 +263,8 @@ Bins adjust_bin_count(Bins bins, std::int64_t min_bin_count, std::int64_t bin_co
     sequences += bins[i].size();
     fullest.emplace_back(bins[i].size(), i);
   }
-  NRL_CHECK_ARG(target == current || static_cast<std::int64_t>(sequences) >= target, "cannot make ", target, " bins (at least ",
-                min_bin_count, ", a multiple of ", bin_count_multiple, ") of only ", sequences, " sequences");
+  NRL_CHECK_ARG(target == current || static_cast<std::int64_t>(sequences) >= target, "Cannot create ", target, " bins with only ", sequences,
+                " sequences (at least ", min_bin_count, " bins, a multiple of ", bin_count_multiple, ")");
   std::sort(fullest.begin(), fullest.end(), std::greater<>());
   std::size_t source = 0;
   for (std::int64_t i = current; i < target; ++i) {

@@ -72,7 +72,8 @@ def dynamic_sampling(
         master_config: a configuration (or dictionary) with section `grpo` or `ppo`.
         batch_cache: what earlier rounds kept.
         unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches was
-            generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more.
+            generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more. A batch with neither
+            `group_id` nor `idx` says nothing of groups but their std, and goes by "sample".
 
     Returns (batch, whether it is complete, cache for the next round, metrics). With dynamic sampling off: the batch,
     True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
@@ -82,6 +83,8 @@ def dynamic_sampling(
     """
     if unit not in ("group", "sample"):
         raise ValueError(f"unit is {unit!r}; it must be 'group' or 'sample'")
+    if "group_id" not in repeated_batch and "idx" not in repeated_batch:
+        unit = "sample"
     section_name, section = _section(master_config)
     repeated_batch["baseline"], repeated_batch["std"] = baseline, std
     if not _get(section, "use_dynamic_sampling"):

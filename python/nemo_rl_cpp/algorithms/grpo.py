@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator, ReinforcePlusPlusAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import GRPOComponents
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.observe import StepReport, observe, observe_start
-from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
+from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
@@ -144,10 +144,10 @@ def _clip_grpo_advantages(advantages: torch.Tensor, grpo_config: GRPOConfig) -> 
 def _create_advantage_estimator(master_config: GRPOMasterConfig) -> Any:
     """By `grpo.adv_estimator.name`; ValueError for a name that GRPO has no estimator for."""
     settings = master_config.grpo.adv_estimator
-    known = {"grpo": GRPOAdvantageEstimator, "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator}
+    known = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
     if settings.name not in known:
-        raise ValueError(f"grpo.adv_estimator.name is {settings.name!r}; expected {' or '.join(known)}")
-    return known[settings.name](settings, master_config.loss_fn)
+        raise ValueError(f"grpo.adv_estimator.name is {settings.name!r}; expected one of {', '.join(known)}")
+    return ADVANTAGE_ESTIMATORS[settings.name](settings, master_config.loss_fn)
 
 
 # ---- from a configuration to a finished run

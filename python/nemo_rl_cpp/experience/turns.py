@@ -76,14 +76,15 @@ def calculate_rewards(
     rows_of: dict[str, list[int]] = {}
     for row, task in enumerate(batch["task_name"]):
         if task not in task_to_env:
-            raise ValueError(f"no environment for task {task!r}; there are environments for {sorted(map(str, task_to_env))}")
+            raise ValueError(f"No environment found for task type: {task}; there are environments for {sorted(map(str, task_to_env))}")
         rows_of.setdefault(task, []).append(row)
     started = []
     for task, rows in rows_of.items():
         logs = [[{key: m[key] for key in ("role", "content")} for m in batch["message_log"][row]] for row in rows]
         infos = [batch["extra_env_info"][row] for row in rows]
         started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
-    return _merge([(rows, get(result)) for rows, result in started], len(batch["message_log"]))
+    # an environment may answer with a plain tuple of the same six things
+    return _merge([(rows, EnvironmentReturn(*get(result))) for rows, result in started], len(batch["message_log"]))
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
@@ -99,6 +100,8 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
         return result
 
     def tensor(pieces: list[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+        if not pieces:
+            return torch.empty(0, dtype=dtype)
         joined = torch.cat([torch.as_tensor(piece, dtype=dtype).cpu() for piece in pieces])
         return torch.empty_like(joined).index_copy_(0, torch.tensor(order, dtype=torch.long), joined)
 

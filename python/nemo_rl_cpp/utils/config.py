@@ -1,4 +1,4 @@
-"""NeMo RL's configuration functions on plain dictionaries.
+"""NeMo RL's configuration functions on dictionaries that are also read by attribute.
 
 Scripts that call `load_config`, then `parse_hydra_overrides`, then resolve, work as before; the typed, checked way is
 `nemo_rl_cpp.config.load_grpo_config`. No torch, no OmegaConf.
@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_cpp import _config
 
 __all__ = [
+    "ConfigDict",
     "OverridesError",
     "load_config",
     "load_config_with_inheritance",
@@ -28,22 +29,67 @@ class OverridesError(Exception):
     """Overrides that cannot be parsed or applied; the message lists every one."""
 
 
+class ConfigDict(dict[str, Any]):
+    """A dictionary that is also read and written as `config.grpo.seed`, at every depth.
+
+    Read by attribute, an interpolation gives its value; as an item, its text.
+    """
+
+    def __init__(self, content: dict[str, Any], _root: ConfigDict | None = None, _path: tuple[str | int, ...] = ()) -> None:
+        root = self if _root is None else _root
+        object.__setattr__(self, "_place", (root, _path))
+        super().__init__({key: _with_attributes(value, root, (*_path, key)) for key, value in content.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the configuration has no key {name!r} here; known: {', '.join(map(str, self)) or 'none'}")
+        value = self[name]
+        if not (isinstance(value, str) and "${" in value):
+            return value
+        root, path = self._place
+        found: Any = resolve_config(root)
+        for key in (*path, name):
+            found = found[key]
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        root, path = self._place
+        self[name] = _with_attributes(value, root, (*path, name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ConfigDict, (_plain(self),)
+
+
+def _with_attributes(value: Any, root: ConfigDict, path: tuple[str | int, ...]) -> Any:
+    if isinstance(value, dict):
+        return ConfigDict(value, root, path)
+    if isinstance(value, list):
+        return [_with_attributes(item, root, (*path, index)) for index, item in enumerate(value)]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
 def resolve_path(base_path: Path, path: str) -> Path:
     """`path` if it is absolute, else below `base_path`."""
     return Path(path) if path.startswith("/") else Path(base_path) / path
 
 
-def merge_with_override(base_config: dict[str, Any], override_config: dict[str, Any]) -> dict[str, Any]:
+def merge_with_override(base_config: dict[str, Any], override_config: dict[str, Any]) -> ConfigDict:
     """`override_config` laid over `base_config`: dictionaries merge, everything else replaces.
 
     A top-level section with `_override_: true` replaces the base's whole section. Neither argument is changed.
     """
-    return _config.merge(base_config, override_config)
+    return ConfigDict(_config.merge(_plain(base_config), _plain(override_config)))
 
 
 def load_config_with_inheritance(
     config_path: str | os.PathLike[str], base_dir: str | os.PathLike[str] | None = None
-) -> dict[str, Any]:
+) -> ConfigDict:
     """A YAML file with its `defaults:` parents merged, interpolations left as text.
 
     `base_dir` is where the file's own parents are looked for; by default the file's folder.
@@ -51,32 +97,32 @@ def load_config_with_inheritance(
     holds no mapping) or ValueError (malformed YAML, a duplicate key), each naming file and line.
     """
     try:
-        return _config.load_file(os.fspath(config_path), "" if base_dir is None else os.fspath(base_dir))
+        return ConfigDict(_config.load_file(os.fspath(config_path), "" if base_dir is None else os.fspath(base_dir)))
     except _config.LoadError as error:
         kinds = {"missing_file": FileNotFoundError, "cycle": RecursionError, "root": AssertionError}
         raise kinds.get(error.kind, ValueError)(str(error)) from None
 
 
-def load_config(config_path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_config(config_path: str | os.PathLike[str]) -> ConfigDict:
     """As `load_config_with_inheritance`."""
     return load_config_with_inheritance(config_path)
 
 
-def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> ConfigDict:
     """`cfg` with overrides applied (a.b=v, +a.b=v, ++a.b=v, ~a.b); the argument is not changed.
 
     Raises OverridesError that lists every override that cannot be parsed or applied.
     """
-    config, problems = _config.apply_overrides(cfg, list(overrides))
+    config, problems = _config.apply_overrides(_plain(cfg), list(overrides))
     if problems:
         lines = "\n".join(f"{where}: {key} {message}".replace(":  ", ": ") for _, key, where, message in problems)
         raise OverridesError(f"Failed to parse Hydra overrides: {lines}")
-    return config
+    return ConfigDict(config)
 
 
 def resolve_config(cfg: dict[str, Any]) -> dict[str, Any]:
     """`cfg` with every ${...} replaced by its value, as OmegaConf.to_container(cfg, resolve=True). ValueError lists failures."""
-    config, problems = _config.resolve(cfg)
+    config, problems = _config.resolve(_plain(cfg))
     if problems:
         raise ValueError("\n".join(f"{key}: {message}" for _, key, _, message in problems))
     return config

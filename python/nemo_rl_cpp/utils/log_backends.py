@@ -37,7 +37,7 @@ class TrackerPackage:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
+        if attribute.startswith("_"):  # questions of Python itself, such as whether this can be copied
             raise AttributeError(attribute)
         return getattr(import_tracker(self._name), attribute)
 

@@ -25,6 +25,16 @@ def peak_rss_bytes() -> int:
     return value if value is not None else _max_rss()
 
 
+def available_bytes() -> int:
+    """Memory that this machine can still hand out without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+        return found * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
 def reset_peak_rss() -> bool:
     """Makes `peak_rss_bytes` begin again from now; False where the system does not allow it."""
     try:

@@ -76,7 +76,7 @@ def test_bad_values_fail_at_the_first_call():
     x = torch.zeros(3, 7)
     with pytest.raises(AssertionError, match="ratio_clip_c"):
         ClippedPGLossFn(ClippedPGLossConfig(ratio_clip_c=1.0))(x, data, *counts)
-    with pytest.raises(ValueError, match="truncated_importance_sampling_type"):
+    with pytest.raises(ValueError, match="Invalid truncated importance sampling type"):
         ClippedPGLossFn(ClippedPGLossConfig(truncated_importance_sampling_ratio=2.0))(x, data, *counts)
     with pytest.raises(ValueError, match="reference_policy_kl_type"):
         ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_type="k4"))(x, data, *counts)

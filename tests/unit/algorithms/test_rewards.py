@@ -56,7 +56,7 @@ def test_shaping_errors():
     assert "unshaped_total_reward" not in apply_reward_shaping(dict(rewards), RewardShapingConfig())
     with pytest.raises(ValueError, match="overlong_buffer_penalty, max_response_length is not set"):
         apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, overlong_buffer_length=4))
-    with pytest.raises(AssertionError, match="coef is 2.0"):
+    with pytest.raises(AssertionError, match="but it is 2.0"):
         apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=2.0))
     with pytest.raises(AssertionError, match="truncated"):
         apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5))

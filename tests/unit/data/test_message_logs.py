@@ -55,7 +55,7 @@ def test_a_key_that_some_conversations_lack_is_padding_there():
 def test_empty_batches_and_mixed_types():
     batch, lengths = batched_message_log_to_flat_message([])
     assert dict(batch) == {} and lengths.numel() == 0 and lengths.dtype == torch.float32
-    with pytest.raises(RuntimeError, match="dtypes"):
+    with pytest.raises(RuntimeError, match="expected consistent types"):
         batched_message_log_to_flat_message([[turn("user", [1])], [turn("user", [1.0])]])
     with pytest.raises(RuntimeError, match="'x'"):
         batched_message_log_to_flat_message([[{"x": torch.ones(1)}], [{"x": "text"}]])
@@ -99,7 +99,7 @@ def test_formatted_log_pieces_join_to_the_template_text(smollm2):
     ]
     log = get_formatted_message_log(messages, smollm2, TaskDataSpec(), add_bos_token=False, add_eos_token=False)
     text = smollm2.apply_chat_template(messages, tokenize=False)
-    assert "".join(m["content"] for m in log) == text.rstrip("\n")
+    assert "".join(m["content"] for m in log) == text
     assert [m["role"] for m in log] == ["system", "user", "assistant"]
     for message in log:
         assert message["token_ids"].dtype == torch.int64
@@ -114,7 +114,7 @@ def test_formatted_log_prompts_bos_eos_and_generation_prompt(tiny, tmp_path):
     log = get_formatted_message_log(
         [{"role": "user", "content": "5"}, {"role": "assistant", "content": "7\n\n"}], tiny, spec
     )
-    assert [m["content"] for m in log] == ["<bos>00", "151", "7<eos>"]
+    assert [m["content"] for m in log] == ["<bos>00", "151", "7\n\n<eos>"]
     assert log[0]["token_ids"].tolist() == [1, 4, 4]
     again = get_formatted_message_log([{"role": "user", "content": "<bos>5<eos>"}], tiny, TaskDataSpec())
     assert again[0]["content"] == "<bos>5<eos>", "no second BOS or EOS"

@@ -169,12 +169,12 @@ class ClippedPGLossFn:
 
     def _make_op_config(self) -> ops.ClippedPGConfig:
         assert self.ratio_clip_c is None or self.ratio_clip_c > 1, (
-            f"ratio_clip_c is {self.ratio_clip_c}; dual clipping needs more than 1 (null switches it off)"
+            f"ratio_clip_c must exceed 1 (null switches dual clipping off), but it is {self.ratio_clip_c}"
         )
         kind, high, low = self._truncation()
         if high is not None and kind is None:
             raise ValueError(
-                "truncated_importance_sampling_ratio is set but truncated_importance_sampling_type is None; "
+                "Invalid truncated importance sampling type: None, though truncated_importance_sampling_ratio is set; "
                 "expected tis, icepop or seq-mask-tis"
             )
         if kind is None:

@@ -149,10 +149,8 @@ def get_packer(
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
     """The packer of that name (any case). Raises ValueError for an unknown one."""
-    if isinstance(algorithm, str):
-        try:
-            algorithm = PackingAlgorithm[algorithm.upper()]
-        except KeyError:
-            names = ", ".join(member.value for member in PackingAlgorithm)
-            raise ValueError(f"sequence_packing.algorithm is {algorithm!r}; it must be one of {names}") from None
-    return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    known = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
+    if known not in _PACKERS:
+        names = ", ".join(member.value for member in PackingAlgorithm)
+        raise ValueError(f"sequence_packing.algorithm is {algorithm!r}; it must be one of {names}")
+    return _PACKERS[known](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)

@@ -16,6 +16,7 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl_cpp.models.policy.schedule import create_schedule
+from nemo_rl_cpp.models.policy.single_process import SingleProcessPolicy
 from nemo_rl_cpp.models.policy.train_step import (
     Exactness,
     MicroBatching,
@@ -31,7 +32,7 @@ from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class Policy(ColocatablePolicyInterface):
+class Policy(ColocatablePolicyInterface, SingleProcessPolicy):
     """A language model in training: log-probabilities, optimizer steps, checkpoints (NeMo RL's `Policy`).
 
     Args:
@@ -47,8 +48,14 @@ class Policy(ColocatablePolicyInterface):
     def __init__(
         self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_policy", workers_per_node: Any = None,
         init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
-        init_reference_model: bool = True, *, total_steps: int | None = None, seed: int = 0,
+        init_reference_model: bool = True, processor: Any = None, worker_extension_cls_fqn: str | None = None,
+        skip_weight_load: bool = False, *, total_steps: int | None = None, seed: int = 0,
     ):
+        if processor is not None or worker_extension_cls_fqn is not None or skip_weight_load:
+            raise ValueError(
+                "Policy: processor (multimodal models), worker_extension_cls_fqn (workers in other processes) and skip_weight_load "
+                "(weights from another process) are not supported; leave them at their defaults"
+            )
         if cluster is not None and cluster.world_size() != 1:
             raise ValueError(f"policy.backend=native trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
         self.config, self.tokenizer, self.name = config, tokenizer, name_prefix

@@ -60,9 +60,9 @@ def test_shaping_errors():
         apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=2.0))
     with pytest.raises(AssertionError, match="truncated"):
         apply_reward_shaping(dict(rewards), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5))
-    with pytest.raises(AssertionError, match="no assistant message"):
+    with pytest.raises(AssertionError, match="Assistant response not found"):
         apply_reward_shaping(rewards | {"message_log": [[]]}, RewardShapingConfig(enabled=True, **DAPO))
-    with pytest.raises(AssertionError, match="2 message logs for 1 rewards"):
+    with pytest.raises(AssertionError, match="2 message logs and 1 rewards"):
         apply_reward_shaping(rewards | {"message_log": logs(1, 1)}, RewardShapingConfig(enabled=True, **DAPO))
     with pytest.raises(AssertionError, match="penalty is -1"):
         apply_reward_shaping(rewards | {"message_log": logs(1)}, RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_penalty": -1}))

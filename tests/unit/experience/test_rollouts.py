@@ -134,7 +134,7 @@ def test_rows_return_from_several_environments_in_order():
     assert answer.rewards.tolist() == [0, 1, 2, 3, 4] and answer.rewards.dtype == torch.float32
     assert answer.answers == ["0.0", "1.0", "2.0", "3.0", "4.0"]
     assert [o["content"] for o in answer.observations] == answer.answers
-    with pytest.raises(ValueError, match="'z'"):
+    with pytest.raises(ValueError, match="task type: z"):
         calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
 
 

@@ -67,10 +67,10 @@ void bind_trainer(py::module_& m) {
            py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0, py::arg("unfiltered") = py::none(), release_gil())
       .def("logits", &Trainer::logits, py::arg("token_ids"), release_gil())
       .def("backward",
-           [](Trainer& self, const at::Tensor& d_logprobs, const std::optional<at::Tensor>& d_unfiltered) {
-             self.backward(d_logprobs, d_unfiltered.value_or(at::Tensor()));
+           [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered) {
+             self.backward(d_out, d_unfiltered.value_or(at::Tensor()));
            },
-           py::arg("d_logprobs"), py::arg("d_unfiltered") = py::none(), release_gil())
+           py::arg("d_out"), py::arg("d_unfiltered") = py::none(), release_gil())
       .def("zero_grad", &Trainer::zero_grad, release_gil())
       .def("step",
            [](Trainer& self, double lr, double beta1, double beta2, double eps, double weight_decay, double max_grad_norm) {
@@ -78,7 +78,7 @@ void bind_trainer(py::module_& m) {
            },
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_grad_norm"), release_gil())
       .def("grad_norm", &Trainer::grad_norm, release_gil())
-      .def_property_readonly("logprob_dtype", [](Trainer& self) { return self.model().decoder().accumulate_dtype(); })
+      .def_property_readonly("out_dtype", [](Trainer& self) { return self.model().decoder().accumulate_dtype(); })
       .def_property_readonly("grads", [](Trainer& self) { return self.grads(); })
       .def_property_readonly("exp_avg", [](Trainer& self) { return self.exp_avg(); })
       .def_property_readonly("exp_avg_sq", [](Trainer& self) { return self.exp_avg_sq(); })

@@ -5,6 +5,7 @@
 
 #include "model/decoder.h"
 #include "model/lm_head.h"
+#include "model/value_head.h"
 
 namespace nemo_rl::model {
 

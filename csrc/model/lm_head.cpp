@@ -4,13 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "common/check.h"
 #include "kernels/logprob_backward.h"
 #include "ops/kernel_types.h"
 #include "ops/linear.h"
-#include "ops/rms_norm.h"
 
 namespace nemo_rl::model {
 namespace {
@@ -65,7 +63,7 @@ void with_accumulate_type(const at::Tensor& h, F&& f) {
 std::int64_t LmHead::chunk_rows(std::int64_t vocab_size) { return std::clamp<std::int64_t>((std::int64_t{1} << 24) / vocab_size, 16, 1024); }
 
 /// Pairs of each row: pair_row is non-decreasing.
-std::vector<LmHead::PairRange> LmHead::pairs_of_rows(const LogprobQuery& q) {
+std::vector<LmHead::PairRange> LmHead::pairs_of_rows(const TokenQuery& q) {
   std::vector<PairRange> ranges(q.rows.size(), {0, 0});
   for (std::size_t i = 0; i < q.pair_row.size(); ++i) {
     auto& r = ranges[static_cast<std::size_t>(q.pair_row[i])];
@@ -75,22 +73,10 @@ std::vector<LmHead::PairRange> LmHead::pairs_of_rows(const LogprobQuery& q) {
   return ranges;
 }
 
-void LmHead::gather(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, Workspace& workspace) {
-  const std::int64_t U = static_cast<std::int64_t>(query.rows.size()), D = h.size(1);
-  hidden_ = workspace.take("head.hidden", {U, D}, h.scalar_type());
-  normed_ = workspace.take("head.normed", {U, D}, decoder.compute_dtype());
-  rstd_ = workspace.take("head.rstd", {U, 1}, h.scalar_type());
-  const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
-  for (std::int64_t u = 0; u < U; ++u)
-    std::memcpy(static_cast<char*>(hidden_.data_ptr()) + static_cast<std::size_t>(u) * bytes,
-                static_cast<const char*>(h.const_data_ptr()) + static_cast<std::size_t>(query.rows[static_cast<std::size_t>(u)]) * bytes, bytes);
-  decoder.final_norm(hidden_, normed_, rstd_);
-}
-
-PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, const TokenScoring& scoring,
+PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
                            bool with_unfiltered, Workspace& workspace) {
-  gather(decoder, h, query, workspace);
-  const std::int64_t U = hidden_.size(0), V = decoder.config().vocab_size, C = chunk_rows(V);
+  rows_.gather(decoder, h, query, workspace);
+  const std::int64_t U = rows_.size(), V = decoder.config().vocab_size, C = chunk_rows(V);
   for (auto target : query.targets) NRL_CHECK_ARG(target >= 0 && target < V, "token id ", target, " is outside the vocabulary of ", V);
   const bool filters = scoring.filters(V), plain = !filters || with_unfiltered;
   PairValues values{at::empty({static_cast<std::int64_t>(query.targets.size())}, h.options()), {}};
@@ -100,7 +86,7 @@ PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const Lo
   const auto pairs = pairs_of_rows(query);
   for (std::int64_t begin = 0; begin < U; begin += C) {
     const std::int64_t count = std::min(C, U - begin);
-    const auto logits = chunk_logits(decoder, normed_, begin, count, workspace);
+    const auto logits = chunk_logits(decoder, rows_.normed(), begin, count, workspace);
     with_accumulate_type(h, [&](auto tag) {
       using A = decltype(tag);
       const A temperature = static_cast<A>(scoring.temperature);
@@ -128,7 +114,7 @@ PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const Lo
   return values;
 }
 
-void LmHead::chunk_gradient(const LogprobQuery& query, const std::vector<PairRange>& pairs, const PairValues& d_values,
+void LmHead::chunk_gradient(const TokenQuery& query, const std::vector<PairRange>& pairs, const PairValues& d_values,
                             const TokenScoring& scoring, std::int64_t begin, const at::Tensor& logits, const at::Tensor& d_logits) const {
   const std::int64_t count = logits.size(0), V = logits.size(1);
   const bool filters = scoring.filters(V);
@@ -164,29 +150,21 @@ void LmHead::chunk_gradient(const LogprobQuery& query, const std::vector<PairRan
   });
 }
 
-at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const LogprobQuery& query, const PairValues& d_values,
+at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const PairValues& d_values,
                             const TokenScoring& scoring, const DecoderParameters& grads, Workspace& workspace) {
-  const std::int64_t U = hidden_.size(0), D = h.size(1), V = decoder.config().vocab_size, C = chunk_rows(V);
+  const std::int64_t U = rows_.size(), V = decoder.config().vocab_size, C = chunk_rows(V);
   NRL_CHECK(U == static_cast<std::int64_t>(query.rows.size()) && static_cast<std::int64_t>(max_.size()) == U, "LmHead::backward without its forward");
   const auto pairs = pairs_of_rows(query);
-  const auto d_normed = workspace.take("head.d_normed", {U, D}, h.scalar_type());
+  const auto d_normed = rows_.d_normed(workspace);
   for (std::int64_t begin = 0; begin < U; begin += C) {
     const std::int64_t count = std::min(C, U - begin);
-    const auto logits = chunk_logits(decoder, normed_, begin, count, workspace);
+    const auto logits = chunk_logits(decoder, rows_.normed(), begin, count, workspace);
     const auto d_logits = workspace.take("d_logits", {count, V}, decoder.compute_dtype());
     chunk_gradient(query, pairs, d_values, scoring, begin, logits, d_logits);
-    ops::linear_backward_weight(d_logits, normed_.narrow(0, begin, count), grads.lm_head);
+    ops::linear_backward_weight(d_logits, rows_.normed().narrow(0, begin, count), grads.lm_head);
     ops::linear_backward_input(d_logits, decoder.parameters().lm_head, d_normed.narrow(0, begin, count));
   }
-  const auto d_hidden = workspace.take("head.d_hidden", {U, D}, h.scalar_type());
-  ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);
-  const auto dh = workspace.take("dh", h.sizes(), h.scalar_type());
-  dh.zero_();
-  const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
-  for (std::int64_t u = 0; u < U; ++u)
-    std::memcpy(static_cast<char*>(dh.data_ptr()) + static_cast<std::size_t>(query.rows[static_cast<std::size_t>(u)]) * bytes,
-                static_cast<const char*>(d_hidden.const_data_ptr()) + static_cast<std::size_t>(u) * bytes, bytes);
-  return dh;
+  return rows_.backward(decoder, h, query, d_normed, grads, workspace);
 }
 
 }  // namespace nemo_rl::model

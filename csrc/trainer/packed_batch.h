@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "model/lm_head.h"
+#include "model/head_rows.h"
 #include "ops/attention.h"
 
 namespace nemo_rl::trainer {
@@ -14,7 +14,7 @@ namespace nemo_rl::trainer {
 struct PaddedBatch {
   at::Tensor input_ids;      ///< [B, S] int64, right-padded
   at::Tensor input_lengths;  ///< [B] int64
-  at::Tensor token_mask;     ///< [B, S] float32/int64 as bool: tokens whose log-probabilities are wanted; column 0 never is
+  at::Tensor token_mask;     ///< [B, S] float32/int64 as bool: tokens whose log-probabilities (or values) are wanted; column 0 never is
   at::Tensor group_ids;      ///< [B] int64: rows with the same id >= 0 may share their prompt
 };
 
@@ -25,7 +25,7 @@ struct PackedBatch {
   at::Tensor token_ids;  ///< [T]
   at::Tensor positions;  ///< [T]
   std::vector<ops::AttentionSequence> sequences;
-  model::LogprobQuery query;
+  model::TokenQuery query;
   std::vector<std::int64_t> places;  ///< [R] pair i belongs at b * S + t of the padded batch
 };
 

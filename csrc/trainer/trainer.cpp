@@ -33,8 +33,10 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
   auto& decoder = model_->decoder();
   for (const auto& t : {out, unfiltered.defined() ? unfiltered : out})
     NRL_CHECK_ARG(t.is_contiguous() && t.sizes() == batch.input_ids.sizes() && t.scalar_type() == decoder.accumulate_dtype(),
-                  "the log-probabilities need a contiguous ", c10::toString(decoder.accumulate_dtype()), " tensor of shape ", batch.input_ids.sizes());
+                  "the results need a contiguous ", c10::toString(decoder.accumulate_dtype()), " tensor of shape ", batch.input_ids.sizes());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
+  NRL_CHECK_ARG(!values() || (scoring.temperature == 1 && !scoring.filters(decoder.config().vocab_size) && !unfiltered.defined()),
+                "a value model has no temperature, top_p, top_k and unfiltered log-probabilities");
   packed_ = pack_batch(batch, samples, options.share_prefix);
   scoring_ = scoring;
   pending_ = options.keep;
@@ -46,10 +48,11 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
   auto& workspace = model_->workspace();
   h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, workspace)
                     : decoder.forward(packed_.token_ids, packed_.positions, attention, workspace);
-  const auto values = head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, workspace);
+  const auto pairs = values() ? model::PairValues{value_head_.forward(decoder, h_, packed_.query, workspace), {}}
+                              : head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, workspace);
   const auto write = [](auto& full, auto& pair) { full = pair; };
-  for_each_pair(packed_, out, values.logprobs, write);
-  if (has_unfiltered_) for_each_pair(packed_, unfiltered, values.unfiltered.defined() ? values.unfiltered : values.logprobs, write);
+  for_each_pair(packed_, out, pairs.logprobs, write);
+  if (has_unfiltered_) for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, write);
 }
 
 at::Tensor Trainer::logits(const at::Tensor& token_ids) {
@@ -69,7 +72,7 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   return logits;
 }
 
-void Trainer::backward(const at::Tensor& d_logprobs, const at::Tensor& d_unfiltered) {
+void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) {
   NRL_CHECK(pending_, "backward without a forward that keeps its activations");
   NRL_CHECK_ARG(model_->trainable(), "this model is frozen: it was built without gradients");
   NRL_CHECK_ARG(!d_unfiltered.defined() || has_unfiltered_, "a gradient of unfiltered log-probabilities that the forward was not asked for");
@@ -82,9 +85,10 @@ void Trainer::backward(const at::Tensor& d_logprobs, const at::Tensor& d_unfilte
     for_each_pair(packed_, padded, pairs, [](auto& full, auto& pair) { pair = full; });
     return pairs;
   };
-  model::PairValues d_values{pairs_of(d_logprobs), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};
+  model::PairValues d_values{pairs_of(d_out), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};
   if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size)) d_values.logprobs += d_values.unfiltered;
-  const auto dh = head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
+  const auto dh = values() ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, *grad_views_, workspace)
+                           : head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
   const auto heads = heads_of(decoder.config());
   const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, packed_.sequences, heads, o, lse);

@@ -1,5 +1,6 @@
-// One model being trained (or only scored): packed forward to log-probabilities, backward from their gradient, clipping
-// and AdamW. The loss stands outside: it sees log-probabilities and returns their gradient.
+// One model being trained (or only scored): packed forward to one number a token, backward from their gradient, clipping
+// and AdamW. The number is the token's log-probability, or with a value head the value of the state before it. The loss
+// stands outside: it sees these numbers and returns their gradient.
 #pragma once
 #include <memory>
 #include <optional>
@@ -28,16 +29,17 @@ class Trainer {
   model::DecoderModel& model() { return *model_; }
 
   /// Log-probabilities of the wanted tokens scattered into `out` [B, S] (other entries untouched); -inf where the
-  /// filter of `scoring` removes the token. `unfiltered` (optional, [B, S]): the same without the filter.
+  /// filter of `scoring` removes the token. `unfiltered` (optional, [B, S]): the same without the filter. With a value
+  /// head their values, and `scoring` is the default.
   void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
                const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered = {});
 
-  /// Next-token logits [T, V] of one sequence, in the accumulation dtype: for inspection and tests, not for training.
+  /// Next-token logits [T, V] (values [T, 1]) of one sequence, in the accumulation dtype: for inspection and tests, not for training.
   at::Tensor logits(const at::Tensor& token_ids);
 
-  /// Adds to the gradients from d_logprobs [B, S], read at the wanted tokens of the last forward with keep;
+  /// Adds to the gradients from d_out [B, S], read at the wanted tokens of the last forward with keep;
   /// d_unfiltered: the same for its `unfiltered`.
-  void backward(const at::Tensor& d_logprobs, const at::Tensor& d_unfiltered = {});
+  void backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered = {});
 
   void zero_grad();
   /// Clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm changes nothing.
@@ -52,11 +54,13 @@ class Trainer {
   void set_optimizer_steps(std::int64_t steps) { optimizer_steps_ = steps; }
 
  private:
+  bool values() const { return model_->config().value_head; }
   std::shared_ptr<model::DecoderModel> model_;
   at::Tensor grads_, exp_avg_, exp_avg_sq_;
   std::optional<model::DecoderParameters> grad_views_;
   std::int64_t optimizer_steps_ = 0;
   model::LmHead head_;
+  model::ValueHead value_head_;
   // of the last forward with keep
   PackedBatch packed_;
   at::Tensor h_;

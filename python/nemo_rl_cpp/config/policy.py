@@ -118,6 +118,7 @@ class TrainedModelConfig(Section):
     )
     dtensor_cfg: DTensorConfig = section(DTensorConfig, "NeMo RL's PyTorch backend")
     megatron_cfg: MegatronConfig = section(MegatronConfig, "NeMo RL's Megatron backend")
+    share_prompt_prefix: bool = key(True, "compute the prompt of a group once in training")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
     sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")
 
@@ -189,7 +190,6 @@ class PolicyConfig(TrainedModelConfig):
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
         "auto", "take the generation's log-probabilities as the old policy's; auto: while the two agree bit for bit"
     )
-    share_prompt_prefix: bool = key(True, "compute the prompt of a group once in training")
     generation_batch_size: Positive = no_effect(
         32, "the engine batches by itself; see policy.generation.max_batch_size"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,9 @@ class Exactness:
 
 @dataclass
 class GlobalBatchResult:
+    """`outputs`: what the model's head said of each trained token, [B, S]; 0 elsewhere and in rows outside the batch."""
+
+    outputs: Tensor
     loss: float = 0.0
     metrics: list[dict[str, float]] = field(default_factory=list)
     packed_tokens: int = 0
@@ -123,8 +126,8 @@ def plan(data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching
 
 def run_global_batch(
     trainer: Any, data: Mapping[str, Any], loss_fn: Any, begin: int, end: int, batching: MicroBatching, scoring: Scoring,
-    *, train: bool, on_policy: bool, exactness: Exactness | None,
-) -> GlobalBatchResult:
+    *, train: bool, on_policy: bool = False, exactness: Exactness | None = None, evaluate: Callable[..., LossResult] | None = None,
+) -> GlobalBatchResult:  # fmt: skip
     """Forward, loss and (when `train`) backward of rows [begin, end); gradients add up in the trainer.
 
     Under top-k or top-p a loss with a KL term also gets `curr_logprobs_unfiltered` [b, S-1] in its data, and its gradient
@@ -133,22 +136,24 @@ def run_global_batch(
     Args:
         on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
         exactness: where to compare them with `generation_logprobs`; None: no comparison.
+        evaluate: how the loss is asked, by default `evaluate_loss` (log-probabilities); for values `evaluate_value_loss`.
     """
+    evaluate = evaluate or evaluate_loss
     counts = GlobalCounts.of({k: v[begin:end] for k, v in data.items() if isinstance(v, Tensor) and v.dim() and len(v) == len(data["input_ids"])})
     wanted = wanted_tokens(data)
     batch, micro_batches = plan(data, wanted, begin, end, batching)
-    logprobs = torch.zeros(data["input_ids"].shape, dtype=trainer.logprob_dtype)
-    d_logprobs = torch.zeros_like(logprobs)
-    unfiltered = torch.zeros_like(logprobs) if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0 else None
-    d_unfiltered = None if unfiltered is None else torch.zeros_like(logprobs)
-    result = GlobalBatchResult()
+    outputs = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
+    d_outputs = torch.zeros_like(outputs)
+    unfiltered = torch.zeros_like(outputs) if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0 else None
+    d_unfiltered = None if unfiltered is None else torch.zeros_like(outputs)
+    result = GlobalBatchResult(outputs)
     for rows in micro_batches:
         result.packed_tokens += C.packed_tokens(batch, rows, batching.share_prefix)
-        trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, logprobs,
+        trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, outputs,
                         top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=unfiltered)  # fmt: skip
         index = torch.tensor(rows)
         width = max(2, int(data["input_lengths"][index].max()))
-        curr, removed = without_removed_tokens(logprobs[index, :width])
+        curr, removed = without_removed_tokens(outputs[index, :width]) if scoring.filters else (outputs[index, :width], 0)
         micro = select_rows(data, index, width)
         if exactness is not None:
             exactness.compare(curr, micro["generation_logprobs"].to(curr.dtype), wanted[index, :width])
@@ -156,16 +161,18 @@ def run_global_batch(
             micro["prev_logprobs"] = curr.clone()
         if unfiltered is not None:
             micro["curr_logprobs_unfiltered"] = unfiltered[index, 1:width]
-        loss = evaluate_loss(loss_fn, curr[:, 1:], micro, counts, need_grad=train)
+        loss = evaluate(loss_fn, curr, micro, counts, need_grad=train)
         check_finite(loss, rows, curr)
         if train:
-            d_logprobs[index, 1:width] = loss.grad.to(d_logprobs.dtype)
+            d_outputs[index, loss.first_column : width] = loss.grad.to(d_outputs.dtype)
             if d_unfiltered is not None:
-                d_unfiltered[index, 1:width] = 0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_logprobs.dtype)
-            trainer.backward(d_logprobs, d_unfiltered)
+                d_unfiltered[index, 1:width] = 0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_outputs.dtype)
+            trainer.backward(d_outputs, d_unfiltered)
         result.loss += loss.value
         metrics = {**loss.metrics, "global_valid_seqs": float(counts.valid_seqs), "global_valid_toks": float(counts.valid_toks)}
         result.metrics.append(metrics | {"num_filtered_out_tokens": float(removed)} if scoring.filters else metrics)
+    if scoring.filters:
+        result.outputs = without_removed_tokens(outputs)[0]
     return result
 
 
@@ -196,16 +203,21 @@ def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str,
 
 @dataclass(frozen=True)
 class LossResult:
-    """A loss of one micro-batch; the gradients [b, S-1] are with respect to the log-probabilities and the unfiltered ones."""
+    """A loss of one micro-batch; the gradients [b, width - first_column] are with respect to the head's outputs and the
+    unfiltered log-probabilities."""
 
     value: float
     metrics: dict[str, float]
     grad: Tensor | None = None
     grad_unfiltered: Tensor | None = None
+    first_column: int = 1
+    what: str = "log-probability"
 
 
 def evaluate_loss(loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool) -> LossResult:
-    """The native loss, or any callable on log-probabilities that require grad."""
+    """Of log-probabilities [b, width]: the native loss, or any callable on log-probabilities that require grad. A loss
+    sees them without column 0, whose token has none."""
+    curr_logprobs = curr_logprobs[:, 1:]
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
         return LossResult(float(result.loss), dict(result.metrics), result.grad_logprobs, getattr(result, "grad_unfiltered", None))
@@ -231,6 +243,19 @@ def evaluate_loss(loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any],
     return LossResult(float(loss.detach()), metrics, grad, grads[1] if len(leaves) > 1 else None)
 
 
+def evaluate_value_loss(loss_fn: Any, values: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool) -> LossResult:
+    """Of values [b, width], column t the value of the state before token t (column 0 is 0): the native loss, or any
+    callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) on values that require grad."""
+    if hasattr(loss_fn, "native"):
+        result = loss_fn.native(values.contiguous(), micro, counts.valid_seqs, counts.valid_toks)
+        return LossResult(float(result.loss), dict(result.metrics), result.grad_values, first_column=0, what="value")
+    leaf = values.detach().clone().requires_grad_(need_grad)
+    with torch.set_grad_enabled(need_grad):
+        loss, metrics = loss_fn(leaf, micro, counts.valid_seqs, counts.valid_toks)
+    grad = torch.autograd.grad(loss, leaf)[0] if need_grad else None
+    return LossResult(float(loss.detach()), {k: float(v) for k, v in metrics.items()}, grad, first_column=0, what="value")
+
+
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
     """Raises NonFiniteError naming the first bad sample and token."""
     for grad in (loss.grad, loss.grad_unfiltered):
@@ -238,8 +263,8 @@ def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
         if bad is not None and bad.any():
             row, column = (int(i) for i in bad.nonzero()[0])
             raise NonFiniteError(
-                f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + 1} "
-                f"(its log-probability is {float(curr[row, column + 1]):.6g}); the weights were not updated"
+                f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + loss.first_column} "
+                f"(its {loss.what} is {float(curr[row, column + loss.first_column]):.6g}); the weights were not updated"
             )
     if not math.isfinite(loss.value):
         raise NonFiniteError(f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated")

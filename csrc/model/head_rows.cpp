@@ -1,0 +1,47 @@
+#include "model/head_rows.h"
+
+#include <cstring>
+
+#include "common/check.h"
+#include "ops/rms_norm.h"
+
+namespace nemo_rl::model {
+namespace {
+
+/// copy(row u of the gathered rows, row of the hidden states) for every wanted row.
+template <class F>
+void for_each_row(const TokenQuery& query, F&& copy) {
+  for (std::size_t u = 0; u < query.rows.size(); ++u) copy(u, static_cast<std::size_t>(query.rows[u]));
+}
+
+}  // namespace
+
+void HeadRows::gather(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, Workspace& workspace) {
+  const std::int64_t U = static_cast<std::int64_t>(query.rows.size()), D = h.size(1);
+  hidden_ = workspace.take("head.hidden", {U, D}, h.scalar_type());
+  normed_ = workspace.take("head.normed", {U, D}, decoder.compute_dtype());
+  rstd_ = workspace.take("head.rstd", {U, 1}, h.scalar_type());
+  const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
+  auto* to = static_cast<char*>(hidden_.data_ptr());
+  const auto* from = static_cast<const char*>(h.const_data_ptr());
+  for_each_row(query, [&](std::size_t u, std::size_t row) { std::memcpy(to + u * bytes, from + row * bytes, bytes); });
+  decoder.final_norm(hidden_, normed_, rstd_);
+}
+
+at::Tensor HeadRows::d_normed(Workspace& workspace) const { return workspace.take("head.d_normed", hidden_.sizes(), hidden_.scalar_type()); }
+
+at::Tensor HeadRows::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_normed,
+                              const DecoderParameters& grads, Workspace& workspace) const {
+  NRL_CHECK(size() == static_cast<std::int64_t>(query.rows.size()), "a head's backward without its forward");
+  const auto d_hidden = workspace.take("head.d_hidden", hidden_.sizes(), hidden_.scalar_type());
+  ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);
+  const auto dh = workspace.take("dh", h.sizes(), h.scalar_type());
+  dh.zero_();
+  const std::size_t bytes = static_cast<std::size_t>(h.size(1)) * c10::elementSize(h.scalar_type());
+  auto* to = static_cast<char*>(dh.data_ptr());
+  const auto* from = static_cast<const char*>(d_hidden.const_data_ptr());
+  for_each_row(query, [&](std::size_t u, std::size_t row) { std::memcpy(to + row * bytes, from + u * bytes, bytes); });
+  return dh;
+}
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,40 @@
+#include "model/value_head.h"
+
+#include <ATen/Dispatch.h>
+
+#include "ops/linear.h"
+
+namespace nemo_rl::model {
+
+at::Tensor ValueHead::forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, Workspace& workspace) {
+  rows_.gather(decoder, h, query, workspace);
+  const auto by_row = workspace.take("head.values", {rows_.size(), 1}, decoder.accumulate_dtype());
+  ops::linear_forward(rows_.normed(), decoder.parameters().lm_head, std::nullopt, by_row);
+  auto values = at::empty({static_cast<std::int64_t>(query.pair_row.size())}, h.options());
+  AT_DISPATCH_FLOATING_TYPES(decoder.accumulate_dtype(), "value_head", [&] {
+    const auto* from = by_row.const_data_ptr<scalar_t>();
+    auto* to = values.data_ptr<scalar_t>();
+    for (std::size_t i = 0; i < query.pair_row.size(); ++i) to[i] = from[query.pair_row[i]];
+  });
+  return values;
+}
+
+at::Tensor ValueHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_values,
+                               const DecoderParameters& grads, Workspace& workspace) {
+  // Sums of a row's pairs in the accumulation type; rounded once to the compute type that the products read.
+  const auto sums = workspace.take("head.d_values", {rows_.size(), 1}, decoder.accumulate_dtype());
+  sums.zero_();
+  AT_DISPATCH_FLOATING_TYPES(decoder.accumulate_dtype(), "value_head", [&] {
+    const auto* from = d_values.const_data_ptr<scalar_t>();
+    auto* to = sums.data_ptr<scalar_t>();
+    for (std::size_t i = 0; i < query.pair_row.size(); ++i) to[query.pair_row[i]] += from[i];
+  });
+  const auto by_row = workspace.take("head.d_values_rounded", {rows_.size(), 1}, decoder.compute_dtype());
+  by_row.copy_(sums);
+  const auto d_normed = rows_.d_normed(workspace);
+  ops::linear_backward_weight(by_row, rows_.normed(), grads.lm_head);
+  ops::linear_backward_input(by_row, decoder.parameters().lm_head, d_normed);
+  return rows_.backward(decoder, h, query, d_normed, grads, workspace);
+}
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,207 @@
+"""A model in training on the native core, policy or critic: batching, optimizer steps, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
+from nemo_rl_cpp.models.policy.schedule import create_schedule
+from nemo_rl_cpp.models.policy.train_step import MicroBatching, NonFiniteError, Scoring, plan, wanted_tokens, without_removed_tokens
+from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class TrainedModel:
+    """One process, one device: what `Policy` and `Value` share.
+
+    Args:
+        section: the configuration section, "policy" or "value"; error messages name its keys.
+        cluster: one device (`RayVirtualCluster` of world size 1) or None.
+        config: that section.
+        tokenizer: saved beside the weights.
+        weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
+        optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
+        total_steps: length of the run, for schedules that decay over the whole of it.
+    """
+
+    value_head = False
+
+    def __init__(
+        self, section: str, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
+        total_steps: int | None, seed: int,
+    ):  # fmt: skip
+        if cluster is not None and cluster.world_size() != 1:
+            raise ValueError(f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
+        self.section, self.config, self.tokenizer = section, config, tokenizer
+        self.folder = open_model_folder(config.model_name, config.hf_config_overrides, seed=seed)
+        self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
+        self.trainer = C.Trainer(self.model)
+        self.schedule = create_schedule(config, total_steps)
+        self.replay_dir: Path | None = None
+        if optimizer_path is not None:
+            self._load_optimizer(Path(optimizer_path))
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
+        model = C.DecoderModel(native_config(folder.config, value_head=self.value_head), DTYPES[self.config.precision], trainable)
+        folder.fill(model)
+        return model
+
+    def _load_from(self, weights_path: str | Path) -> Any:
+        model = C.DecoderModel(native_config(self.folder.config, value_head=self.value_head), DTYPES[self.config.precision], True)
+        load_weights(model, weights_path)
+        return model
+
+    @property
+    def data_parallel_size(self) -> int:
+        return 1
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.lr
+
+    def weight_digest(self) -> str:
+        """16 hexadecimal digits over the weights that products read."""
+        return f"{self.model.digest():016x}"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights by Hugging Face name, as views of the storage that training (and generation) use."""
+        return named_views(self.model.layout, self.model.compute)
+
+    # ---- forward and optimizer step ---------------------------------------------------------------------------------
+
+    def _batching(self, kind: str, micro_batch_size: int | None = None) -> MicroBatching:
+        config = self.config
+        budget = next((b for b in (config.sequence_packing, config.dynamic_batching) if b.enabled), None)
+        samples = micro_batch_size or (config.train_micro_batch_size if kind == "train" else config.logprob_batch_size)
+        tokens = 0 if budget is None or micro_batch_size else getattr(budget, f"{kind}_mb_tokens")
+        return MicroBatching(
+            max_samples=0 if tokens else samples, max_tokens=tokens, share_prefix=config.share_prompt_prefix,
+            checkpoint=config.activation_checkpointing,
+        )  # fmt: skip
+
+    def _score(self, model: Any, data: Mapping[str, Any], micro_batch_size: int | None, scoring: Scoring = Scoring()) -> Tensor:
+        """What the model's head says of each wanted token, [B, S]; 0 elsewhere."""
+        trainer = self.trainer if model is self.model else C.Trainer(model)
+        wanted = wanted_tokens(data)
+        batching = self._batching("logprob", micro_batch_size)
+        batch, micro_batches = plan(data, wanted, 0, len(wanted), batching)
+        out = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
+        for rows in micro_batches:
+            trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, False, False, out, top_p=scoring.top_p, top_k=scoring.top_k)
+        return without_removed_tokens(out)[0] if scoring.filters else out
+
+    def _global_batch_size(self, size: int, gbs: int | None) -> int:
+        gbs = gbs or self.config.train_global_batch_size
+        if size % gbs:
+            raise ValueError(f"the batch of {size} samples is not a multiple of {self.section}.train_global_batch_size={gbs}")
+        return gbs
+
+    def _step(self, data: Mapping[str, Any], lr: float, weight_decay: float) -> float:
+        """The optimizer step on the gathered gradients; returns their norm before clipping."""
+        settings = self.config.effective_optimizer()
+        result = self.trainer.step(
+            lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
+            max_grad_norm=self.config.effective_max_grad_norm() or 0.0,
+        )  # fmt: skip
+        if not result.finite:
+            names = [n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()]
+            error = NonFiniteError(
+                f"{self.section}: the gradient norm is {result.grad_norm}; first bad parameters: {', '.join(names[:4])}; the weights were not updated"
+            )
+            raise self._with_replay(error, data)
+        return result.grad_norm
+
+    def _with_replay(self, error: NonFiniteError, data: Mapping[str, Any]) -> NonFiniteError:
+        if self.replay_dir is None:
+            return error
+        self.replay_dir.mkdir(parents=True, exist_ok=True)
+        path = self.replay_dir / "nonfinite_batch.pt"
+        torch.save({k: v for k, v in data.items() if isinstance(v, Tensor)}, path)
+        return NonFiniteError(f"{error}; the batch was written to {path}")
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def saved_config(self) -> dict[str, Any]:
+        """config.json of a checkpoint."""
+        return self.folder.config
+
+    def save_checkpoint(
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
+        checkpointing_cfg: Any = None,
+    ) -> None:  # fmt: skip
+        """`weights_path` becomes a Hugging Face folder (weights, config, tokenizer); `optimizer_path` holds what a
+        bit-identical resume needs besides: moments, master weights, schedule."""
+        save_weights(self.model, weights_path, self.saved_config())
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(weights_path))
+            if tokenizer_path is not None:
+                self.tokenizer.save_pretrained(str(tokenizer_path))
+        if optimizer_path is not None:
+            self._save_optimizer(Path(optimizer_path))
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        tensors = {"exp_avg": self.trainer.exp_avg, "exp_avg_sq": self.trainer.exp_avg_sq}
+        if self.model.masters.data_ptr() != self.model.compute.data_ptr():
+            tensors["masters"] = self.model.masters
+        return tensors
+
+    def _save_optimizer(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self._optimizer_tensors(), folder / "optimizer.safetensors")
+        state = {"optimizer_steps": self.trainer.optimizer_steps, "schedule": self.schedule.state_dict()}
+        (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+
+    def _load_optimizer(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
+            for name, tensor in self._optimizer_tensors().items():
+                value = saved.get_tensor(name)
+                if value.shape != tensor.shape:
+                    raise ValueError(f"{folder}: {name} has {value.numel()} elements, this model {tensor.numel()}: not this model's checkpoint")
+                tensor.copy_(value)
+        self.model.masters_changed()
+        state = json.loads((folder / "optimizer.json").read_text())
+        self.trainer.optimizer_steps = state["optimizer_steps"]
+        self.schedule.load_state_dict(state["schedule"])
+
+    # ---- the rest of the interfaces ---------------------------------------------------------------------------------
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do on the CPU: weights, gradients and optimizer state stay where they are."""
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do on the CPU."""
+
+    def shutdown(self) -> bool:
+        self.model.release_workspace()
+        return True
+
+
+_OF_THE_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}
+
+
+def collect_metrics(metrics: list[dict[str, float]], num_global_batches: int) -> dict[str, list[float]]:
+    """name -> one value a micro-batch. Sums over a global batch are divided by the number of global batches, as NeMo RL
+    does; minima, maxima and what is a property of the whole global batch are not."""
+    collected: dict[str, list[float]] = {}
+    for micro in metrics:
+        if micro.get("num_valid_samples", 1) == 0:
+            continue
+        for name, value in micro.items():
+            whole = "_min" in name or "_max" in name or name in _OF_THE_GLOBAL_BATCH
+            collected.setdefault(name, []).append(value if whole else value / num_global_batches)
+    return collected

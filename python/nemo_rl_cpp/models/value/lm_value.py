@@ -1,0 +1,101 @@
+"""PPO's critic on the native core: the policy's architecture with a scalar head in place of the language-model head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, evaluate_value_loss, run_global_batch
+from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
+from nemo_rl_cpp.models.value.interfaces import ValueInterface
+
+ARCHITECTURES = {"llama": "LlamaForSequenceClassification", "qwen2": "Qwen2ForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}
+
+
+class Value(TrainedModel, ValueInterface):
+    """A value model in training: values, optimizer steps, checkpoints (NeMo RL's `Value`).
+
+    V(state before token t) = score · norm(h), h the hidden state after token t - 1. `config.model_name` is any checkpoint
+    of a supported architecture: its `score.weight` [1, D] is taken where it has one (a checkpoint of this class, a
+    transformers `...ForSequenceClassification` with one label); where it has none, the head starts at zero, so that the
+    first values are exactly 0 whatever the seed. (NeMo RL draws a random head.)
+
+    Args:
+        cluster: one device (`RayVirtualCluster` of world size 1) or None.
+        config: the `value` section.
+        tokenizer: saved beside the weights.
+        weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
+        optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
+        total_steps: `train` calls of the run, for schedules that decay over the whole of it.
+    """
+
+    value_head = True
+
+    def __init__(
+        self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_value", workers_per_node: Any = None,
+        init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
+        *, total_steps: int | None = None, seed: int = 0,
+    ):  # fmt: skip
+        super().__init__(
+            "value", cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
+            total_steps=total_steps, seed=seed,
+        )  # fmt: skip
+        self.name = name_prefix
+
+    def get_values(self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """{"values": [B, S]}: column t is the value of the state before token t; 0 where `token_mask` or `sample_mask` is
+        0, at column 0 and on padding. Without masks in `data`, of every token but the first."""
+        return BatchedDataDict(values=self._score(self.model, data, micro_batch_size))
+
+    def train(
+        self, data: Mapping[str, Any], loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
+        timer: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
+
+        Args:
+            data: a padded batch with what the loss needs: `returns`, and for clipping `values` of `get_values`.
+            loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
+
+        Returns:
+            {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch}.
+        """
+        size = len(data["input_ids"])
+        gbs = self._global_batch_size(size, gbs)
+        batching = self._batching("train", mbs)
+        losses, norms, metrics, packed = [], [], [], 0
+        for begin in range(0, size, gbs):
+            if not eval_mode:
+                self.trainer.zero_grad()
+            try:
+                result = run_global_batch(
+                    self.trainer, data, loss_fn, begin, begin + gbs, batching, Scoring(), train=not eval_mode, evaluate=evaluate_value_loss
+                )
+            except NonFiniteError as error:
+                raise self._with_replay(NonFiniteError(f"value: {error}"), data) from None
+            lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+            if not eval_mode:
+                norms.append(self._step(data, lr, weight_decay))
+            losses.append(result.loss)
+            metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
+            packed += result.packed_tokens
+        if not eval_mode:
+            self.schedule.step()
+        return {
+            "loss": torch.tensor(losses),
+            "grad_norm": torch.tensor(norms if norms else [0.0]),
+            "all_mb_metrics": collect_metrics(metrics, size // gbs),
+            "packed_tokens": packed,
+        }
+
+    def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do on the CPU."""
+
+    def saved_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""
+        one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
+        return {**self.folder.config, "architectures": [ARCHITECTURES[self.folder.config["model_type"]]], **one_label}

@@ -1,0 +1,112 @@
+"""Our critic against transformers: values, gradients of the value loss, AdamW steps, saved checkpoints."""
+
+import pytest
+import torch
+from models import build, configurations
+from test_hf_model import ragged_batch
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.algorithms.loss_functions import MseValueLossConfig, MseValueLossFn
+from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.models.weights import load_weights, named_views
+
+NAMES = sorted(configurations())
+
+
+def pair(name, folder, dtype):
+    """The transformers decoder with a score matrix, and our value model with the same weights."""
+    hf = build(name, folder, dtype)
+    score = torch.randn(1, hf.config.hidden_size, dtype=dtype, generator=torch.Generator().manual_seed(7)) * 0.3
+    model = C.DecoderModel(native_config(read_config(folder), value_head=True), dtype, True)
+    load_weights(model, folder)
+    weights = named_views(model.layout, model.masters)
+    assert not weights["score.weight"].any()  # a causal checkpoint has none: it starts at zero
+    weights["score.weight"].copy_(score)
+    return hf, score.requires_grad_(True), model
+
+
+def hf_values(hf, score, ids, lengths, mask):
+    """[B, S]: V of the state before token t, 0 where nothing is asked."""
+    attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
+    hidden = hf.model(input_ids=ids, attention_mask=attention).last_hidden_state
+    values = torch.nn.functional.pad((hidden @ score.T)[:, :-1, 0], (1, 0))
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def value_loss(values, returns, old, mask, cliprange=0.2):
+    clipped = torch.clamp(values, old - cliprange, old + cliprange)
+    return 0.5 * (torch.maximum((values - returns) ** 2, (clipped - returns) ** 2) * mask).sum() / (mask.sum() + 1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients_equal_transformers(name, tmp_path):
+    hf, score, model = pair(name, tmp_path, torch.float64)
+    trainer = C.Trainer(model)
+    batch, ids, lengths, mask = ragged_batch()
+    random = torch.Generator().manual_seed(5)
+    returns = torch.randn(ids.shape, dtype=torch.float64, generator=random)
+    expected = hf_values(hf, score, ids, lengths, mask)
+    old = expected.detach() + 0.3 * torch.randn(ids.shape, dtype=torch.float64, generator=random)
+    value_loss(expected, returns, old, mask).backward()
+
+    values = torch.zeros(ids.shape, dtype=torch.float64)
+    trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, values)
+    assert (values - expected).abs().max() <= 1e-5 * expected.abs().max()  # angles of rope are float32
+    loss = MseValueLossFn(MseValueLossConfig(cliprange=0.2))
+    data = {"returns": returns, "values": old, "token_mask": mask.double(), "sample_mask": torch.ones(len(lengths), dtype=torch.float64)}
+    trainer.backward(loss.native(values, data, None, mask.sum().double()).grad_values)
+    grads = named_views(model.layout, trainer.grads)
+    assert (grads["score.weight"] - score.grad).norm() <= 1e-5 * score.grad.norm()
+    for parameter_name, parameter in hf.model.named_parameters():
+        ours = grads[f"model.{parameter_name}"]
+        assert (ours - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-12, parameter_name
+
+
+def test_ten_adamw_steps_equal_torch(tmp_path):
+    hf, score, model = pair("qwen3", tmp_path, torch.float32)
+    trainer = C.Trainer(model)
+    parameters = [score, *hf.model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+    for step in range(10):
+        batch, ids, lengths, mask = ragged_batch(seed=step)
+        returns = ids.float() / 97
+        optimizer.zero_grad()
+        expected = value_loss(hf_values(hf, score, ids, lengths, mask), returns, torch.zeros(ids.shape), mask, cliprange=1e9)
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+        values = torch.zeros(ids.shape)
+        trainer.zero_grad()
+        trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, values)
+        data = {"returns": returns, "token_mask": mask.float(), "sample_mask": torch.ones(len(lengths))}
+        ours = MseValueLossFn(MseValueLossConfig()).native(values, data, None, mask.sum().float())
+        trainer.backward(ours.grad_values)
+        result = trainer.step(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
+        torch.testing.assert_close(ours.loss, expected.detach(), rtol=1e-4, atol=1e-5)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
+    weights = named_views(model.layout, model.masters)
+    assert (weights["score.weight"] - score).norm() <= 1e-3 * score.norm()
+    for parameter_name, parameter in hf.model.named_parameters():
+        assert (weights[f"model.{parameter_name}"] - parameter).norm() <= 1e-3 * parameter.norm(), parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
+def test_a_saved_critic_is_a_sequence_classifier_of_transformers(name, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    build(name, tmp_path / "in")
+    config = ValueConfig(model_name=str(tmp_path / "in"), precision="float32", train_global_batch_size=1, train_micro_batch_size=1,
+                         max_total_sequence_length=64)  # fmt: skip
+    config.fill_batching()
+    value = Value(None, config, None)
+    value.state_dict()["score.weight"].normal_()
+    value.save_checkpoint(tmp_path / "out")
+    hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(3, 40)[None]
+    ours = value.get_values({"input_ids": torch.nn.functional.pad(ids, (0, 1), value=5), "input_lengths": torch.tensor([38])})["values"]
+    torch.testing.assert_close(ours[0, -1], hf(input_ids=ids).logits[0, 0].detach(), rtol=1e-4, atol=1e-5)
+    again = Value(None, config.model_copy(update={"model_name": str(tmp_path / "out")}), None)
+    assert again.weight_digest() == value.weight_digest()

@@ -1,0 +1,167 @@
+"""The critic: what a value is, splits, gradients, training, bad numbers, checkpoints."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.loss_functions import MseValueLossConfig, MseValueLossFn
+from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, evaluate_value_loss, run_global_batch
+from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.models.weights import named_views
+
+LOSS = MseValueLossFn(MseValueLossConfig(scale=0.5, cliprange=0.2))
+
+
+def make_value(precision="float32", **changes):
+    values = dict(model_name="tiny-random", precision=precision, train_global_batch_size=12, train_micro_batch_size=12, max_total_sequence_length=16,
+                  optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1}})  # fmt: skip
+    paths = {k: changes.pop(k) for k in ("weights_path", "optimizer_path") if k in changes}
+    config = ValueConfig(**{**values, **changes})
+    config.fill_batching()
+    return Value(None, config, tiny_tokenizer(), seed=1, **paths)
+
+
+def with_a_head(value):
+    value.state_dict()["score.weight"].copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(4)) * 0.2)
+    if value.model.masters.data_ptr() != value.model.compute.data_ptr():
+        value.model.masters.copy_(value.model.compute)
+    return value
+
+
+def make_data(value, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 14, (12, 9), generator=random)
+    lengths = torch.randint(5, 10, (12,), generator=random)
+    position = torch.arange(9)[None]
+    mask = ((position >= 4) & (position < lengths[:, None])).float()
+    ids[:, :4] = ids[::4].repeat_interleave(4, 0)[:, :4]
+    data = {"input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(12), "group_id": torch.arange(12) // 4}
+    data["values"] = value.get_values(data)["values"]
+    data["returns"] = torch.randn(ids.shape, generator=random)
+    return data
+
+
+def test_values_of_a_fresh_critic_are_exactly_zero():
+    value = make_value("bfloat16")
+    assert not make_data(value)["values"].any()
+
+
+def test_a_value_sees_the_tokens_before_it_and_no_other():
+    value = with_a_head(make_value())
+    data = {"input_ids": torch.tensor([[1, 5, 6, 7, 8]]), "input_lengths": torch.tensor([5])}
+    before = value.get_values(data)["values"]
+    assert before[0, 0] == 0 and before[0, 1:].all()
+    data["input_ids"][0, 3] = 9
+    after = value.get_values(data)["values"]
+    assert torch.equal(before[0, :4], after[0, :4]) and before[0, 4] != after[0, 4]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
+    value = with_a_head(make_value(precision))
+    data = make_data(value)
+    for micro_batch_size in (1, 5):
+        assert torch.equal(value.get_values(data, micro_batch_size=micro_batch_size)["values"], data["values"])
+    for row in range(12):
+        length = int(data["input_lengths"][row])
+        alone = value.get_values({k: v[row : row + 1, :length] if v.dim() > 1 else v[row : row + 1] for k, v in data.items()})["values"]
+        assert torch.equal(alone[0], data["values"][row, :length])
+
+
+def test_gradients_do_not_depend_on_the_split():
+    gradients = {}
+    for name, changes in {
+        "whole": {}, "ones": dict(train_micro_batch_size=1), "fives": dict(train_micro_batch_size=5),
+        "packed": dict(sequence_packing={"enabled": True, "train_mb_tokens": 30, "logprob_mb_tokens": 30}),
+        "own prompts": dict(share_prompt_prefix=False), "recomputed": dict(dtensor_cfg={"activation_checkpointing": True}),
+    }.items():  # fmt: skip
+        value = with_a_head(make_value(**changes))
+        value.train(make_data(value), LOSS)
+        gradients[name] = value.trainer.grads.double().clone()
+    reference = gradients.pop("whole")
+    assert reference.norm() > 0
+    assert torch.equal(gradients["recomputed"], reference)
+    for name, grads in gradients.items():
+        assert (grads - reference).norm() <= 1e-6 * reference.norm(), name
+
+
+def test_gradients_are_those_of_finite_differences():
+    value = with_a_head(Value(None, make_value().config.model_copy(update={"precision": "float64"}), None, seed=1))
+    data = {k: v.double() if v.is_floating_point() else v for k, v in make_data(value).items()}
+    data["values"] = data["values"] + 0.15  # both branches of the clip
+
+    def loss(train=False):
+        return run_global_batch(value.trainer, data, LOSS, 0, 12, value._batching("train"), 1.0, train=train, evaluate=evaluate_value_loss).loss
+
+    value.trainer.zero_grad()
+    loss(train=True)
+    grads, random = named_views(value.model.layout, value.trainer.grads), torch.Generator().manual_seed(2)
+    for name, weight in value.state_dict().items():
+        direction = torch.randn(weight.shape, generator=random, dtype=torch.float64)
+        step = 1e-6
+        weight.add_(direction, alpha=step)
+        up = loss()
+        weight.add_(direction, alpha=-2 * step)
+        down = loss()
+        weight.add_(direction, alpha=step)
+        assert (up - down) / (2 * step) == pytest.approx(float((grads[name] * direction).sum()), rel=1e-5, abs=1e-8), name
+
+
+def test_it_learns_values():
+    value = make_value()
+    data = make_data(value)
+    data["returns"] = data["input_ids"].roll(1, 1).float() / 14  # known from the token before
+    loss = MseValueLossFn(MseValueLossConfig())
+    losses = [float(value.train(data, loss)["loss"].mean()) for _ in range(60)]
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_several_global_batches_are_several_optimizer_steps_and_one_of_the_schedule():
+    stages = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}]
+    value = make_value(scheduler=stages)
+    result = value.train(make_data(value), LOSS, gbs=4)
+    assert len(result["loss"]) == len(result["grad_norm"]) == 3 and value.trainer.optimizer_steps == 3
+    assert value.learning_rate == pytest.approx(1e-2 * (0.1 + 0.9 / 5))
+    assert result["all_mb_metrics"]["lr"] == [pytest.approx(1e-3)] * 3
+    with pytest.raises(ValueError, match="value.train_global_batch_size=5"):
+        value.train(make_data(value), LOSS, gbs=5)
+
+
+def test_a_python_loss_trains_as_the_native_one():
+    def squares(values, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"][:, None]
+        loss = 0.5 * ((values - data["returns"]) ** 2 * mask).sum() / (global_valid_toks + 1e-8)
+        return loss, {"loss": float(loss.detach()), "num_valid_samples": 1.0}
+
+    native, python = with_a_head(make_value()), with_a_head(make_value())
+    data = make_data(native)
+    native.train(data, MseValueLossFn(MseValueLossConfig()))
+    python.train(data, squares)
+    torch.testing.assert_close(python.trainer.grads, native.trainer.grads, rtol=1e-4, atol=1e-7)
+
+
+def test_a_bad_return_stops_before_the_step_and_names_sample_and_token(tmp_path):
+    value = make_value()
+    value.replay_dir = tmp_path
+    data = make_data(value)
+    data["returns"][5, 4] = float("inf")
+    before = value.weight_digest()
+    with pytest.raises(NonFiniteError, match=r"value: .* sample 5, token 4 .*nonfinite_batch.pt"):
+        value.train(data, LOSS)
+    assert value.weight_digest() == before
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
+    megatron = {"enabled": True, "optimizer": {"lr": 1e-2, "min_lr": 0.0}, "scheduler": {"lr_warmup_iters": 3, "lr_warmup_init": 0.0}}
+    value = make_value(precision, megatron_cfg=megatron)
+    value.train(make_data(value, 0), LOSS)
+    value.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    again = make_value(precision, megatron_cfg=megatron, weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+    for step in (1, 2):
+        data = make_data(value, step)
+        assert torch.equal(again.get_values(data)["values"], data["values"])
+        value.train(data, LOSS)
+        again.train(data, LOSS)
+        assert value.weight_digest() == again.weight_digest() and value.learning_rate == again.learning_rate

@@ -1,13 +1,14 @@
-"""Runs of the tiny model (100 thousand random parameters, configs/grpo_tiny.yaml) inside the test process."""
+"""Runs of the tiny model (100 thousand random parameters, configs/grpo_tiny.yaml, ppo_tiny.yaml) inside the test process."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 
 # close positions that rotary embeddings tell apart, a wider model, four updates a step: learns within 120 steps
 FAST = (
@@ -18,22 +19,32 @@ FAST = (
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32")
 
 
-def make(folder: Path, *overrides: str) -> SimpleNamespace:
-    """parts, config, state of a run that writes into `folder`; nothing is printed, nothing saved."""
+def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> SimpleNamespace:
+    """parts, config, state of a run that writes into `folder`; nothing is printed, nothing saved. A configuration whose
+    name does not begin with "grpo" is one of PPO."""
     torch.set_num_threads(1)  # the same bits as with two, and sooner at this size
-    config = load_grpo_config(
-        "grpo_tiny.yaml",
+    algorithm, load, section = (grpo, load_grpo_config, "grpo") if config.startswith("grpo") else (ppo, load_ppo_config, "ppo")
+    config = load(
+        config,
         [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
-         "grpo.val_period=0", "grpo.val_at_end=false", *overrides],
+         f"{section}.val_period=0", f"{section}.val_at_end=false", *overrides],
     )  # fmt: skip
     tokenizer = build.make_tokenizer(config.policy)
     data = build.make_data(config, tokenizer)
-    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(config, tokenizer, data.train, data.validation)
-    parts = grpo.make_components(
-        policy, generation, loader, val_loader, tokenizer, loss_fn, data.task_to_env, data.val_task_to_env, logger, checkpoints, state, config
-    )
+    made = algorithm.setup(config, tokenizer, data.train, data.validation)
+    envs = (data.task_to_env, data.val_task_to_env)
+    if section == "grpo":
+        policy, generation, value, _, loader, val_loader, loss_fn, *rest = made
+        logger, checkpoints, state = rest[:3]
+        parts = grpo.make_components(policy, generation, loader, val_loader, tokenizer, loss_fn, *envs, logger, checkpoints, state, config)
+    else:
+        policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, _ = made
+        parts = ppo.make_components(
+            policy, generation, value, loader, val_loader, tokenizer, loss_fn, value_loss_fn, *envs, logger, checkpoints, state, config
+        )
     parts.run.progress.mode = "quiet"
-    return SimpleNamespace(parts=parts, config=config, state=state, policy=policy)
+    loop = grpo.grpo_loop if section == "grpo" else ppo.ppo_loop
+    return SimpleNamespace(parts=parts, config=config, state=state, policy=policy, value=value, loop=loop)
 
 
 class StopWhenLearned:
@@ -43,7 +54,7 @@ class StopWhenLearned:
         self.run, self.target = run, target
 
     def step(self, step, metrics):
-        rewards = [row["reward"] for row in self.run.parts.run.history[-5:]]
+        rewards = [row["accuracy"] for row in self.run.parts.run.history[-5:]]
         if len(rewards) == 5 and sum(rewards) / 5 > self.target:
             self.run.state.stop("learned")
 
@@ -54,11 +65,11 @@ class StopWhenLearned:
         pass
 
 
-def train(folder: Path, *overrides: str, until: float | None = None) -> SimpleNamespace:
-    """The same, after training; `history` holds the metrics of each step. `until`: stop at this mean reward."""
-    run = make(folder, *overrides)
+def train(folder: Path, *overrides: str, until: float | None = None, config: str = "grpo_tiny.yaml") -> SimpleNamespace:
+    """The same, after training; `history` holds the metrics of each step. `until`: stop at this mean raw reward."""
+    run = make(folder, *overrides, config=config)
     if until is not None:
         run.parts.run.progress = StopWhenLearned(run, until)
-    grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
+    run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
     run.history = run.parts.run.history
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +13,6 @@ DEFAULT_CONFIG = "configs/ppo_math_1B_megatron.yaml"
 
 
 def _start(config: Any) -> None:
-    if (
-        importlib.util.find_spec("nemo_rl_cpp.algorithms") is None
-        or importlib.util.find_spec("nemo_rl_cpp.algorithms.ppo") is None
-    ):
-        raise SystemExit("PPO training is not available in this version; GRPO, DAPO and ProRLv2 are: run_grpo_math")
     from nemo_rl_cpp.algorithms.ppo import (
         main as train,
     )  # torch loads here, after the configuration is known to be right

@@ -30,6 +30,7 @@ def test_python_functions_are_short():
     assert not long
 
 
-def test_the_training_loop_is_one_page():
-    loops = dict(functions(ROOT / "python" / "nemo_rl_cpp" / "algorithms" / "grpo.py"))
-    assert loops["grpo_loop"] <= MAX_LOOP_LINES
+def test_each_training_loop_is_one_page():
+    for name in ("grpo", "ppo"):
+        loops = dict(functions(ROOT / "python" / "nemo_rl_cpp" / "algorithms" / f"{name}.py"))
+        assert loops[f"{name}_loop"] <= MAX_LOOP_LINES

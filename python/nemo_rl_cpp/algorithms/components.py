@@ -78,3 +78,18 @@ class TrainingComponents:
 @dataclass
 class GRPOComponents(TrainingComponents):
     """The components of `grpo_loop`."""
+
+
+@dataclass
+class PPOComponents(TrainingComponents):
+    """The components of `ppo_loop`.
+
+    Attributes:
+        critic: values for the advantages and their training (`Critic`, or `NoCritic`).
+    """
+
+    critic: Any
+
+    @property
+    def models(self) -> dict[str, Any]:
+        return {"policy": self.policy} | self.critic.models

@@ -16,13 +16,14 @@ from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import GRPOComponents
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-from nemo_rl_cpp.algorithms.observe import StepReport, observe, observe_start
+from nemo_rl_cpp.algorithms.observe import observe, observe_start
 from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
 from nemo_rl_cpp.algorithms.setup import shutdown_environments
-from nemo_rl_cpp.algorithms.step_metrics import baseline_metrics, batch_metrics, rollout_table, training_metrics
+from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, shape_rewards, valid_mask
+from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -85,15 +86,10 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
                 parts.refit.mark_stale()
             with timer("metrics"):
                 report = report_step(parts, grpo, samples, batch, metrics | training_metrics(result))
-        state.advance(grpo.num_prompts_per_step, report.metrics["global_valid_toks"])
+        state.advance(grpo.num_prompts_per_step, int(valid_mask(batch).sum()))
         for _ in range(parts.prompts.pop_finished_epochs()):
             state.next_epoch()
         observe(parts, config, grpo, state, report)
-
-
-def shape_rewards(rollouts: Any, loop: GRPOConfig) -> Any:
-    """`reward_scaling`, then `reward_shaping`."""
-    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
 
 
 def compute_advantages(parts: GRPOComponents, batch: Any) -> torch.Tensor:
@@ -102,36 +98,10 @@ def compute_advantages(parts: GRPOComponents, batch: Any) -> torch.Tensor:
         prompt_ids=batch["input_ids"],
         group_id=batch["group_id"],
         rewards=batch["rewards"],
-        mask=batch["token_mask"] * batch["sample_mask"][:, None],
+        mask=valid_mask(batch),
         repeated_batch=batch,
         logprobs_policy=batch.get("prev_logprobs", batch["generation_logprobs"]),
         logprobs_reference=batch.get("reference_policy_logprobs"),
-    )
-
-
-def mask_by_logprob_error(batch: Any, threshold: float | None) -> dict[str, float]:
-    """Drops sequences by `seq_logprob_error_threshold`; nothing to measure where generation is the training forward."""
-    if "prev_logprobs" not in batch:
-        return {}
-    metrics = compute_and_apply_seq_logprob_error_masking(batch, batch["rewards"], threshold)
-    return metrics | {"num_masked_seqs_by_logprob_error": metrics["num_masked_seqs"]}
-
-
-def report_step(parts: GRPOComponents, loop: GRPOConfig, samples: Any, batch: Any, metrics: dict[str, Any]) -> StepReport:
-    """Everything that is logged of a step but its times."""
-    rewards, groups = batch["rewards"], batch["group_id"][:, None]
-    baseline, _ = calculate_baseline_and_std_per_prompt(
-        groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=loop.use_leave_one_out_baseline
-    )
-    rollout_metrics = parts.rollouts.pop_metrics()
-    metrics = metrics | rollout_metrics | batch_metrics(samples, batch) | baseline_metrics(baseline)
-    metrics |= parts.sampler.metrics | parts.advantage_estimator.last_metrics
-    trained = (batch["token_mask"] != 0) & (batch["sample_mask"] != 0)[:, None]
-    return StepReport(
-        metrics=metrics,
-        table=rollout_table(samples, batch),
-        histograms={"baseline_reward": baseline.tolist(), "advantages": batch["advantages"][trained].tolist()},
-        generated_tokens=rollout_metrics.get("total_generated_tokens"),
     )
 
 
@@ -156,13 +126,7 @@ def _create_advantage_estimator(master_config: GRPOMasterConfig) -> Any:
 def main(config: GRPOMasterConfig) -> None:
     """A whole run: data, environments, policy, engine, training (resumed where it was), summary. What
     `run_grpo_math.py` calls. A model or data set that cannot be had ends the program with one sentence."""
-    set_seed(config.grpo.seed)
-    try:
-        tokenizer = build.make_tokenizer(config.policy)
-        data = build.make_data(config, tokenizer)
-    except SourceError as error:
-        raise SystemExit(f"error: {error}") from None
-    try:
+    with build.run_data(config, config.grpo.seed) as (tokenizer, data):
         policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, config, *_ = setup(
             config, tokenizer, data.train, data.validation
         )
@@ -170,10 +134,6 @@ def main(config: GRPOMasterConfig) -> None:
             policy, generation, loader, val_loader, tokenizer, loss_fn, data.task_to_env, data.val_task_to_env, logger,
             checkpoints, state, config,
         )  # fmt: skip
-    except SourceError as error:
-        raise SystemExit(f"error: {error}") from None
-    finally:
-        shutdown_environments(data.task_to_env, data.val_task_to_env)
 
 
 def setup(
@@ -253,22 +213,11 @@ def make_components(
     `policy_generation` None: an engine on the policy's own weights. `loss_fn`: `ClippedPGLossFn`, or any callable on
     log-probabilities (see `algorithms/loss`).
     """
-    loop, state = config.grpo, build.limited(state, config.grpo)
-    generation = policy_generation or policy.create_generation(config.policy.generation, seed=loop.seed)
-    colocated = config.policy.generation.colocated.enabled
-    parts = GRPOComponents(
-        policy=policy,
-        generation=generation,
-        tokenizer=tokenizer,
-        refit=create_weight_synchronizer(policy, generation, config.policy.generation.backend, colocated),
-        prompts=PromptSource(dataloader, loop.num_generations_per_prompt, state),
-        rollouts=RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
-        sampler=GroupSampler.from_config(loop),
-        advantage_estimator=_create_advantage_estimator(config),
-        loss_fn=loss_fn,
-        validator=build.make_validator(config, loop, generation, val_dataloader, tokenizer, val_task_to_env or task_to_env, logger),
-        run=build.make_services(config, loop, state, logger, checkpoints, f"GRPO {config.policy.model_name}"),
-    )
+    shared = build.shared_components(
+        config, config.grpo, policy, policy_generation, dataloader, val_dataloader, tokenizer, task_to_env, val_task_to_env,
+        logger, checkpoints, state, f"GRPO {config.policy.model_name}",
+    )  # fmt: skip
+    parts = GRPOComponents(**shared, advantage_estimator=_create_advantage_estimator(config), loss_fn=loss_fn)
     build.resume_of(checkpoints, state).load_sampler(parts.sampler)
     return parts
 

@@ -4,17 +4,24 @@ The order matters in two places: environments start their worker processes befor
 threads, and the checkpoint to resume from is known before the model is loaded.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import RunServices
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.utils import setup_response_data
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.experience.prompt_source import PromptSource
+from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.interrupts import GracefulStop
 from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
@@ -23,6 +30,7 @@ from nemo_rl_cpp.utils.progress import Progress
 from nemo_rl_cpp.utils.report import ReportWriter
 from nemo_rl_cpp.utils.report.defaults import schema_defaults
 from nemo_rl_cpp.utils.timer import TimeoutChecker
+from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 
 class RunData(NamedTuple):
@@ -48,6 +56,23 @@ def make_tokenizer(policy: Any) -> Any:
 def make_data(config: Any, tokenizer: Any) -> RunData:
     """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
     return RunData(*setup_response_data(tokenizer, config.data, config.env))
+
+
+@contextmanager
+def run_data(config: Any, seed: int) -> Iterator[tuple[Any, RunData]]:
+    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had ends the
+    program with one sentence, in the block too."""
+    set_seed(seed)
+    data = None
+    try:
+        tokenizer = make_tokenizer(config.policy)
+        data = make_data(config, tokenizer)
+        yield tokenizer, data
+    except SourceError as error:
+        raise SystemExit(f"error: {error}") from None
+    finally:
+        if data is not None:
+            shutdown_environments(data.task_to_env, data.val_task_to_env)
 
 
 def make_dataloader(data_config: Any, dataset: Any, num_prompts: int, seed: int) -> Any:
@@ -98,9 +123,24 @@ def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop:
         optimizer_path=optimizer,
         init_optimizer=True,
         init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
-        total_steps=loop.max_num_steps,
+        total_steps=train_calls(loop),
         seed=loop.seed,
     )
+
+
+def make_value(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any) -> Any:
+    """PPO's critic with the weights and optimizer of the checkpoint, or those of value.model_name."""
+    from nemo_rl_cpp.models.value.lm_value import Value
+
+    weights, optimizer = resume.model_paths("value")
+    return Value(
+        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, total_steps=train_calls(loop), seed=loop.seed
+    )
+
+
+def train_calls(loop: Any) -> int:
+    """`train` calls of a whole run, of which each is one step of the learning-rate schedule."""
+    return loop.max_num_steps * getattr(loop, "ppo_epochs", 1)
 
 
 def make_checkpoints(config: Any) -> CheckpointManager:
@@ -154,6 +194,28 @@ def make_validator(config: Any, loop: Any, generation: Any, loader: Any, tokeniz
     )
 
 
+def shared_components(
+    config: Any, loop: Any, policy: Any, generation: Any, loader: Any, val_loader: Any, tokenizer: Any, task_to_env: dict[str, Any],
+    val_task_to_env: dict[str, Any] | None, logger: Any, checkpoints: Any, state: TrainState, title: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of `TrainingComponents` that every algorithm makes in the same way; the state gets the limits of the
+    configuration. `loop`: the section `grpo` or `ppo`. `generation` None: an engine on the policy's own weights."""
+    limited(state, loop)
+    engine = config.policy.generation
+    generation = generation or policy.create_generation(engine, seed=loop.seed)
+    return {
+        "policy": policy,
+        "generation": generation,
+        "tokenizer": tokenizer,
+        "refit": create_weight_synchronizer(policy, generation, engine.backend, engine.colocated.enabled),
+        "prompts": PromptSource(loader, loop.num_generations_per_prompt, state),
+        "rollouts": RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
+        "sampler": GroupSampler.from_config(loop),
+        "validator": make_validator(config, loop, generation, val_loader, tokenizer, val_task_to_env or task_to_env, logger),
+        "run": make_services(config, loop, state, logger, checkpoints, title),
+    }
+
+
 def limited(state: TrainState, loop: Any) -> TrainState:
     """The state with the limits of the configuration."""
     state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
@@ -173,6 +235,6 @@ def shutdown_environments(task_to_env: dict[str, Any] | None, val_task_to_env: d
 
 __all__ = [
     "RunData", "find_resume", "limited", "make_checkpoints", "make_cluster", "make_data", "make_dataloader", "make_logger",
-    "make_policy", "make_services", "make_tokenizer", "make_val_dataloader", "make_validator", "prompts_per_round", "resume_of",
-    "shutdown_environments",
+    "make_policy", "make_services", "make_tokenizer", "make_val_dataloader", "make_validator", "make_value", "prompts_per_round",
+    "resume_of", "run_data", "shared_components", "shutdown_environments", "train_calls",
 ]  # fmt: skip

@@ -46,6 +46,23 @@ def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
+def mean_over_epochs(epochs: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of several passes over one batch: means, lowest of `_min`, highest of `_max`. With more than one pass
+    those of the last one are there too, under `last_epoch/`. A metric that only some passes have is taken from these."""
+    result = {}
+    for name in dict.fromkeys(name for metrics in epochs for name in metrics):
+        values = [metrics[name] for metrics in epochs if name in metrics]
+        if name.endswith("_min"):
+            result[name] = min(values)
+        elif name.endswith("_max"):
+            result[name] = max(values)
+        else:
+            result[name] = sum(values) / len(values)
+    if len(epochs) > 1:
+        result |= {f"last_epoch/{name}": value for name, value in epochs[-1].items()}
+    return result
+
+
 def batch_metrics(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, float]:
     """What the step was trained on: rewards, lengths, advantages over trained tokens, and masked samples."""
     mask = (batch["token_mask"] != 0) & (batch["sample_mask"] != 0)[:, None]
@@ -89,7 +106,7 @@ def rollout_table(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[
     }
     columns = {
         "token_ids": "input_ids", "token_loss_mask": "token_mask", "advantages": "advantages",
-        "generation_logprobs": "generation_logprobs", "prev_logprobs": "prev_logprobs",
+        "generation_logprobs": "generation_logprobs", "prev_logprobs": "prev_logprobs", "values": "values", "returns": "returns",
     }  # fmt: skip
     for name, key in columns.items():
         if key in batch:

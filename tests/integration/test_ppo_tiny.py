@@ -1,0 +1,107 @@
+"""PPO from random weights to a solved task, and what must hold on the way: exactness, warm-up, splits."""
+
+import pytest
+import tiny
+import torch
+
+SMALL = (
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
+    "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",
+)  # fmt: skip
+
+
+def train(folder, *overrides, config="ppo_tiny.yaml", **options):
+    return tiny.train(folder, *overrides, config=config, **options)
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_it_learns_to_reverse_digits(tmp_path, seed):
+    run = train(tmp_path, f"ppo.seed={seed}", until=0.9)
+    rewards = [row["accuracy"] for row in run.history]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert run.parts.validator.run(run.state.step).metrics["accuracy"] > 0.8  # on numbers that were not trained on
+    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history if "loss" in row)
+
+
+def test_metrics_of_exact_steps(tmp_path):
+    run = train(tmp_path, *SMALL, "ppo.max_num_steps=4")
+    for row in run.history:
+        assert row["token_mult_prob_error"] == 1.0
+        assert row["probs_ratio"] == row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0
+        assert row["gen_kl_error"] == row["policy_kl_error"] == 0.0
+        assert row["max_logprob_gap"] == 0.0 and row["refit/bytes"] == 0
+        assert row["critic/global_valid_toks"] == row["global_valid_toks"] == row["total_num_tokens"] - 32 * 4  # prompts of four tokens
+        assert row["critic/values_min"] <= row["critic/values_mean"] <= row["critic/values_max"]
+        assert row["critic/grad_norm"] > 0 and row["grad_norm"] > 0
+    assert run.history[0]["critic/values_max"] == 0.0  # a fresh critic
+    assert len({row["weights/digest"] for row in run.history}) == 4
+
+
+def test_no_policy_weight_changes_in_the_warm_up_and_explained_variance_rises(tmp_path):
+    run = tiny.make(tmp_path, "ppo.max_num_steps=61", "ppo.policy_training_start_step=60", config="ppo_tiny.yaml")
+    digests, critics, step = [], [], run.parts.critic.train
+
+    def record(batch, timer=None):
+        digests.append(run.policy.weight_digest())
+        critics.append(run.value.weight_digest())
+        return step(batch, timer)
+
+    run.parts.critic.train = record
+    run.loop(run.parts, run.config, run.state)
+    assert len(set(digests[: 60 * 2])) == 1 and len(set(digests)) > 1  # two epochs a step
+    assert len(set(critics)) == len(critics)
+    explained = [row["critic/explained_var"] for row in run.parts.run.history]
+    assert sum(explained[50:60]) > sum(explained[:10]) + 10 * 0.02  # a random policy's reward is hard to foresee
+
+
+@pytest.mark.parametrize("epochs, updates", [(1, 1), (2, 1), (2, 4)])
+def test_never_and_auto_give_the_same_weights(tmp_path, epochs, updates):
+    """Scoring the batch beforehand changes nothing, in the first pass over it and in later ones."""
+    options = (*SMALL, "ppo.max_num_steps=3", f"policy.train_global_batch_size={32 // updates}", f"ppo.ppo_epochs={epochs}")
+    digests = []
+    for reuse in ("auto", "never", "always"):
+        run = train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")
+        digests.append((run.policy.weight_digest(), run.value.weight_digest()))
+    assert digests[0] == digests[1] == digests[2]
+    if epochs > 1:
+        assert max(row["probs_ratio_max"] for row in run.history) > 1.0  # later passes are off-policy
+
+
+def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
+    gradients = {}
+    for size in (1, 5, 32):
+        sizes = [f"{model}.{key}" for model in ("policy", "value") for key in ("sequence_packing.enabled=false", f"train_micro_batch_size={size}")]
+        run = train(tmp_path / str(size), *SMALL, *sizes, "ppo.max_num_steps=1")
+        gradients[size] = [model.trainer.grads.double().clone() for model in (run.policy, run.value)]
+    for ours, reference in zip(gradients[1] + gradients[5], gradients[32] * 2):
+        assert reference.norm() > 0
+        assert (ours - reference).norm() <= 1e-5 * reference.norm()
+
+
+def test_kl_in_reward_reaches_the_advantages(tmp_path):
+    options = (*SMALL, "ppo.max_num_steps=3", "ppo.skip_reference_policy_logprobs_calculation=false", "loss_fn.use_kl_in_reward=true")
+    weights = {}
+    for penalty in (1e-3, 1.0):
+        run = train(tmp_path / str(penalty), *options, f"loss_fn.reference_policy_kl_penalty={penalty}")
+        weights[penalty] = run.policy.weight_digest()
+        assert all(row["kl_penalty"] == 0.0 for row in run.history)  # none in the loss
+    assert weights[1e-3] != weights[1.0]
+
+
+def test_the_same_run_twice_is_the_same_run(tmp_path):
+    runs = [train(tmp_path / str(i), *SMALL, "ppo.max_num_steps=3", "ppo.ppo_epochs=2") for i in range(2)]
+    assert runs[0].policy.weight_digest() == runs[1].policy.weight_digest()
+    assert runs[0].value.weight_digest() == runs[1].value.weight_digest()
+
+
+def test_a_checkpoint_resumes_both_models_to_the_bit(tmp_path):
+    options = (*SMALL, "ppo.ppo_epochs=2", "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
+    whole = train(tmp_path / "whole", *options, "ppo.max_num_steps=4")
+    train(tmp_path / "parts", *options, "ppo.max_num_steps=2")
+    second = train(tmp_path / "parts", *options, "ppo.max_num_steps=4")
+    assert second.state.step == 4 and len(second.history) == 2
+    assert whole.policy.weight_digest() == second.policy.weight_digest()
+    assert whole.value.weight_digest() == second.value.weight_digest()
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(whole.value.trainer, name), getattr(second.value.trainer, name))

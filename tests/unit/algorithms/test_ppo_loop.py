@@ -1,0 +1,187 @@
+"""PPO's loop with stand-ins for the models: order of the steps, epochs, warm-up, what critic and policy get, what is logged and saved."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loop_fakes import TOKENIZER, Digits, Engine, Policy, logged, rows
+
+from nemo_rl_cpp.algorithms import ppo
+from nemo_rl_cpp.algorithms import setup as build
+from nemo_rl_cpp.algorithms.checkpointing import find_resume
+from nemo_rl_cpp.algorithms.critic import critic_metrics
+from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
+from nemo_rl_cpp.config import load_ppo_config
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+
+
+class Critic:
+    """Says 0.25 of every state, and counts its training calls."""
+
+    def __init__(self, events):
+        self.events, self.version, self.trained = events, 0, []
+
+    def prepare_for_inference(self):
+        self.events.append("values")
+
+    def finish_inference(self):
+        pass
+
+    def get_values(self, data, timer=None):
+        return {"values": 0.25 * data["token_mask"].float()}
+
+    def prepare_for_training(self):
+        pass
+
+    def finish_training(self):
+        pass
+
+    def train(self, data, loss_fn, timer=None):
+        self.events.append("train critic")
+        self.trained.append(dict(data))
+        self.version += 1
+        metrics = {"loss": [0.1, 0.2], "returns_mean": [0.2, 0.3], "values_mean": [0.1, 0.1], "returns_sq_mean": [0.3, 0.2],
+                   "residual_sq_mean": [0.2, 0.1], "values_min": [-1.0, -2.0], "values_max": [0.5, 0.25], "vf_clipfrac": [0.0, 0.1],
+                   "lr": [2e-3, 2e-3], "num_valid_samples": [4, 4]}  # fmt: skip
+        return {"loss": torch.tensor([0.3]), "grad_norm": torch.tensor([2.0]), "all_mb_metrics": metrics}
+
+    save_checkpoint = Policy.save_checkpoint
+
+
+def make(tmp_path, *overrides, respond=None, with_value=True):
+    """A run with 2 prompts x 4 generations a step."""
+    config = load_ppo_config(
+        "ppo_tiny.yaml",
+        [
+            "ppo.num_prompts_per_step=2", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=8", "ppo.max_num_steps=3",
+            "policy.max_total_sequence_length=64", "ppo.val_period=0", "ppo.val_at_end=false", f"logger.log_dir={tmp_path / 'logs'}",
+            f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", "checkpointing.save_period=2", "checkpointing.metric_name=null",
+            "ppo.policy_training_start_step=0", "ppo.ppo_epochs=1", *overrides,
+        ],
+    )  # fmt: skip
+    policy = Policy()
+    value = Critic(policy.events) if with_value else None
+    engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
+    engine.events, engine.policy = policy.events, policy
+    loader, val_loader = StatefulDataLoader(rows(8), build.prompts_per_round(config.ppo), drop_last=True), StatefulDataLoader(rows(3), 3)
+    checkpoints = CheckpointManager(config.checkpointing)
+    resume = find_resume(checkpoints)
+    resume.load_data_position(loader, config.data)
+    logger = build.make_logger(config, resume.state)
+    env = {"t": Digits()}
+    parts = ppo.make_components(policy, engine, value, loader, val_loader, TOKENIZER, None, None, env, env, logger, checkpoints, resume.state, config)
+    parts.run.progress.close()
+    parts.run.progress = None
+    return SimpleNamespace(parts=parts, config=config, state=resume.state, policy=policy, value=value, log_dir=logger.log_dir)
+
+
+def train(run):
+    run_to_end(ppo.ppo_loop, run.parts, run.config, run.state, "test")
+    return run
+
+
+def test_a_step_in_order(tmp_path):
+    run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=3", "checkpointing.enabled=false"))
+    epoch = ["train critic", "train"]  # critic before actor
+    assert run.policy.events == ["prepare_for_generation", "generate", "finish_generation", "values", "logprobs", *epoch * 3]
+
+
+def test_the_critic_alone_until_policy_training_starts(tmp_path):
+    run = train(make(tmp_path, "ppo.max_num_steps=3", "ppo.ppo_epochs=2", "ppo.policy_training_start_step=2", "checkpointing.enabled=false"))
+    assert run.value.version == 6 and run.policy.version == 2
+    digests = [row["train/weights/digest"] for row in logged(run).values()]
+    assert digests == [f"{0:016x}"] * 3
+    first, _, last = logged(run).values()
+    assert "train/loss" not in first and "train/critic/loss" in first and "train/loss" in last
+
+
+def test_what_critic_and_policy_get(tmp_path):
+    run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2", "ppo.adv_estimator.normalize_advantages=false",
+                     "ppo.adv_estimator.gae_lambda=1.0", respond=lambda prompt, key: "2" if key[2] < 2 else "1"))  # fmt: skip
+    critic, first, second = run.value.trained[0], *run.policy.trained
+    mask, rewards = critic["token_mask"], critic["rewards"]
+    assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0] * 2
+    torch.testing.assert_close(critic["returns"] * mask, rewards[:, None] * mask)  # lambda 1, gamma 1: the reward to come
+    torch.testing.assert_close(critic["advantages"] * mask, (rewards[:, None] - 0.25) * mask)
+    assert first is not second or "prev_logprobs" in second
+    for batch in run.value.trained:  # values and returns stay those of the rollout
+        assert torch.equal(batch["values"], critic["values"]) and torch.equal(batch["returns"], critic["returns"])
+
+
+def test_the_first_pass_takes_its_own_forward_and_later_ones_the_old_policys(tmp_path):
+    run = make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2")
+    seen, step = [], run.policy.train
+    run.policy.train = lambda data, *args, **kwargs: (seen.append("prev_logprobs" in data), step(data, *args, **kwargs))[1]
+    train(run)
+    assert seen == [False, True]
+
+
+def test_raw_reward_has_no_critic(tmp_path):
+    run = train(make(tmp_path, "ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false", "ppo.max_num_steps=2", with_value=False))
+    assert run.parts.models == {"policy": run.policy}
+    batch = run.policy.trained[0]
+    assert "returns" not in batch and "values" not in batch
+    torch.testing.assert_close(batch["advantages"] * batch["token_mask"], batch["rewards"][:, None] * batch["token_mask"])
+    assert not any("critic" in name for name in logged(run)[1])
+    assert not (tmp_path / "checkpoints" / "step_2" / "value").exists()
+
+
+@pytest.mark.parametrize("estimator, with_value, message", [("gae", False, "no value model"), ("raw_reward", True, "a value model")])
+def test_estimator_and_value_model_belong_together(tmp_path, estimator, with_value, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, f"ppo.adv_estimator.name={estimator}", with_value=with_value)
+
+
+def test_dynamic_sampling_is_grpos_component(tmp_path):
+    run = make(tmp_path, "ppo.use_dynamic_sampling=true", "ppo.max_num_steps=1",
+               respond=lambda prompt, key: "2" if prompt[7] in "01" or key[2] < 2 else "1")  # fmt: skip
+    train(run)
+    assert run.policy.events.count("generate") == 2
+    row = logged(run)[1]
+    assert row["train/dynamic_sampling_num_gen_batches"] == 2 and row["train/filtered_reward"] == 0.5
+
+
+def test_metrics_by_name(tmp_path):
+    run = train(make(tmp_path, "ppo.max_num_steps=2", "ppo.ppo_epochs=2"))
+    row = logged(run)[1]
+    critic = {"loss", "grad_norm", "values_mean", "values_min", "values_max", "returns_mean", "explained_var", "vf_clipfrac", "returns_sq_mean",
+              "residual_sq_mean", "lr"}  # fmt: skip
+    common = {"loss", "grad_norm", "reward", "accuracy", "advantages/mean", "baseline_reward/pct_mixed", "token_mult_prob_error", "lr", "weights/digest"}
+    expected = {f"critic/{name}" for name in critic} | common | {"last_epoch/critic/loss", "last_epoch/loss"}
+    assert {f"train/{name}" for name in expected} <= set(row)
+    timing = logged(run, "timing/train/")[1]
+    assert {f"timing/train/{stage}" for stage in ("value_inference", "value_training", "policy_training", "generation")} <= set(timing)
+
+
+def test_critic_metrics_by_hand():
+    metrics = critic_metrics(Critic([]).train({}, None))
+    assert metrics["critic/loss"] == pytest.approx(0.3) and metrics["critic/grad_norm"] == 2.0
+    assert metrics["critic/values_min"] == -2.0 and metrics["critic/values_max"] == 0.5
+    assert metrics["critic/lr"] == 2e-3
+    assert metrics["critic/explained_var"] == pytest.approx(1 - (0.3 - (0.5 - 0.2) ** 2) / (0.5 - 0.5**2))
+
+
+def test_means_over_epochs():
+    epochs = [{"loss": 1.0, "values_min": 2.0, "once": 5.0}, {"loss": 3.0, "values_min": 1.0}]
+    assert mean_over_epochs(epochs) == {"loss": 2.0, "values_min": 1.0, "once": 5.0, "last_epoch/loss": 3.0, "last_epoch/values_min": 1.0}
+    assert mean_over_epochs(epochs[:1]) == epochs[0]
+
+
+def test_checkpoints_hold_both_models(tmp_path):
+    run = train(make(tmp_path, "ppo.max_num_steps=2"))
+    step = tmp_path / "checkpoints" / "step_2"
+    for model in ("policy", "value"):
+        assert (step / model / "weights" / "version").read_text() == "2" and (step / model / "optimizer" / "version").exists()
+    info = json.loads((step / "training_info.json").read_text())
+    assert info["total_steps"] == 2 and info["draw_counter"] == 4
+    again = make(tmp_path, "ppo.max_num_steps=2")
+    assert again.state.step == 2 and again.log_dir == run.log_dir
+
+
+def test_an_unknown_estimator_is_named():
+    unknown = SimpleNamespace(ppo=SimpleNamespace(adv_estimator=SimpleNamespace(name="grpo")), loss_fn=None)
+    with pytest.raises(ValueError, match="adv_estimator.name is 'grpo'"):
+        ppo._create_advantage_estimator(unknown)

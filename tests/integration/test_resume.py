@@ -27,6 +27,17 @@ def test_killed_runs_end_like_an_unbroken_one():
     assert kill_resume.check("configs/grpo_tiny.yaml", 12, kills=3, overrides=RUN, seed=7) == []
 
 
+# in the middle of the critic's warm-up, and after it; several optimizer steps an epoch
+PPO_RUN = [
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=16", "ppo.val_period=4",
+    "ppo.max_val_samples=20", "checkpointing.save_period=2", "ppo.policy_training_start_step=3",
+]  # fmt: skip
+
+
+def test_killed_ppo_runs_end_like_an_unbroken_one():
+    assert kill_resume.check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
+
+
 def test_the_comparison_sees_a_difference(tmp_path):
     """The check must be able to fail: one bit of the optimizer state, one number of one step."""
     import os

@@ -1,6 +1,7 @@
 """Kills a run again and again at random moments, lets it resume, and compares what it leaves with an unbroken run's.
 
     python tests/tools/kill_resume.py --kills 20
+    python tests/tools/kill_resume.py --config configs/ppo_tiny.yaml --kills 20
     python tests/tools/kill_resume.py --config configs/grpo_arithmetic_smollm2.yaml --kills 3 --steps 6 grpo.max_val_samples=16
 
 Equal by SHA-256 must be: weights, optimizer state, position in the data, training state, and the metrics of every step
@@ -27,8 +28,10 @@ TIMES = ("timing/", "performance/", "memory/")
 
 
 def command(config: str, folder: Path, steps: int, overrides: list[str]) -> list[str]:
+    is_ppo = Path(config).name.startswith(("ppo", "vapo"))
+    program, section = ("run_ppo", "ppo") if is_ppo else ("run_grpo_math", "grpo")
     return [
-        sys.executable, "-m", "nemo_rl_cpp.run_grpo_math", "--config", config, f"grpo.max_num_steps={steps}",
+        sys.executable, "-m", f"nemo_rl_cpp.{program}", "--config", config, f"{section}.max_num_steps={steps}",
         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}", *overrides,
     ]  # fmt: skip
 

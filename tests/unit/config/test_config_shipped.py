@@ -38,7 +38,7 @@ def loader(path):
         load_eval_config
         if "evals" in path.parts
         else load_ppo_config
-        if path.name.startswith("ppo")
+        if path.name.startswith(("ppo", "vapo"))
         else load_grpo_config
     )
 

@@ -44,7 +44,7 @@ class NoCritic:
         return {}
 
 
-def critic_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+def critic_metrics(value_results: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the values V,
     both of the training forward:
 
@@ -52,7 +52,7 @@ def critic_metrics(result: Mapping[str, Any]) -> dict[str, float]:
 
     over the valid tokens, from their means and mean squares.
     """
-    metrics = training_metrics(result)
+    metrics = training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
     residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2
     variance = metrics.get("returns_sq_mean", 0.0) - returns**2

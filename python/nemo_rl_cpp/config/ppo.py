@@ -32,6 +32,16 @@ class AsyncPPOConfig(Section):
     recompute_kv_cache_after_weight_updates: bool = no_effect(False)
     drop_incomplete_targets_on_restore: bool = no_effect(False)
 
+    @property
+    def resolved_warmup_generation_lead_steps(self) -> int:
+        """NeMo RL's: `max_trajectory_age_steps` where the lead is left out."""
+        lead = self.warmup_generation_lead_steps
+        return self.max_trajectory_age_steps if lead is None else lead
+
+    def validate_settings(self) -> AsyncPPOConfig:
+        """NeMo RL's check. Here the schema has done it: `enabled` can only be false."""
+        return self
+
 
 class PPOConfig(Section):
     """The training loop of PPO; keys that GRPO has too mean the same."""
@@ -68,3 +78,7 @@ class PPOConfig(Section):
     reward_scaling: RewardScalingConfig = section(RewardScalingConfig, "map rewards to another range")
     reward_shaping: RewardShapingConfig = section(RewardShapingConfig, "penalties on length")
     async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "asynchronous training (not supported)")
+
+    def validate_async_warmup_settings(self) -> PPOConfig:
+        """NeMo RL's check of asynchronous training, which the schema has done."""
+        return self

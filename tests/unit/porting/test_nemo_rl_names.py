@@ -23,7 +23,6 @@ DIFFERENT = {
     "data.llm_message_utils.add_loss_mask_to_message_log": "the default is a tuple: a shared list could be changed",
     "utils.timer.Timer._REDUCTION_FUNCTIONS": "the same names over other functions",
 }
-NOT_YET = {"algorithms.ppo": "the PPO loop"}
 
 
 def modules():
@@ -31,12 +30,7 @@ def modules():
 
 
 def load(module):
-    try:
-        return importlib.import_module(f"nemo_rl_cpp.{module}")
-    except ModuleNotFoundError:
-        if module in NOT_YET:
-            pytest.skip(f"not there yet: {NOT_YET[module]}")
-        raise
+    return importlib.import_module(f"nemo_rl_cpp.{module}")
 
 
 def wanted_parameters(signature):

@@ -6,7 +6,7 @@ import torch
 from nemo_rl_cpp.algorithms.loss_functions import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, evaluate_value_loss, run_global_batch
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, evaluate_value_loss, run_global_batch
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import named_views
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_finite_differences():
     data["values"] = data["values"] + 0.15  # both branches of the clip
 
     def loss(train=False):
-        return run_global_batch(value.trainer, data, LOSS, 0, 12, value._batching("train"), 1.0, train=train, evaluate=evaluate_value_loss).loss
+        return run_global_batch(value.trainer, data, LOSS, 0, 12, value._batching("train"), Scoring(), train=train, evaluate=evaluate_value_loss).loss
 
     value.trainer.zero_grad()
     loss(train=True)

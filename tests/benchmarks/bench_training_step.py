@@ -6,11 +6,11 @@
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -61,8 +61,10 @@ def transformers(folder: str, precision: str):
 SIDES = {"ours": ours, "transformers": transformers}
 
 
-def rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory(key: str) -> int:
+    """Bytes of this process by /proc: VmRSS now, VmHWM at the most (ru_maxrss would start at the parent's)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
 
 
 def memory_of(side: str, folder: str, precision: str) -> float:
@@ -78,12 +80,12 @@ def print_memory(side: str, folder: str, precision: str) -> None:
     import nemo_rl_cpp._native  # noqa: F401
 
     torch.set_num_threads(2)
-    base = rss()
+    base = memory("VmRSS")
     run = SIDES[side](folder, precision)
     for step in range(2):
         run(torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(step)))
     parameters = 134_515_008
-    print((rss() - base - parameters * (18 if precision == "bfloat16" else 16)) / 1e6)
+    print((memory("VmHWM") - base - parameters * (18 if precision == "bfloat16" else 16)) / 1e6)
 
 
 def main() -> None:

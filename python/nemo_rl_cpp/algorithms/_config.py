@@ -37,13 +37,19 @@ def as_model(config: Any, model: type[M]) -> M:
 
 
 def setting(config: Any, name: str, *default: Any) -> Any:
-    """One field of a mapping or an object; without a default a missing one is a ValueError that names it."""
+    """One field of a mapping or an object; without a default a missing one is a MissingSetting that names it."""
     found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
     if found is not _MISSING:
         return found
     if default:
         return default[0]
-    raise ValueError(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
+    raise MissingSetting(f"the configuration has no '{name}'; add the key (known: {sorted(_names(config))})")
+
+
+class MissingSetting(ValueError, KeyError):
+    """A key that has no default is absent; also a KeyError, which is what NeMo RL raises here."""
+
+    __str__ = ValueError.__str__
 
 
 def _names(config: Any) -> list[str]:

@@ -200,6 +200,15 @@ class PolicyConfig(TrainedModelConfig):
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
     reward_model_cfg: dict[str, Any] | None = no_effect(None)
 
+    @classmethod
+    def of(cls, config: PolicyConfig | dict[str, Any]) -> PolicyConfig:
+        """A section as it is; a dictionary checked, with what it leaves out filled in."""
+        if isinstance(config, cls):
+            return config
+        section = cls(**config)
+        section.fill_defaults()
+        return section
+
     def fill_defaults(self) -> None:
         self.fill_batching()
         limit = self.max_total_sequence_length

@@ -162,9 +162,10 @@ class MultipleDataloaderWrapper:
             batch, self.data_iterators = self._custom(self.data_iterators, self.dataloaders, **self.records)
         else:
             batch = self._in_turn()
-        if batch.size != self.expected_num_prompts:
+        size = batch.size if hasattr(batch, "size") else len(next(iter(batch.values())))
+        if size != self.expected_num_prompts:
             raise ValueError(
-                f"data.custom_dataloader returned {batch.size} prompts, expected {self.expected_num_prompts} "
+                f"data.custom_dataloader returned {size} prompts, expected {self.expected_num_prompts} "
                 "(num_prompts_per_step)"
             )
         return batch

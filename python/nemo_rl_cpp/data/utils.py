@@ -26,9 +26,9 @@ def _list_of(section: Any) -> list[dict[str, Any]]:
 
 
 def get_train_dataset_name(data_config: Any) -> str | None:
-    """`dataset_name` of the training data, several joined by "+"; None without any."""
-    names = [get_field(section, "dataset_name", None) for section in _list_of(get_field(data_config, "train", None))]
-    return "+".join(name for name in names if name is not None) or None
+    """`dataset_name` of the training data, of the first of several; None without any."""
+    sections = _list_of(get_field(data_config, "train", None))
+    return get_field(sections[0], "dataset_name", None) if sections else None
 
 
 class _Tasks:
@@ -176,12 +176,31 @@ def save_dataloader_state(dataloader: Any, checkpoint_path: str | Path, suffix: 
 def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: Any, suffix: str = "") -> None:
     """Takes the loader to the position that a checkpoint keeps.
 
-    ValueError when the checkpoint has none or it belongs to other data; `data_config` gives the message its name.
+    When the configuration saved beside it (config.yaml) names another training data set, the loader stays where it is, at
+    the beginning of the new one, and a message says so. A position that torch saved (train_dataloader{suffix}.pt, for
+    loaders of other packages) is read where there is none of ours. FileNotFoundError when the checkpoint has none;
+    ValueError when it belongs to other rows, another seed or another order.
     """
     file = dataloader_state_file(checkpoint_path, suffix)
-    if not file.is_file():
-        raise ValueError(
+    foreign = file.with_suffix(".pt")
+    if not file.is_file() and not foreign.is_file():
+        raise FileNotFoundError(
             f"the checkpoint {checkpoint_path} holds no position in the data ({file.name}), so the run on "
             f"{get_train_dataset_name(data_config)} cannot be resumed from it"
         )
-    dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+    before, now = _saved_dataset_name(Path(checkpoint_path)), get_train_dataset_name(data_config)
+    if None not in (before, now) and before != now:
+        print(f"Dataset swap detected: the checkpoint was trained on {before!r}, this run on {now!r}, which begins at its start")
+    elif file.is_file():
+        dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+    else:
+        import torch
+
+        dataloader.load_state_dict(torch.load(foreign, weights_only=True))
+
+
+def _saved_dataset_name(checkpoint: Path) -> str | None:
+    from nemo_rl_cpp.utils.config import load_config
+
+    saved = checkpoint / "config.yaml"
+    return get_train_dataset_name(load_config(saved).get("data")) if saved.is_file() else None

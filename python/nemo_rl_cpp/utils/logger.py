@@ -19,7 +19,7 @@ from nemo_rl_cpp.utils.log_backends import (
     _merge_generation_logger_workers,
     _summarize_list,
 )
-from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger, matplotlib_figure
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict
 from nemo_rl_cpp.utils.log_samples import print_message_log_samples
 from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger
@@ -115,8 +115,19 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Logs a matplotlib Figure or a `plots.LinePlot`; it is also saved as plots/NAME_stepN.svg."""
-        self._each(lambda logger: logger.log_plot(figure, step, name))
+        """Logs a matplotlib Figure or a `plots.LinePlot`; it is also saved as plots/NAME_stepN.svg.
+
+        TensorBoard and the trackers get it as a matplotlib Figure, or not at all where matplotlib is missing.
+        """
+        drawn = matplotlib_figure(figure) if self.loggers else None
+
+        def give(logger: LoggerInterface) -> None:
+            if isinstance(logger, JsonlLogger):
+                logger.log_plot(figure, step, name)
+            elif drawn is not None:
+                logger.log_plot(drawn, step, name)
+
+        self._each(give)
 
     def log_plot_per_worker_timeline_metrics(
         self, metrics: dict[int, list[Any]], step: int, prefix: str, name: str, timeline_interval: float

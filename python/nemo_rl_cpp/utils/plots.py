@@ -91,10 +91,15 @@ def logprob_error_plot(data: Mapping[str, Any]) -> LinePlot | None:
     relative = np.abs(np.exp(gen) - np.exp(prev)) / np.exp(gen)
     widest, steepest = int(gap.argmax()), int(relative.argmax())
     return LinePlot(
-        f"token_mult_prob_error = {error[sample]:.6g} (sample {sample})", "token position", "log-probability",
-        {"generation_logprobs": (xs, gen.tolist()), "prev_logprobs": (xs, prev.tolist()), "|difference|": (xs, gap.tolist())},
+        f"token_mult_prob_error = {error[sample]:.6g} (sample {sample})",
+        "Token Position (starting from prompt end)", "Log Probability/Difference",
         {
-            f"largest difference {gap[widest]:.4g}": (xs[widest], float(gap[widest])),
-            f"largest relative difference of probability {relative[steepest]:.4g}": (xs[steepest], float(gap[steepest])),
+            "logprob (generation)": (xs, gen.tolist()),
+            "logprob (training policy recompute)": (xs, prev.tolist()),
+            "abs error": (xs, gap.tolist()),
+        },
+        {
+            f"Max abs error: {gap[widest]:.4g}": (xs[widest], float(gap[widest])),
+            f"Max rel error (prob): {relative[steepest]:.4g}": (xs[steepest], float(gap[steepest])),
         },
     )

@@ -4,9 +4,10 @@ import sys
 import types
 
 import pytest
+import torch
 
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
-from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
 from nemo_rl_cpp.data.utils import (
     get_train_dataset_name,
     load_dataloader_state,
@@ -158,7 +159,7 @@ def test_video_is_refused(smollm2):
 
 
 def test_train_dataset_name():
-    assert get_train_dataset_name(data(train=[ARITHMETIC, REVERSE])) == "arithmetic+reverse_digits"
+    assert get_train_dataset_name(data(train=[ARITHMETIC, REVERSE])) == "arithmetic"
     assert get_train_dataset_name({}) is None
 
 
@@ -173,6 +174,38 @@ def test_batches_of_a_real_run(smollm2, tmp_path):
     again = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42)
     load_dataloader_state(again, str(tmp_path), data(train=ARITHMETIC))
     assert next(iter(again))["idx"] == expected
-    with pytest.raises(ValueError, match="run on arithmetic cannot be resumed"):
+    with pytest.raises(FileNotFoundError, match="run on arithmetic cannot be resumed"):
         load_dataloader_state(again, str(tmp_path / "none"), data(train=ARITHMETIC))
     batches.close()
+
+
+class Rows:
+    """A loader that only notes what it is told."""
+
+    state = None
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_a_position_of_other_data_is_not_taken(tmp_path, capsys):
+    (tmp_path / "train_dataloader_math.json").write_text('{"cursor": 5}')
+    for saved, now, taken in (("A", "A", True), ("A", "B", False), (None, "B", True), ("A", None, True)):
+        (tmp_path / "config.yaml").write_text(f"data: {{train: [{{dataset_name: {saved or 'null'}}}]}}\n")
+        loader = Rows()
+        load_dataloader_state(loader, str(tmp_path), {"train": {"dataset_name": now}}, suffix="_math")
+        assert loader.state == ({"cursor": 5} if taken else None)
+        assert ("Dataset swap detected" in capsys.readouterr().out) is not taken
+
+
+def test_a_position_that_torch_saved_is_read_where_there_is_none_of_ours(tmp_path):
+    torch.save({"samples_yielded": 5}, tmp_path / "train_dataloader.pt")
+    loader = Rows()
+    load_dataloader_state(loader, str(tmp_path), {"train": {"dataset_name": "A"}})
+    assert loader.state == {"samples_yielded": 5}
+
+
+def test_sections_that_are_null_have_no_environment_and_no_name():
+    sections = {"train": [{"dataset_name": "a"}, None], "validation": None, "default": None}
+    assert extract_necessary_env_names(sections) == []
+    assert [get_train_dataset_name(config) for config in (None, {"train": None}, {"train": []}, sections)] == [None, None, None, "a"]

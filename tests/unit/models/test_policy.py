@@ -177,3 +177,13 @@ def test_what_one_process_cannot_do_says_why(method, arguments):
 def test_constructor_arguments_of_other_backends_are_refused():
     with pytest.raises(ValueError, match="skip_weight_load"):
         Policy(None, None, None, skip_weight_load=True)
+
+
+def test_the_section_may_be_a_dictionary():
+    section = {"model_name": "tiny-random", "precision": "float32", "train_global_batch_size": 12, "train_micro_batch_size": 12,
+               "max_total_sequence_length": 16, "generation": {"temperature": 1.0}}
+    policy = Policy(None, section, tiny_tokenizer(), seed=1, init_reference_model=False)
+    assert policy.weight_digest() == make_policy(init_reference_model=False).weight_digest()
+    assert policy.config.generation.max_new_tokens == 16
+    with pytest.raises(ValueError, match="train_global_batch"):
+        Policy(None, section | {"train_global_batch": 1}, tiny_tokenizer())

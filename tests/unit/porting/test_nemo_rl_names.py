@@ -137,6 +137,8 @@ def test_every_difference_is_a_name_of_the_table():
     ("data.datasets", ["AllTaskProcessedDataset", "load_response_dataset", "load_eval_dataset", "extract_necessary_env_names"]),
     ("data.multimodal_utils", ["PackedTensor"]),
     ("data", ["DataConfig", "ResponseDatasetConfig", "EvalDataConfigType"]),
+    ("models.interfaces", ["PolicyInterface", "GenerationInterface", "ValueInterface"]),
+    ("distributed.worker_groups", ["RayWorkerGroup"]),
     ("models.policy", ["PolicyConfig", "TokenizerConfig", "SequencePackingConfig", "DynamicBatchingConfig"]),
     ("models.value", ["ValueConfig"]),
     ("utils.logger", ["WandbLogger", "TensorboardLogger", "MLflowLogger", "SwanlabLogger", "RayGpuMonitorLogger"]),

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from nemo_rl_cpp.algorithms.advantage_estimator import GeneralizedAdvantageEstimator
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
@@ -227,3 +228,27 @@ def test_packers_that_cannot_be_made_or_cannot_fill_their_bins():
     for wish in ({"min_bin_count": 3}, {"bin_count_multiple": 3}):
         with pytest.raises(ValueError, match="Cannot create 3 bins with only 2 sequences"):
             get_packer("concatenative", 100, **wish).pack([50, 50])
+
+
+GAE = {"gae_lambda": 1.0, "gae_gamma": 1.0, "normalize_advantages": False, "gae_lambda_value": None, "gae_lambda_policy": None,
+       "length_adaptive_alpha": 0.05}
+
+
+def test_the_lambda_that_adapts_is_the_one_that_is_used():
+    mask = torch.zeros(2, 60)
+    mask[0, :3], mask[1, :50] = 1, 1
+    rewards, values = torch.tensor([1.0, 2.0]), torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
+    estimator = GeneralizedAdvantageEstimator(GAE, {})
+    lambdas = estimator._resolve_lambda_policy(mask)
+    assert lambdas.tolist() == pytest.approx([0.0, 1 - 1 / 2.5])
+    adaptive, _ = estimator.compute_advantage(None, rewards, mask, values)
+    for row, value in enumerate(lambdas.tolist()):
+        plain = GeneralizedAdvantageEstimator(GAE | {"gae_lambda": value, "length_adaptive_alpha": 0.0}, {})
+        assert plain._resolve_lambda_policy(mask) == value
+        torch.testing.assert_close(adaptive[row], plain.compute_advantage(None, rewards, mask, values)[0][row])
+
+
+def test_a_missing_key_of_an_estimator_is_both_kinds_of_error():
+    for kind in (KeyError, ValueError):
+        with pytest.raises(kind, match="^the configuration has no 'gae_gamma'; add the key"):
+            GeneralizedAdvantageEstimator({"gae_lambda": 1.0}, {})

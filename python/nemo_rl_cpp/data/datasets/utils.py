@@ -192,7 +192,8 @@ def _sections(data_config: Any) -> Iterable[dict[str, Any]]:
         section = data_config.get(key)
         if section is None:
             continue
-        yield from section if isinstance(section, (list, tuple)) else [section]
+        several = section if isinstance(section, (list, tuple)) else [section]
+        yield from (one for one in several if one is not None)
 
 
 def extract_necessary_env_names(data_config: dict[str, Any]) -> list[str]:

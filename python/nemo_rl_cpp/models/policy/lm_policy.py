@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl_cpp.models.policy.single_process import SingleProcessPolicy
@@ -22,7 +23,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
 
     Args:
         cluster: one device (`RayVirtualCluster` of world size 1) or None.
-        config: the `policy` section.
+        config: the `policy` section, or a dictionary of its keys.
         tokenizer: saved beside the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
@@ -41,6 +42,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
                 "Policy: processor (multimodal models), worker_extension_cls_fqn (workers in other processes) and skip_weight_load "
                 "(weights from another process) are not supported; leave them at their defaults"
             )
+        config = PolicyConfig.of(config)
         super().__init__(
             "policy", cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
             total_steps=total_steps, seed=seed,

@@ -1,0 +1,22 @@
+"""The contracts of policy, value model and generation in one place, where the GRPO guide has them."""
+
+from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from nemo_rl_cpp.models.policy.interfaces import (
+    ColocatablePolicyInterface,
+    LogprobOutputSpec,
+    PolicyInterface,
+    ReferenceLogprobOutputSpec,
+)
+from nemo_rl_cpp.models.value.interfaces import ValueInterface, ValueOutputSpec
+
+__all__ = [
+    "ColocatablePolicyInterface",
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "LogprobOutputSpec",
+    "PolicyInterface",
+    "ReferenceLogprobOutputSpec",
+    "ValueInterface",
+    "ValueOutputSpec",
+]

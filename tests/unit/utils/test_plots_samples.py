@@ -26,7 +26,7 @@ def test_the_plot_shows_the_worst_sample_that_counts():
     # sample 1: tokens with |difference| 0 and 0.5; sample 2 is masked
     assert plot.title.startswith(f"token_mult_prob_error = {(1 + np.exp(0.5)) / 2:.6g} (sample 1)")
     assert plot.lines["abs error"] == ([1, 2], [0.0, 0.5])
-    assert plot.lines["prev_logprobs"][1] == [-1.0, -1.5]
+    assert plot.lines["logprob (training policy recompute)"][1] == [-1.0, -1.5]
 
 
 def test_nothing_is_plotted_without_a_counted_token(tmp_path):

@@ -1,6 +1,8 @@
 // Decoder, trainer and the model runner: handles that Python orchestrates.
 #include <ATen/ATen.h>
 
+#include <numeric>
+
 #include "bindings/module.h"
 #include "common/check.h"
 #include "trainer/trainer.h"
@@ -119,12 +121,48 @@ void bind_filtered_row(py::module_& m) {
       "(logprobs [R], d sum(g logprobs) / d logits [R, V]) of the tokens under top-k and top-p, as training scores them");
 }
 
+/// The head by itself: one target a row.
+class SingleTargets {
+ public:
+  void forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, double temperature, const at::Tensor& logprobs,
+               const at::Tensor& entropy) {
+    sums_.resize(static_cast<std::size_t>(x.size(0)));
+    head_.forward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {logprobs, {}}, sums_.data(), entropy);
+  }
+  void backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, const at::Tensor& d_logprobs, double temperature,
+                const at::Tensor& d_x, const at::Tensor& d_w) {
+    NRL_CHECK_ARG(static_cast<std::int64_t>(sums_.size()) == x.size(0), "backward without a forward of these rows");
+    head_.backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {d_logprobs, {}}, sums_.data(), d_x, d_w);
+  }
+
+ private:
+  model::RowTargets wanted(const at::Tensor& x, const at::Tensor& targets) {
+    NRL_CHECK_ARG(targets.is_contiguous() && targets.scalar_type() == at::kLong && targets.numel() == x.size(0), "targets: expected int64 [", x.size(0), "]");
+    first_.resize(static_cast<std::size_t>(x.size(0)) + 1);
+    std::iota(first_.begin(), first_.end(), 0);
+    return {first_.data(), targets.const_data_ptr<std::int64_t>()};
+  }
+  model::VocabularyHead head_;
+  std::vector<model::RowSums> sums_;
+  std::vector<std::int64_t> first_;
+};
+
+void bind_vocabulary_head(py::module_& m) {
+  py::class_<SingleTargets>(m, "VocabularyHead", "See csrc/model/vocabulary_head.h; one target a row")
+      .def(py::init())
+      .def("forward", &SingleTargets::forward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("temperature"), py::arg("logprobs"),
+           py::arg("entropy"), release_gil())
+      .def("backward", &SingleTargets::backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"), py::arg("temperature"),
+           py::arg("d_x"), py::arg("d_w"), release_gil());
+}
+
 }  // namespace
 
 void bind_model(py::module_& m) {
   bind_decoder_model(m);
   bind_trainer(m);
   bind_filtered_row(m);
+  bind_vocabulary_head(m);
 }
 
 }  // namespace nemo_rl::bindings

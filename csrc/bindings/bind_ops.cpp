@@ -1,5 +1,7 @@
 // Single ops, for tests, benchmarks and notebooks; the model calls them inside C++.
 #include "bindings/module.h"
+#include "ops/adamw.h"
+#include "ops/advantages.h"
 #include "ops/linear.h"
 
 namespace nemo_rl::bindings {
@@ -9,6 +11,16 @@ void bind_ops(py::module_& m) {
         release_gil());
   m.def("linear_backward_input", &ops::linear_backward_input, py::arg("dy"), py::arg("w"), py::arg("dx"), py::arg("accumulate") = false,
         release_gil());
+  m.def("adamw_step",
+        [](const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+           const std::optional<at::Tensor>& compute, double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step) {
+          ops::adamw_step(weights, grads, exp_avg, exp_avg_sq, compute, {lr, beta1, beta2, eps, weight_decay}, step, 1.0);
+        },
+        py::arg("weights"), py::arg("grads"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("compute"), py::arg("lr"), py::arg("beta1"),
+        py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("step"), release_gil());
+  m.def("whiten_",
+        [](at::Tensor values, const at::Tensor& mask) { return ops::whiten_(values, mask, kernels::WhitenRule::unbiased_added, true); },
+        py::arg("values"), py::arg("mask"), "In place, as after GAE; whether there were too few valid tokens", release_gil());
   m.def("linear_backward_weight", &ops::linear_backward_weight, py::arg("dy"), py::arg("x"), py::arg("dw"), release_gil());
 }
 

@@ -31,17 +31,22 @@ struct GaeArgs {
   T* returns = nullptr;     ///< [B, S] contiguous
 };
 
-/// The running state of one row, in double whatever T is.
-struct GaeCarry {
-  double next_value = 0;
-  double advantage = 0;
-  double value_advantage = 0;  ///< of the returns' pass
+/// The running state of one row (or of several, where D is a vector), in double whatever T is.
+template <class D>
+struct GaeCarryOf {
+  D next_value{};
+  D advantage{};
+  D value_advantage{};  ///< of the returns' pass
 };
+using GaeCarry = GaeCarryOf<double>;
 
-NRL_INLINE GaeCarry gae_step(const GaeCarry& c, double reward, double value, double gamma, double decay,
-                             double decay_value) {
-  const double delta = reward + gamma * c.next_value - value;
+template <class D>
+NRL_INLINE GaeCarryOf<D> gae_step_of(const GaeCarryOf<D>& c, D reward, D value, double gamma, D decay, double decay_value) {
+  const D delta = reward + gamma * c.next_value - value;
   return {value, delta + decay * c.advantage, delta + decay_value * c.value_advantage};
+}
+NRL_INLINE GaeCarry gae_step(const GaeCarry& c, double reward, double value, double gamma, double decay, double decay_value) {
+  return gae_step_of<double>(c, reward, value, gamma, decay, decay_value);
 }
 
 NRL_INLINE double gae_row_lambda(const GaeConfig& c, double length) {

@@ -4,10 +4,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "kernels/cpu/transpose.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm inside GCC 12's own _mm512_reduce_max_ps
@@ -171,37 +172,10 @@ NRL_INLINE DoubleVec exp2_vec(DoubleVec x) {
 NRL_INLINE float exp2_scalar(float x) { return exp2_vec(splat(x))[0]; }
 NRL_INLINE double exp2_scalar(double x) { return std::exp2(x); }
 
-namespace detail {
-template <class Vec, class Mask, std::size_t... I>
-NRL_INLINE Vec interleave_low(Vec a, Vec b, std::index_sequence<I...>) {
-  constexpr auto width = sizeof...(I);
-  return __builtin_shuffle(a, b, Mask{static_cast<int>(I % 2 ? width + I / 2 : I / 2)...});
-}
-template <class Vec, class Mask, std::size_t... I>
-NRL_INLINE Vec interleave_high(Vec a, Vec b, std::index_sequence<I...>) {
-  constexpr auto width = sizeof...(I);
-  return __builtin_shuffle(a, b, Mask{static_cast<int>((I % 2 ? width + I / 2 : I / 2) + width / 2)...});
-}
-}  // namespace detail
-
-/// Transposes width vectors in registers: log2(width) perfect shuffles.
+/// Transposes width vectors in registers.
 template <class Real>
 NRL_INLINE void transpose(typename Simd<Real>::Vec (&v)[Simd<Real>::width]) {
-  using Vec = typename Simd<Real>::Vec;
-  using Mask = typename Simd<Real>::Int;
-  constexpr int width = Simd<Real>::width;
-  constexpr auto lanes = std::make_index_sequence<width>{};
-#pragma GCC unroll 4
-  for (int stage = 1; stage < width; stage *= 2) {
-    Vec next[width];
-#pragma GCC unroll 8
-    for (int i = 0; i < width / 2; ++i) {
-      next[2 * i] = detail::interleave_low<Vec, Mask>(v[i], v[i + width / 2], lanes);
-      next[2 * i + 1] = detail::interleave_high<Vec, Mask>(v[i], v[i + width / 2], lanes);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < width; ++i) v[i] = next[i];
-  }
+  transpose_square<typename Simd<Real>::Int>(v);
 }
 
 }  // namespace

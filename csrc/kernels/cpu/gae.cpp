@@ -1,5 +1,8 @@
 #include "kernels/gae.h"
 
+#include "kernels/cpu/transpose.h"
+#include "kernels/cpu/vec_math.h"
+
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
@@ -19,14 +22,84 @@ void kl_rewards(const GaeArgs<T>& a, double coef, std::int64_t b) {
   }
 }
 
+constexpr int kWidth = kNativeBytes / 8;  ///< rows a vector of doubles
+constexpr int kVectors = kRows / kWidth;
+using Doubles = double __attribute__((vector_size(kNativeBytes)));
+using Longs = std::int64_t __attribute__((vector_size(kNativeBytes)));
+
+/// kWidth values of T.
+template <class T>
+struct Narrow {
+  typedef T type __attribute__((vector_size(sizeof(T) * kWidth), aligned(alignof(T)), may_alias));
+};
+
+template <class T>
+NRL_VEC_INLINE Doubles load_doubles(const T* p) {
+  return __builtin_convertvector(*reinterpret_cast<const typename Narrow<T>::type*>(p), Doubles);
+}
+template <class T>
+NRL_VEC_INLINE void store_doubles(T* p, Doubles v) {
+  *reinterpret_cast<typename Narrow<T>::type*>(p) = __builtin_convertvector(v, typename Narrow<T>::type);
+}
+
+/// A full vector of T and the integer vector of the same lanes.
+template <class T>
+struct Full {
+  static constexpr int width = kNativeBytes / sizeof(T);
+  using Vec = NativeFloats;
+  using Mask = NativeInts;
+};
+template <>
+struct Full<double> {
+  static constexpr int width = kWidth;
+  using Vec = Doubles;
+  using Mask = Longs;
+};
+
+/// to[i][r] = rows[r * stride + i] for r < count, i < n; the other rows of `to` are left alone.
+template <class T>
+void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows]) {
+  constexpr int W = Full<T>::width;
+  for (int r = 0; r < count; r += W)
+    for (int i = 0; i < n; i += W) {
+      if (r + W <= count && i + W <= n) {
+        typename Full<T>::Vec v[W];
+        for (int k = 0; k < W; ++k) std::memcpy(&v[k], rows + (r + k) * stride + i, kNativeBytes);
+        transpose_square<typename Full<T>::Mask>(v);
+        for (int k = 0; k < W; ++k) std::memcpy(&to[i + k][r], &v[k], kNativeBytes);
+      } else {
+        for (int a = r; a < r + W && a < count; ++a)
+          for (int b = i; b < i + W && b < n; ++b) to[b][a] = rows[a * stride + b];
+      }
+    }
+}
+
+/// The reverse: rows[r * stride + i] = from[i][r].
+template <class T>
+void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride) {
+  constexpr int W = Full<T>::width;
+  for (int r = 0; r < count; r += W)
+    for (int i = 0; i < n; i += W) {
+      if (r + W <= count && i + W <= n) {
+        typename Full<T>::Vec v[W];
+        for (int k = 0; k < W; ++k) std::memcpy(&v[k], &from[i + k][r], kNativeBytes);
+        transpose_square<typename Full<T>::Mask>(v);
+        for (int k = 0; k < W; ++k) std::memcpy(rows + (r + k) * stride + i, &v[k], kNativeBytes);
+      } else {
+        for (int a = r; a < r + W && a < count; ++a)
+          for (int b = i; b < i + W && b < n; ++b) rows[a * stride + b] = from[b][a];
+      }
+    }
+}
+
 /// Up to kRows rows of the batch, transposed block by block.
 template <class T>
 struct RowGroup {
   std::int64_t first = 0;
   int count = 0;
   alignas(64) double decay[kRows] = {};
-  alignas(64) double next_value[kRows] = {}, advantage[kRows] = {}, value_advantage[kRows] = {};
   alignas(64) double pending[kRows] = {};  ///< the reward, until the last valid token takes it
+  GaeCarryOf<Doubles> carry[kVectors] = {};
   alignas(64) T value[kTokens][kRows] = {}, mask[kTokens][kRows] = {}, reward[kTokens][kRows] = {};
   alignas(64) T out_advantage[kTokens][kRows], out_return[kTokens][kRows];
 };
@@ -52,45 +125,46 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
 
 template <class T>
 void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start, int n) {
-  for (int r = 0; r < g.count; ++r) {
-    const T* value = a.values.row(g.first + r) + start;
-    const T* mask = a.mask.row(g.first + r) + start;
-    for (int i = 0; i < n; ++i) g.value[i][r] = value[i];
-    for (int i = 0; i < n; ++i) g.mask[i][r] = mask[i];
-    const T* reward = a.advantages + (g.first + r) * a.num_tokens + start;  // the KL penalties, left there before the
-                                                                            // scan
-    if (kl)
-      for (int i = 0; i < n; ++i) g.reward[i][r] = reward[i];
-  }
+  load_transposed(a.values.row(g.first) + start, a.values.row_stride, g.count, n, g.value);
+  load_transposed(a.mask.row(g.first) + start, a.mask.row_stride, g.count, n, g.mask);
+  // the KL penalties, left there before the scan
+  if (kl) load_transposed<T>(a.advantages + g.first * a.num_tokens + start, a.num_tokens, g.count, n, g.reward);
 }
 
 template <class T>
 void store_block(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n) {
-  for (int r = 0; r < g.count; ++r) {
-    T* __restrict advantage = a.advantages + (g.first + r) * a.num_tokens + start;
-    T* __restrict returns = a.returns + (g.first + r) * a.num_tokens + start;
-    for (int i = 0; i < n; ++i) advantage[i] = g.out_advantage[i][r];
-    for (int i = 0; i < n; ++i) returns[i] = g.out_return[i][r];
-  }
+  store_transposed(g.out_advantage, g.count, n, a.advantages + g.first * a.num_tokens + start, a.num_tokens);
+  store_transposed(g.out_return, g.count, n, a.returns + g.first * a.num_tokens + start, a.num_tokens);
 }
 
 template <bool decoupled, class T>
 void scan_block(RowGroup<T>& g, const GaeConfig& c, int n) {
   const double gamma = c.gamma, decay_value = c.gamma * c.lambda_value;
+  const Doubles zero{};
+  Doubles decay[kVectors], pending[kVectors];
+  GaeCarryOf<Doubles> carry[kVectors];  // in registers during the scan
+  for (int j = 0; j < kVectors; ++j) {
+    decay[j] = load_doubles(g.decay + j * kWidth), pending[j] = load_doubles(g.pending + j * kWidth);
+    carry[j] = g.carry[j];
+  }
   for (int i = n - 1; i >= 0; --i) {
-    for (int r = 0; r < kRows; ++r) {
-      const bool valid = g.mask[i][r] != T(0);
-      const double value = g.value[i][r];
-      const double reward = static_cast<double>(g.reward[i][r]) + g.pending[r];
-      const GaeCarry carry{g.next_value[r], g.advantage[r], g.value_advantage[r]};
-      const GaeCarry next = gae_step(carry, reward, value, gamma, g.decay[r], decay_value);
-      g.next_value[r] = valid ? next.next_value : carry.next_value;
-      g.advantage[r] = valid ? next.advantage : carry.advantage;
-      if (decoupled) g.value_advantage[r] = valid ? next.value_advantage : carry.value_advantage;
-      g.pending[r] = valid ? 0.0 : g.pending[r];
-      g.out_advantage[i][r] = valid ? static_cast<T>(g.advantage[r]) : T(0);
-      g.out_return[i][r] = static_cast<T>((decoupled ? g.value_advantage[r] : g.advantage[r]) + value);
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) {
+      const int r = j * kWidth;
+      const Longs valid = load_doubles(g.mask[i] + r) != zero;
+      const Doubles value = load_doubles(g.value[i] + r), reward = load_doubles(g.reward[i] + r) + pending[j];
+      const GaeCarryOf<Doubles> next = gae_step_of<Doubles>(carry[j], reward, value, gamma, decay[j], decay_value);
+      carry[j].next_value = valid ? next.next_value : carry[j].next_value;
+      carry[j].advantage = valid ? next.advantage : carry[j].advantage;
+      if (decoupled) carry[j].value_advantage = valid ? next.value_advantage : carry[j].value_advantage;
+      pending[j] = valid ? zero : pending[j];
+      store_doubles(g.out_advantage[i] + r, valid ? carry[j].advantage : zero);
+      store_doubles(g.out_return[i] + r, (decoupled ? carry[j].value_advantage : carry[j].advantage) + value);
     }
+  }
+  for (int j = 0; j < kVectors; ++j) {
+    store_doubles(g.pending + j * kWidth, pending[j]);
+    g.carry[j] = carry[j];
   }
 }
 

@@ -4,12 +4,14 @@
 
 #include "kernels/cpu/plain.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/cpu/transpose.h"
 #include "kernels/linear.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-constexpr std::int64_t kBlockK = 256;  // terms summed in registers between two visits of C
+constexpr std::int64_t kBlockK = 1024;  // terms summed in registers between two visits of C
+constexpr std::int64_t kRowsA = 120;    // rows of A packed at a time: with a strip of B they stay in the second-level cache
 
 /// How panels are stored and multiplied. A "step" is one term of the sum, or a pair of them (bf16 instructions).
 template <class T>
@@ -59,7 +61,7 @@ constexpr int kTileM = 6, kVectorsN = 2;
 #else
 constexpr int kTileM = 4, kVectorsN = 2;
 #endif
-static_assert(kGemmBlockM % kTileM == 0);
+static_assert(kGemmBlockM % kTileM == 0 && kRowsA % kTileM == 0);
 
 template <class T>
 constexpr int kTileN = kVectorsN* simd_t<T>::kLanes;
@@ -97,20 +99,46 @@ inline void micro_kernel(const typename Panel<T>::Element* a, const typename Pan
     for (int j = 0; j < cols; ++j) c[i * ldc + j] = add ? c[i * ldc + j] + full[i][j] : full[i][j];
 }
 
-/// Rows [m0, m0 + rows) x terms [k0, k0 + terms) of A as panels of kTileM rows; missing rows are zero.
+/// One panel: rows [0, present) x `terms` terms from a; absent rows are zero. May write up to a vector past its end.
+template <class T>
+void pack_panel(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, std::int64_t terms, typename Panel<T>::Element* out) {
+  using P = Panel<T>;
+  using Element = typename P::Element;
+  const std::int64_t steps = (terms + P::kPair - 1) / P::kPair;
+  std::int64_t s = 0;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Element) == 4) {
+    if (row_stride == 1 && kTileM <= P::S::kLanes) {
+      for (; s < steps; ++s, out += kTileM)
+        P::pack_row(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < terms, present, out);
+      return;
+    }
+    if (col_stride == 1 && sizeof(T) * P::kPair == 4) {
+      for (; (s + 16) * P::kPair <= terms; s += 16, out += 16 * kTileM) {
+        using Words = std::int32_t __attribute__((vector_size(64)));
+        Words r[16];
+        for (int i = 0; i < 16; ++i) r[i] = i < present ? reinterpret_cast<Words>(_mm512_loadu_si512(a + i * row_stride + s * P::kPair)) : Words{};
+        transpose_square<Words>(r);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * kTileM, reinterpret_cast<__m512i>(r[i]));
+      }
+    }
+  }
+#endif
+  for (; s < steps; ++s) {
+    const std::int64_t k = s * P::kPair;
+    for (int i = 0; i < present; ++i) *out++ = P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < terms);
+    for (int i = present; i < kTileM; ++i) *out++ = Element{};
+  }
+}
+
+/// Rows [m0, m0 + rows) x terms [k0, k0 + terms) of A as panels of kTileM rows.
 template <class T, class O>
 void pack_a(const GemmArgs<T, O>& p, std::int64_t m0, std::int64_t rows, std::int64_t k0, std::int64_t terms,
             typename Panel<T>::Element* out) {
-  using P = Panel<T>;
-  const std::int64_t steps = (terms + P::kPair - 1) / P::kPair;
-  for (std::int64_t m = 0; m < rows; m += kTileM)
-    for (std::int64_t s = 0; s < steps; ++s) {
-      const std::int64_t k = s * P::kPair;
-      const T* column = p.a + (m0 + m) * p.row_stride_a + (k0 + k) * p.col_stride_a;
-      const int present = static_cast<int>(smaller<std::int64_t>(kTileM, rows - m));
-      for (int i = 0; i < present; ++i) *out++ = P::make(column + i * p.row_stride_a, p.col_stride_a, k + 1 < terms);
-      for (int i = present; i < kTileM; ++i) *out++ = typename P::Element{};
-    }
+  const std::int64_t steps = (terms + Panel<T>::kPair - 1) / Panel<T>::kPair;
+  for (std::int64_t m = 0; m < rows; m += kTileM, out += steps * kTileM)
+    pack_panel(p.a + (m0 + m) * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a,
+               static_cast<int>(smaller<std::int64_t>(kTileM, rows - m)), terms, out);
 }
 
 template <class T, class O>
@@ -161,14 +189,14 @@ void gemm(const GemmArgs<T, O>& p, std::int64_t block_begin, std::int64_t block_
   const std::int64_t panels_n = (p.N + kTileN<T> - 1) / kTileN<T>;
   const std::int64_t steps_max = (kBlockK + P::kPair - 1) / P::kPair;
   auto* b = scratch<typename P::Element>(panels_n * kTileN<T> * steps_max, 0);
-  auto* a = scratch<typename P::Element>(kGemmBlockM * steps_max, 1);
+  auto* a = scratch<typename P::Element>(kRowsA * steps_max + P::S::kLanes, 1);
   A* sums = nullptr;
   if constexpr (!kDirect) sums = scratch<A>((last - first) * p.N, 2);
   for (std::int64_t k0 = 0; k0 < p.K; k0 += kBlockK) {
     const std::int64_t terms = smaller(kBlockK, p.K - k0), steps = (terms + P::kPair - 1) / P::kPair;
     pack_b(p, k0, terms, b);
-    for (std::int64_t m0 = first; m0 < last; m0 += kGemmBlockM) {
-      const std::int64_t rows = smaller(kGemmBlockM, last - m0);
+    for (std::int64_t m0 = first; m0 < last; m0 += kRowsA) {
+      const std::int64_t rows = smaller(kRowsA, last - m0);
       pack_a(p, m0, rows, k0, terms, a);
       for (std::int64_t pn = 0; pn < panels_n; ++pn)
         for (std::int64_t m = 0; m < rows; m += kTileM) {

@@ -1,0 +1,274 @@
+#include "model/vocabulary_head.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/check.h"
+#include "kernels/linear.h"
+#include "kernels/logprob_backward.h"
+#include "ops/kernel_types.h"
+#include "ops/linear.h"
+
+namespace nemo_rl::model {
+namespace {
+
+constexpr std::int64_t kTile = kernels::kVocabBlock;  // columns: a whole block of the log-softmax
+constexpr std::int64_t kRowBlock = 64;                // rows: their logits for a tile stay in the second-level cache
+constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
+constexpr std::int64_t kRowLogits = std::int64_t{1} << 24;  // where whole rows are needed: 64 MiB of float32
+
+kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperature, bool with_entropy) {
+  return kernels::log_sum_exp_row(row, V, temperature, with_entropy);
+}
+kernels::LogSumExpF64 log_sum_exp(const double* row, std::int64_t V, double temperature, bool with_entropy) {
+  return kernels::log_sum_exp_row_f64(row, V, temperature, with_entropy);
+}
+float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) { return kernels::token_logprob(logit, temperature, lse); }
+double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) { return kernels::token_logprob_f64(logit, temperature, lse); }
+
+template <class A>
+LogSumExpOf<A> lse_of(const RowSums& sums) {
+  return {static_cast<A>(sums.max), static_cast<A>(sums.log_sum), 0};
+}
+
+/// out[v - begin] = d sum_i g[i] logprob(targets[i]) / d logits[v] for v in [begin, begin + n); `logits` starts at begin.
+template <class A, class S>
+void row_gradient(const A* logits, std::int64_t begin, std::int64_t n, A temperature, const LogSumExpOf<A>& lse, const std::int64_t* targets,
+                  const A* g, std::int64_t pairs, S* out) {
+  A total = 0;
+  for (std::int64_t i = 0; i < pairs; ++i) total += g[i];
+  const auto probability = [&](A logit) { return std::exp((logit / temperature - lse.max) - lse.log_sum); };
+  if constexpr (std::is_same_v<S, float>) kernels::logprob_backward_row_f32(logits, n, temperature, lse, total, out);
+  if constexpr (std::is_same_v<S, bfloat16>) kernels::logprob_backward_row_bf16(logits, n, temperature, lse, total, out);
+  if constexpr (std::is_same_v<S, double>)
+    for (std::int64_t v = 0; v < n; ++v) out[v] = -total / temperature * probability(logits[v]);
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    const std::int64_t v = targets[i] - begin;
+    if (v < 0 || v >= n) continue;
+    A own = 0;  // all pairs with this target: the entry is rounded once
+    for (std::int64_t j = 0; j < pairs; ++j)
+      if (targets[j] == targets[i]) own += g[j];
+    out[v] = static_cast<S>((own - total * probability(logits[v])) / temperature);
+  }
+}
+
+float* thread_logits() {
+  thread_local std::vector<float> logits(kRowBlock * kTile);
+  return logits.data();
+}
+
+/// Logits of rows [r, r + rows) and columns [v, v + columns), rows kTile apart.
+template <class S>
+void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::int64_t rows, std::int64_t v, std::int64_t columns, float* out) {
+  const kernels::LinearForwardArgs<S, float> args{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr,
+                                                  out, kTile, rows, columns, x.size(1), false};
+  if constexpr (std::is_same_v<S, float>) {
+    kernels::linear_forward_f32(args, 0, kernels::num_linear_tiles(rows, columns));
+  } else {
+    kernels::linear_forward_bf16_f32(args, 0, kernels::num_linear_tiles(rows, columns));
+  }
+}
+
+/// d_w += d^T x and d_x (+)= d w for a tile d [rows, columns] whose rows are kTile apart.
+template <class S>
+void tile_products(const kernels::GemmArgs<S, float>& weight, const kernels::GemmArgs<S, float>& input) {
+  const auto run = [](const kernels::GemmArgs<S, float>& args, std::int64_t begin, std::int64_t end) {
+    if (begin >= end) return;
+    if constexpr (std::is_same_v<S, float>) {
+      kernels::gemm_f32(args, begin, end);
+    } else {
+      kernels::gemm_bf16_f32(args, begin, end);
+    }
+  };
+  const std::int64_t first = kernels::num_gemm_blocks(weight.M), all = first + kernels::num_gemm_blocks(input.M);
+  at::parallel_for(0, all, 1, [&](std::int64_t begin, std::int64_t end) {
+    run(weight, begin, std::min(end, first));
+    run(input, std::max(begin, first) - first, end - first);
+  });
+}
+
+/// f with a value of the type of x, the case of float64 apart.
+template <class F>
+void with_tile_type(const at::Tensor& x, F&& f) {
+  x.scalar_type() == at::kFloat ? f(float{}) : f(bfloat16{});
+}
+
+void check(const at::Tensor& x, const at::Tensor& w) {
+  NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() && x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type(),
+                "the head needs contiguous hidden states [U, D] and weights [V, D] of one dtype, got ", x.sizes(), " and ", w.sizes());
+}
+
+}  // namespace
+
+at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype) {
+  const std::int64_t n = shape[0] * shape[1];
+  if (!buffer.defined() || buffer.scalar_type() != dtype || buffer.numel() < n) buffer = at::empty({n}, dtype);
+  return buffer.narrow(0, 0, n).view(shape);
+}
+
+void VocabularyHead::forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                             const PairValues& values, RowSums* sums, const at::Tensor& entropy) {
+  check(x, w);
+  const std::int64_t V = w.size(0);
+  for (std::int64_t i = wanted.first[0]; i < wanted.first[x.size(0)]; ++i)
+    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < V, "token id ", wanted.targets[i], " is outside the vocabulary of ", V);
+  if (scoring.filters(V) || x.scalar_type() == at::kDouble) return forward_rows(x, w, wanted, scoring, values, sums, entropy);
+  forward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), values.logprobs, sums, entropy);
+}
+
+void VocabularyHead::forward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
+                                   const at::Tensor& logprobs, RowSums* sums, const at::Tensor& entropy) {
+  const std::int64_t U = x.size(0), V = w.size(0), tiles = (V + kTile - 1) / kTile, row_blocks = (U + kRowBlock - 1) / kRowBlock;
+  const std::int64_t* const first = wanted.first;
+  block_sums_.resize(static_cast<std::size_t>(U * tiles));
+  target_logits_.resize(static_cast<std::size_t>(first[U] - first[0]));
+  with_tile_type(x, [&](auto tag) {
+    at::parallel_for(0, tiles * row_blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+      float* const logits = thread_logits();
+      for (std::int64_t item = begin; item < end; ++item) {
+        const std::int64_t tile = item / row_blocks, v = tile * kTile, r = item % row_blocks * kRowBlock;
+        const std::int64_t columns = std::min(kTile, V - v), rows = std::min(kRowBlock, U - r);
+        tile_logits<decltype(tag)>(x, w, r, rows, v, columns, logits);
+        for (std::int64_t u = r; u < r + rows; ++u) {
+          const float* const row = logits + (u - r) * kTile;
+          block_sums_[static_cast<std::size_t>(u * tiles + tile)] = kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
+          for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
+            if (wanted.targets[i] >= v && wanted.targets[i] < v + columns) target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
+        }
+      }
+    });
+  });
+  at::parallel_for(0, U, 64, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t u = begin; u < end; ++u) {
+      const auto lse = kernels::combine_block_sums(&block_sums_[static_cast<std::size_t>(u * tiles)], tiles, entropy.defined());
+      sums[u] = {lse.max, lse.log_sum};
+      if (entropy.defined()) ops::mutable_ptr<float>(entropy)[u] = lse.entropy;
+      for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
+        ops::mutable_ptr<float>(logprobs)[i] = token_logprob(target_logits_[static_cast<std::size_t>(i - first[0])], temperature, lse);
+    }
+  });
+}
+
+void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                  const PairValues& values, RowSums* sums, const at::Tensor& entropy) {
+  const std::int64_t U = x.size(0), V = w.size(0), C = std::max<std::int64_t>(1, kRowLogits / V);
+  const bool filters = scoring.filters(V);
+  const auto& plain_values = filters ? values.unfiltered : values.logprobs;
+  const auto run = [&](auto tag) {
+    using A = decltype(tag);
+    const A temperature = static_cast<A>(scoring.temperature);
+    A* const filtered = filters ? ops::mutable_ptr<A>(values.logprobs) : nullptr;
+    A* const plain = plain_values.defined() ? ops::mutable_ptr<A>(plain_values) : nullptr;
+    for (std::int64_t start = 0; start < U; start += C) {
+      const std::int64_t count = std::min(C, U - start);
+      const auto logits = scratch(logits_, {count, V}, values.logprobs.scalar_type());
+      ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
+      at::parallel_for(start, start + count, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t u = begin; u < end; ++u) {
+          const A* const row = ops::ptr<A>(logits) + (u - start) * V;
+          if (plain || entropy.defined()) {
+            const auto lse = log_sum_exp(row, V, temperature, entropy.defined());
+            sums[u] = {lse.max, lse.log_sum};
+            if (entropy.defined()) ops::mutable_ptr<A>(entropy)[u] = lse.entropy;
+            for (std::int64_t i = wanted.first[u]; plain && i < wanted.first[u + 1]; ++i) plain[i] = token_logprob(row[wanted.targets[i]], temperature, lse);
+          }
+          if (!filters) continue;
+          const auto kept = filtered_row(row, V, scoring);
+          for (std::int64_t i = wanted.first[u]; i < wanted.first[u + 1]; ++i) filtered[i] = kept.logprob(wanted.targets[i], row[wanted.targets[i]]);
+        }
+      });
+    }
+  };
+  values.logprobs.scalar_type() == at::kDouble ? run(double{}) : run(float{});
+}
+
+void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                              const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+  check(x, w);
+  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
+  backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), d_values.logprobs, sums, d_x, d_w);
+}
+
+void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
+                                    const at::Tensor& d_logprobs, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+  const std::int64_t U = x.size(0), V = w.size(0), D = x.size(1);
+  const float* const g = ops::ptr<float>(d_logprobs);
+  with_tile_type(x, [&](auto tag) {
+    using S = decltype(tag);
+    S* const d = ops::mutable_ptr<S>(scratch(d_logits_, {std::min(U, kBackwardRows), kTile}, x.scalar_type()));
+    for (std::int64_t start = 0; start < U; start += kBackwardRows) {
+      const std::int64_t rows = std::min(kBackwardRows, U - start);
+      for (std::int64_t v = 0; v < V; v += kTile) {
+        const std::int64_t columns = std::min(kTile, V - v);
+        at::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](std::int64_t begin, std::int64_t end) {
+          float* const logits = thread_logits();
+          for (std::int64_t r = begin * kRowBlock; r < std::min(rows, end * kRowBlock); r += kRowBlock) {
+            const std::int64_t count = std::min(kRowBlock, rows - r);
+            tile_logits<S>(x, w, start + r, count, v, columns, logits);
+            for (std::int64_t i = 0; i < count; ++i) {
+              const std::int64_t u = start + r + i, p = wanted.first[u];
+              row_gradient(logits + i * kTile, v, columns, temperature, lse_of<float>(sums[u]), wanted.targets + p, g + p, wanted.first[u + 1] - p,
+                           d + (r + i) * kTile);
+            }
+          }
+        });
+        const S* const rows_x = ops::ptr<S>(x) + start * D;
+        const S* const rows_w = ops::ptr<S>(w) + v * D;
+        tile_products<S>({d, 1, kTile, rows_x, D, ops::mutable_ptr<float>(d_w) + v * d_w.stride(0), d_w.stride(0), columns, D, rows, true},
+                         {d, kTile, 1, rows_w, D, ops::mutable_ptr<float>(d_x) + start * d_x.stride(0), d_x.stride(0), rows, D, columns, v > 0});
+      }
+    }
+  });
+}
+
+void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                   const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+  const std::int64_t U = x.size(0), V = w.size(0), C = std::max<std::int64_t>(1, kRowLogits / V);
+  const auto accumulate = d_values.logprobs.scalar_type();
+  for (std::int64_t start = 0; start < U; start += C) {
+    const std::int64_t count = std::min(C, U - start);
+    const auto logits = scratch(logits_, {count, V}, accumulate), d_logits = scratch(d_logits_, {count, V}, x.scalar_type());
+    ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
+    chunk_gradient(start, wanted, scoring, d_values, sums, logits, d_logits);
+    ops::linear_backward_weight(d_logits, x.narrow(0, start, count), d_w);
+    ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
+  }
+}
+
+void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
+                                    const RowSums* sums, const at::Tensor& logits, const at::Tensor& d_logits) const {
+  const std::int64_t V = logits.size(1);
+  const bool filters = scoring.filters(V);
+  const auto& d_plain = filters ? d_values.unfiltered : d_values.logprobs;
+  ops::dispatch_floating(d_logits.scalar_type(), "lm_head", [&](auto tag) {
+    using S = decltype(tag);
+    using A = accumulate_t<S>;
+    const A temperature = static_cast<A>(scoring.temperature);
+    const A* const g_kept = filters ? ops::ptr<A>(d_values.logprobs) : nullptr;
+    const A* const g_plain = d_plain.defined() ? ops::ptr<A>(d_plain) : nullptr;
+    at::parallel_for(start, start + logits.size(0), 1, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<A> sum(static_cast<std::size_t>(V));
+      for (std::int64_t u = begin; u < end; ++u) {
+        const A* const row = ops::ptr<A>(logits) + (u - start) * V;
+        S* const out = ops::mutable_ptr<S>(d_logits) + (u - start) * V;
+        const std::int64_t p = wanted.first[u], n = wanted.first[u + 1] - p;
+        if (!filters) {
+          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), wanted.targets + p, g_plain + p, n, out);
+          continue;
+        }
+        if (g_plain) {
+          row_gradient(row, 0, V, temperature, lse_of<A>(sums[u]), wanted.targets + p, g_plain + p, n, sum.data());
+        } else {
+          std::fill(sum.begin(), sum.end(), A(0));
+        }
+        filtered_row(row, V, scoring).add_gradient(wanted.targets + p, g_kept + p, n, sum.data());
+        for (std::int64_t v = 0; v < V; ++v) out[v] = static_cast<S>(sum[static_cast<std::size_t>(v)]);
+      }
+    });
+  });
+}
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,60 @@
+// Rows of (normed) hidden states to log-probabilities of tokens, and back. Logits exist for a tile of the vocabulary at
+// a time: [tokens, vocabulary] never does.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "model/filtered_row.h"
+
+namespace nemo_rl::model {
+
+/// Which log-probabilities are wanted. A row that several tokens follow (the last token of a shared prompt) is computed
+/// once: pair i asks for token targets[i] after row r for first[r] <= i < first[r + 1].
+struct RowTargets {
+  const std::int64_t* first;    ///< [U + 1]
+  const std::int64_t* targets;  ///< indexed by pair
+};
+
+/// One value for each pair. `unfiltered` ignores top-k and top-p; undefined where it is not wanted.
+struct PairValues {
+  at::Tensor logprobs, unfiltered;
+};
+
+/// Log-sum-exp of each row without a filter: what a forward leaves for the backward.
+struct RowSums {
+  double max = 0, log_sum = 0;
+};
+
+class VocabularyHead {
+ public:
+  /// Log-probabilities of the targets after the rows x [U, D], as the sampler reports them under `scoring`: -inf where its
+  /// filter removes the token, NaN where a row of logits is not finite. w [V, D]. `values` are [R] in A, defined where
+  /// wanted; without a filter `unfiltered` must not be. sums [U] and entropy ([U], nats, of the distribution at this
+  /// temperature; may be undefined) are filled for the unfiltered distribution, where that is computed.
+  void forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& values,
+               RowSums* sums, const at::Tensor& entropy);
+
+  /// From the gradient of those values: d_x [U, D] in A is overwritten, d_w [V, D] added to. Logits are computed again.
+  void backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
+                const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+
+ private:
+  // Whole rows of logits, where a filter or the float64 build needs them; else tiles of the vocabulary.
+  at::Tensor scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype);
+  void forward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, const at::Tensor& logprobs,
+                     RowSums* sums, const at::Tensor& entropy);
+  void forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& values,
+                    RowSums* sums, const at::Tensor& entropy);
+  void backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, const at::Tensor& d_logprobs,
+                      const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+  void backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
+                     const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+  void chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
+                      const at::Tensor& logits, const at::Tensor& d_logits) const;
+  at::Tensor logits_, d_logits_;
+  std::vector<kernels::VocabBlockSum> block_sums_;
+  std::vector<float> target_logits_;
+};
+
+}  // namespace nemo_rl::model

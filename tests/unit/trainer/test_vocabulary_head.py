@@ -1,0 +1,74 @@
+"""The LM head by itself: log-probabilities, entropy and gradients from tiles of the vocabulary."""
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+
+SHAPES = [(1, 7, 3), (5, 2048, 16), (70, 4099, 24), (2100, 2500, 8)]
+
+
+def inputs(U, V, D, dtype, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(U, D, generator=random).to(dtype), torch.randn(V, D, generator=random).to(dtype)
+    return x, w, torch.randint(0, V, (U,), generator=random), torch.randn(U, generator=random, dtype=torch.float64)
+
+
+def run(x, w, targets, g, temperature):
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    head, logprobs, entropy = C.VocabularyHead(), torch.empty(len(x), dtype=real), torch.empty(len(x), dtype=real)
+    d_x, d_w = torch.full(x.shape, 9.0, dtype=real), torch.ones(w.shape, dtype=real)
+    head.forward(x, w, targets, temperature, logprobs, entropy)
+    head.backward(x, w, targets, g.to(real), temperature, d_x, d_w)
+    return logprobs, entropy, d_x, d_w - 1
+
+
+def reference(x, w, targets, g, temperature):
+    x, w = (t.double().requires_grad_() for t in (x, w))
+    logp = torch.log_softmax(x @ w.t() / temperature, 1)
+    chosen = logp.gather(1, targets[:, None])[:, 0]
+    return chosen.detach(), -(logp.exp() * logp).sum(1).detach(), *torch.autograd.grad((chosen * g).sum(), (x, w))
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_autograd(shape, dtype, bound, temperature):
+    data = inputs(*shape, dtype)
+    ours, theirs = run(*data, temperature), reference(*data, temperature)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        limit = bound if i >= 2 else min(bound, 1e-5)  # logits are float32 sums of the rounded inputs
+        assert (a - b).norm() <= limit * b.norm() + 1e-6, i
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_bits_of_the_sampler_whatever_the_others(dtype):
+    x, w, targets, _ = inputs(131, 4099, 40, dtype)
+    logits = torch.empty(131, 4099)
+    C.linear_forward(x, w, None, logits)
+    _, expected, entropies = C.score_rows(logits, targets, C.SamplingRule(temperature=0.7))
+    head, logprobs, entropy = C.VocabularyHead(), torch.empty(131), torch.empty(131)
+    head.forward(x, w, targets, 0.7, logprobs, entropy)
+    assert torch.equal(logprobs, expected) and torch.equal(entropy, entropies)
+    for r in (0, 63, 64, 130):
+        one = torch.empty(1)
+        head.forward(x[r : r + 1].clone(), w, targets[r : r + 1].clone(), 0.7, one, torch.empty(1))
+        assert torch.equal(one, expected[r : r + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_and_two_threads_give_the_same_bits(dtype):
+    data, before, results = inputs(300, 4500, 24, dtype), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(run(*data, 1.0))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_target_outside_the_vocabulary_is_refused():
+    x, w, targets, g = inputs(4, 30, 8, torch.float32)
+    targets[2] = 30
+    with pytest.raises(ValueError, match="token id 30 is outside the vocabulary of 30"):
+        run(x, w, targets, g, 1.0)

@@ -1,0 +1,114 @@
+"""LM head, hidden states to log-probabilities and back, against its matrix products alone and against torch.
+
+    uv run python tests/benchmarks/bench_lm_head.py [--tokens 4096] [--vocab 49152] [--hidden 576] [--dtype bfloat16]
+
+The products alone are the four that the head needs (logits, logits again, d_hidden, d_weight) by torch.mm on whole matrices
+that exist beforehand: oneDNN for bfloat16, MKL for float32. `memory` is what the process grew by at its peak.
+"""
+
+import ctypes
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from harness import Report, alternate, begin, tune_malloc
+
+from nemo_rl_cpp._native import C
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+class PeakMemory:
+    """Largest growth of the resident set while the block runs, sampled every millisecond."""
+
+    def __enter__(self):
+        ctypes.CDLL(None).malloc_trim(0)  # freed blocks must not hide what is taken now
+        self.before, self.peak, self.done = resident_bytes(), 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self):
+        while not self.done.wait(0.001):
+            self.peak = max(self.peak, resident_bytes() - self.before)
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+
+
+def products(x, w, chunk):
+    """The four products on chunks of rows, into buffers that exist beforehand."""
+    logits, d_x, d_w = torch.empty(chunk, len(w), dtype=x.dtype), torch.empty(chunk, x.shape[1], dtype=x.dtype), torch.empty_like(w)
+    logits.normal_()
+
+    def run():
+        for start in range(0, len(x), chunk):
+            rows = x[start : start + chunk]
+            torch.mm(rows, w.t(), out=logits)
+            torch.mm(rows, w.t(), out=logits)
+            torch.mm(logits, w, out=d_x)
+            torch.mm(logits.t(), rows, out=d_w)
+
+    return run
+
+
+def compiled_step(x, w, targets, g):
+    def loss(x, w):
+        logits = (x @ w.t()).float()
+        return (torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0] * g).sum()
+
+    return torch.compile(torch.func.grad(loss, argnums=(0, 1)))
+
+
+def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(tokens, hidden).to(dtype), (torch.randn(vocab, hidden) * hidden**-0.5).to(dtype)
+    targets, g = torch.randint(0, vocab, (tokens,)), torch.randn(tokens)
+    d_x, d_w = torch.zeros(tokens, hidden), torch.zeros(vocab, hidden)
+    logprobs, entropy = torch.empty(tokens), torch.empty(tokens)
+    head = C.VocabularyHead()
+
+    def forward():
+        return head.forward(x, w, targets, 1.0, logprobs, entropy)
+
+    def both():
+        forward()
+        head.backward(x, w, targets, g, 1.0, d_x, d_w)
+
+    with PeakMemory() as memory:
+        both()
+    what = f"{tokens} x {vocab}, D {hidden}, {str(dtype).removeprefix('torch.')}"
+    times = alternate({"ours forward": forward, "ours": both, "products": products(x, w, 1024)}, report.args.repeats, warmup=1)
+    flops = 2 * tokens * vocab * hidden
+    limit = times["products"].median
+    report.add(what, "four products, torch.mm", times["products"], gflops=4 * flops / limit / 1e9)
+    report.add(what, "forward", times["ours forward"], gflops=flops / times["ours forward"].median / 1e9)
+    report.add(what, "forward + backward", times["ours"], gflops=4 * flops / times["ours"].median / 1e9,
+               of_products=times["ours"].median / limit, memory_mb=memory.peak / 1e6)  # fmt: skip
+    if report.args.compile:
+        step = compiled_step(x, w, targets, g)
+        report.add(what, "torch.compile, whole logits", alternate({"step": lambda: step(x, w)}, 3, warmup=1)["step"])
+
+
+def main():
+    report = begin(
+        __doc__, 5, tokens={"type": int, "default": 4096}, vocab={"type": int, "nargs": "*", "default": [49152, 151936]},
+        hidden={"type": int, "nargs": "*", "default": [576, 896]}, dtype={"choices": list(DTYPES), "nargs": "*", "default": list(DTYPES)},
+        compile={"action": "store_true"},
+    )  # fmt: skip
+    tune_malloc()
+    for vocab in report.args.vocab:
+        for hidden in report.args.hidden:
+            for dtype in report.args.dtype:
+                measure(report, report.args.tokens, vocab, hidden, DTYPES[dtype])
+    report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What the benchmarks of single ops share: sides that take turns in one run, the machine's limits, a table and JSON."""
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nemo_rl_cpp._native import C
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one side: median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(seconds: list[float]) -> "Times":
+        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        return Times(statistics.median(seconds), quartiles[0], quartiles[2])
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:10.3f} ms  [{self.low * 1e3:.3f}, {self.high * 1e3:.3f}]"
+
+
+def alternate(sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Times]:
+    """Every side in turn, `repeats` times."""
+    for side in sides.values():
+        for _ in range(warmup):
+            side()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Times.of(values) for name, values in seconds.items()}
+
+
+def tune_malloc() -> None:
+    """Keeps large blocks in the process: glibc otherwise gives them back, and a fresh tensor costs page faults."""
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc.mallopt(m_mmap_threshold, 1 << 30)
+    libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
+def copy_bandwidth(megabytes: int = 256) -> float:
+    """Bytes a second, read and written, of a copy that no cache holds."""
+    source = torch.ones(megabytes * 2**18)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / alternate({"copy": lambda: target.copy_(source)}, 7)["copy"].median
+
+
+@dataclass
+class Report:
+    """Collects rows; prints each as it comes and writes all of them."""
+
+    args: argparse.Namespace
+    rows: list[dict] = field(default_factory=list)
+
+    @property
+    def header(self) -> dict:
+        cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine())
+        return {"cpu": cpu, "capability": C.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+                "python": platform.python_version(), "repeats": self.args.repeats}  # fmt: skip
+
+    def add(self, what: str, side: str, times: Times, **figures: float) -> None:
+        self.rows.append({"what": what, "side": side, "median_s": times.median, "low_s": times.low, "high_s": times.high, **figures})
+        notes = "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
+        print(f"{what:34} {side:28} {times}  {notes}", flush=True)
+
+    def finish(self) -> None:
+        if self.args.json:
+            Path(self.args.json).write_text(json.dumps({**self.header, "rows": self.rows}, indent=1) + "\n")
+
+
+def begin(description: str, repeats: int = 15, **options: dict) -> Report:
+    """Reads --threads, --repeats, --json and `options` (name: arguments of add_argument), and prints the header."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--json")
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    report = Report(args)
+    print(report.header)
+    print(f"{'what':34} {'side':28} {'median':>13}  [quartiles]  figures")
+    return report

@@ -1,0 +1,41 @@
+"""One AdamW step on a flat buffer against torch.optim.AdamW (fused and for-each) and memory bandwidth.
+
+    uv run python tests/benchmarks/bench_adamw.py [--threads 1] [--parameters 33554432] [--json out.json]
+
+The limit is the traffic (weights, gradient and two moments read, all but the gradient written; with a bfloat16 copy of the
+weights two bytes more) at the copy bandwidth of this run.
+"""
+
+import torch
+from harness import alternate, begin, copy_bandwidth
+
+from nemo_rl_cpp._native import C
+
+SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+def main():
+    report = begin(__doc__, 9, parameters={"type": int, "default": 1 << 25})
+    n = report.args.parameters
+    weights, grads, exp_avg, exp_avg_sq, compute = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
+    sides = {}
+    for name, options in (("torch.optim.AdamW, for-each", {"foreach": True}), ("torch.optim.AdamW, fused", {"fused": True})):
+        parameter = torch.nn.Parameter(weights.clone())
+        parameter.grad = grads
+        sides[name] = torch.optim.AdamW([parameter], **SETTINGS, **options).step
+    count = iter(range(1, 1 << 30))
+
+    def ours(copy):
+        C.adamw_step(weights, grads, exp_avg, exp_avg_sq, copy, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=next(count))
+
+    sides |= {"ours": lambda: ours(None), "ours, with a bfloat16 copy": lambda: ours(compute)}
+    times = alternate(sides, report.args.repeats)
+    bandwidth = copy_bandwidth()
+    for name, time in times.items():
+        limit = (28 + 2 * name.endswith("copy")) * n / bandwidth
+        report.add(f"AdamW, {n / 1e6:.1f} M parameters", name, time, of_limit=limit / time.median, ratio=time.median / times["ours"].median)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Clipped policy-gradient loss with gradient and metrics, [256, 2048], against torch eager and torch.compile.
+
+    uv run python tests/benchmarks/bench_clipped_pg_loss.py [--threads 1] [--repeats 15] [--json out.json]
+
+The peer computes the same loss and the same metrics with torch operations. The limit is the larger of the traffic (seven
+arrays read, one written) at the copy bandwidth and the time of its exponentials by torch.exp, both measured in this run.
+"""
+
+import torch
+from harness import alternate, begin, copy_bandwidth, tune_malloc
+
+from nemo_rl_cpp import ops
+
+B, S = 256, 2048
+EXPONENTIALS = 4  # a token: the ratio, e^|prev - generation|, e^(curr - generation), and one of KL
+
+
+def make():
+    random = torch.Generator().manual_seed(0)
+    gen = -torch.rand(B, S, generator=random) * 3
+    near = lambda x, scale: x + scale * torch.randn(x.shape, generator=random)  # noqa: E731
+    lengths = torch.randint(S // 2, S, (B, 1), generator=random)
+    prev = near(gen, 0.01)
+    data = {
+        "generation_logprobs": gen, "prev_logprobs": prev, "reference_policy_logprobs": near(prev, 0.1),
+        "advantages": torch.randn(B, 1, generator=random).expand(B, S).contiguous(),
+        "token_mask": (torch.arange(S)[None] < lengths).float(), "sample_mask": torch.ones(B),
+    }  # fmt: skip
+    return near(prev, 0.05)[:, 1:].contiguous(), data
+
+
+def peer(x, gen, prev, ref, adv, token_mask, sample_mask):
+    """(loss, metrics) of PPO's clipped loss with a k3 KL term."""
+    mask = token_mask * sample_mask[:, None]
+    count = mask.sum() + 1e-8
+    mean = lambda v: (v * mask).sum() / count  # noqa: E731
+    ratio = torch.exp(x - prev)
+    clamped = ratio.clamp(0.8, 1.2)
+    r = (ref - x).clamp(-20, 20)
+    kl = (torch.exp(x - x.detach()) * (torch.exp(r) - 1 - r)).clamp(-10, 10)
+    loss = mean(torch.max(-adv * ratio, -adv * clamped)) + 0.01 * mean(kl)
+    with torch.no_grad():
+        gap = prev - gen
+        valid = mask != 0
+        mid = torch.log(0.5 * (torch.exp(prev) + torch.exp(gen)))
+        js = 0.5 * (torch.exp(prev - mid) - (prev - mid) - 1) + 0.5 * (torch.exp(gen - mid) - (gen - mid) - 1)
+        infinity = torch.full_like(ratio, torch.inf)
+        metrics = [
+            mean(ratio.detach()), mean(clamped.detach()), torch.where(valid, ratio, infinity).min(), torch.where(valid, ratio, -infinity).max(),
+            torch.where(valid, clamped, infinity).min(), torch.where(valid, clamped, -infinity).max(), mean(kl.detach()),
+            mean(torch.exp(gap.abs())), mean(torch.exp(gap) - gap - 1), mean(torch.exp(-gap) + gap - 1), mean(js),
+            mean(torch.exp(gap)), sample_mask.sum(), -mean(torch.exp(x - gen) * x),
+        ]  # fmt: skip
+    return loss, metrics
+
+
+def step_of(function, x, tensors):
+    leaf = x.clone().requires_grad_()
+
+    def run():
+        loss, _ = function(leaf, *tensors)
+        return torch.autograd.grad(loss, leaf)
+
+    return run
+
+
+def main():
+    report = begin(__doc__)
+    x, data = make()
+    config = ops.ClippedPGConfig(kl_penalty=0.01)
+    keys = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
+    tensors = [*(data[k][:, 1:] for k in keys), data["sample_mask"]]
+    ours = lambda: ops.clipped_pg_loss(x, config=config, **data)  # noqa: E731
+    eager = step_of(peer, x, tensors)
+    torch.testing.assert_close(ours().grad_logprobs, eager()[0], rtol=1e-4, atol=1e-9)
+    untuned = alternate({"eager": eager}, report.args.repeats)["eager"]
+    tune_malloc()
+    scratch = torch.empty_like(x)
+    sides = {"ours": ours, "tuned": eager, "compiled": step_of(torch.compile(peer), x, tensors), "exp": lambda: torch.exp(x, out=scratch)}
+    times = alternate(sides, report.args.repeats)
+    traffic = 8 * x.nbytes / copy_bandwidth()
+    limit = max(traffic, EXPONENTIALS * times["exp"].median)
+    what, mine = f"loss + gradient + metrics [{B}, {S}]", times["ours"].median
+    report.add(what, "torch eager", untuned, ratio=untuned.median / mine)
+    report.add(what, "torch eager, malloc tuned", times["tuned"], ratio=times["tuned"].median / mine)
+    report.add(what, "torch.compile", times["compiled"], ratio=times["compiled"].median / mine)
+    report.add(what, "ours", times["ours"], of_limit=limit / mine, limit_ms=limit * 1e3, traffic_ms=traffic * 1e3)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

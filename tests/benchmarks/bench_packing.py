@@ -1,0 +1,65 @@
+"""Packing 100,000 sequence lengths into bins, against plain Python first-fit decreasing.
+
+    uv run python tests/benchmarks/bench_packing.py [--count 100000] [--python] [--json out.json]
+
+`fill` is the share of the bins that tokens take; `of_bound` compares the number of bins with ceil(sum / capacity).
+"""
+
+import math
+
+import torch
+from harness import Report, Times, alternate, begin
+
+from nemo_rl_cpp.data.packing import get_packer
+
+CAPACITY = 8192
+ALGORITHMS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
+
+
+def lengths_of(kind: str, count: int) -> list[int]:
+    random = torch.Generator().manual_seed(0)
+    if kind == "log-normal":
+        raw = torch.exp(torch.randn(count, generator=random) * 0.8 + 6)
+    else:
+        raw = 16 / torch.rand(count, generator=random).clamp(min=1e-4)  # Zipf's tail
+    return raw.clamp(1, CAPACITY).long().tolist()
+
+
+def python_first_fit_decreasing(lengths: list[int]) -> list[list[int]]:
+    bins, room = [], []
+    for length, index in sorted(((length, i) for i, length in enumerate(lengths)), reverse=True):
+        for b, free in enumerate(room):
+            if free >= length:
+                bins[b].append(index)
+                room[b] -= length
+                break
+        else:
+            bins.append([index])
+            room.append(CAPACITY - length)
+    return bins
+
+
+def measure(report: Report, kind: str, lengths: list[int]) -> None:
+    bound = math.ceil(sum(lengths) / CAPACITY)
+    what = f"{len(lengths)} lengths, {kind}"
+
+    def add(side: str, times: Times, bins: list[list[int]]) -> None:
+        report.add(what, side, times, fill=sum(lengths) / (len(bins) * CAPACITY), of_bound=len(bins) / bound)
+
+    for name in ALGORITHMS:
+        packer = get_packer(name, CAPACITY)
+        add(name, alternate({"pack": lambda: packer.pack(lengths)}, report.args.repeats, warmup=1)["pack"], packer.pack(lengths))  # noqa: B023
+    if report.args.python:
+        add("plain Python first fit", alternate({"pack": lambda: python_first_fit_decreasing(lengths)}, 1, warmup=0)["pack"],
+            python_first_fit_decreasing(lengths))  # fmt: skip
+
+
+def main():
+    report = begin(__doc__, 7, count={"type": int, "default": 100_000}, python={"action": "store_true", "help": "the plain Python packer too"})
+    for kind in ("log-normal", "Zipf"):
+        measure(report, kind, lengths_of(kind, report.args.count))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Masked whitening in place, [256, 2048] and a size that no cache holds, against torch eager, torch.compile and bandwidth.
+
+    uv run python tests/benchmarks/bench_whitening.py [--threads 1] [--repeats 15] [--json out.json]
+
+The limit is the traffic (values and mask read twice, values written) at the copy bandwidth of this run.
+"""
+
+import torch
+from harness import alternate, begin, copy_bandwidth, tune_malloc
+
+from nemo_rl_cpp._native import C
+
+
+def peer(values, mask):
+    count = mask.sum()
+    mean = (values * mask).sum() / count
+    centred = (values - mean) * mask
+    variance = (centred * centred).sum() / (count - 1)
+    return centred * torch.rsqrt(variance + 1e-8)
+
+
+def main():
+    report = begin(__doc__)
+    for B, S in ((256, 2048), (2048, 16384)):
+        values = torch.randn(B, S)
+        mask = (torch.rand(B, S) < 0.8).float()
+        mine = values.clone()
+        C.whiten_(mine, mask)
+        torch.testing.assert_close(mine, peer(values, mask), rtol=1e-4, atol=1e-4)
+        untuned = alternate({"eager": lambda: peer(values, mask)}, report.args.repeats)["eager"]
+        tune_malloc()
+        compiled = torch.compile(peer)
+        times = alternate({"ours": lambda: C.whiten_(mine, mask), "tuned": lambda: peer(values, mask), "compiled": lambda: compiled(values, mask)},
+                          report.args.repeats)  # fmt: skip
+        limit = 5 * values.nbytes / copy_bandwidth()
+        what, ours = f"whitening [{B}, {S}]", times["ours"].median
+        report.add(what, "torch eager", untuned, ratio=untuned.median / ours)
+        report.add(what, "torch eager, malloc tuned", times["tuned"], ratio=times["tuned"].median / ours)
+        report.add(what, "torch.compile", times["compiled"], ratio=times["compiled"].median / ours)
+        report.add(what, "ours", times["ours"], of_limit=limit / ours, limit_ms=limit * 1e3)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

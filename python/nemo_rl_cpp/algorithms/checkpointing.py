@@ -3,6 +3,7 @@
     step_N/
       policy/weights/           Hugging Face folder with the tokenizer
       policy/optimizer/         with checkpointing.save_optimizer
+      value/...                 the same of PPO's critic
       train_dataloader.json     position in the data
       trainer_state/sampler.pt  prompt groups kept for the next step, if there are any
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers

@@ -77,6 +77,9 @@ def _health(history: list[dict[str, Any]]) -> dict[str, str]:
     rates = [row["tokens_per_sec"] for row in history if "tokens_per_sec" in row]
     if rates:
         rows["speed"] = f"{sum(rates) / len(rates):,.0f} tokens a second over whole steps"
+    explained = [row["critic/explained_var"] for row in history if "critic/explained_var" in row]
+    if explained:
+        rows["explained variance"] = f"{explained[0]:.3f} -> {explained[-1]:.3f} (best {max(explained):.3f})"
     errors = [row["token_mult_prob_error"] for row in history if "token_mult_prob_error" in row]
     gaps = [row["max_logprob_gap"] for row in history if "max_logprob_gap" in row]
     if errors:

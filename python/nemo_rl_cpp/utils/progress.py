@@ -15,6 +15,7 @@ _SHOWN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("acc", ("accuracy", "validation/accuracy")),
     ("loss", ("loss", "train/loss")),
     ("grad", ("grad_norm", "train/grad_norm")),
+    ("ev", ("critic/explained_var", "train/critic/explained_var")),
     ("len", ("mean_gen_tokens_per_sample", "train/mean_gen_tokens_per_sample")),
     ("tok/s", ("tokens_per_sec", "performance/tokens_per_sec")),
 )

@@ -84,6 +84,29 @@ def test_generation_that_is_not_exact_is_counted_and_falls_back():
     assert wrong.weight_digest() == right.weight_digest()
 
 
+@pytest.mark.parametrize("gbs", [12, 4])
+@pytest.mark.parametrize("error", [0.0, 0.25])
+def test_a_second_pass_gets_the_old_policys_logprobs(gbs, error):
+    """Also where generation is not exact: those of the weights before the first update, without a pass of their own."""
+    first, right = make_policy(), make_policy(reuse_generation_logprobs="never")
+    data = make_data(first)
+    prev = first.get_logprobs(data)["logprobs"]
+    data["generation_logprobs"] = data["generation_logprobs"] + error * data["token_mask"]
+    old = first.train(data, LOSS, gbs=gbs)["prev_logprobs"]
+    assert torch.equal(old, prev)
+    first.train({**data, "prev_logprobs": old}, LOSS, gbs=gbs)
+    for _ in range(2):
+        right.train({**data, "prev_logprobs": prev}, LOSS, gbs=gbs)
+    assert first.weight_digest() == right.weight_digest()
+
+
+def test_a_rate_is_logged_as_it_is_however_many_global_batches():
+    policy = make_policy()
+    metrics = policy.train(make_data(policy), LOSS, gbs=3)["all_mb_metrics"]
+    assert metrics["lr"] == [1e-2] * 4 and metrics["wd"] == [0.1] * 4
+    assert metrics["global_valid_seqs"] == [3.0] * 4
+
+
 def test_a_flipped_weight_bit_shows_in_both_metrics():
     policy = make_policy("bfloat16")
     data = make_data(policy)

@@ -40,6 +40,15 @@ class PlainEnvConfig(Section):
     """An environment without settings."""
 
 
+class GuessNumberEnvConfig(Section):
+    """A game of several turns: guess a number by "higher" and "lower"."""
+
+    max_guesses: Positive = key(3, "turns of a game; grpo.max_rollout_turns must allow them")
+    higher: str = key(" higher\n", "what the environment says after a guess that is too low")
+    lower: str = key(" lower\n", "what it says after one that is too high")
+    stop_strings: list[str] | None = key(None, "texts that end the next guess; null: those of the generation")
+
+
 # Environments of this package; others (registered or by dotted class name) take any keys.
 KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
     "math": MathEnvConfig,
@@ -47,6 +56,7 @@ KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
     "arithmetic": PlainEnvConfig,
     "reverse_digits": PlainEnvConfig,
     "reasoning_gym": ReasoningGymEnvConfig,
+    "guess_number": GuessNumberEnvConfig,
 }
 
 EnvConfigs = dict[str, Any]

@@ -12,6 +12,7 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
     "reverse_digits": {"actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"},
     "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},
     "reward_functions": {"actor_class_fqn": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment"},
+    "guess_number": {"actor_class_fqn": "nemo_rl_cpp.environments.games.guess_number.GuessNumberEnv"},
 }
 """Environment name -> {"actor_class_fqn": dotted name of its class}. `register_env` adds one at run time."""
 

@@ -55,7 +55,7 @@ def show(result: EvalResult, config: Any) -> None:
     from rich.table import Table
 
     wanted, generation = config.eval, config.generation
-    print(f"model_name={Path(generation.model_name).name!r} dataset_name={config.data.dataset_name!r}")
+    print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
     print(
         f"max_new_tokens={generation.max_new_tokens} temperature={generation.temperature} top_p={generation.top_p} "
         f"top_k={generation.top_k} seed={wanted.seed}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.response_datasets.games import GuessNumberDataset
 from nemo_rl_cpp.data.datasets.response_datasets.generated import (
     ArithmeticDataset,
     ReasoningGymDataset,
@@ -37,6 +38,7 @@ DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "OpenMathInstruct-2": OpenMathInstruct2Dataset,
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset,
+    "guess_number": GuessNumberDataset,
     "math500": Math500Dataset,
     "reasoning_gym": ReasoningGymDataset,
     "reverse_digits": ReverseDigitsDataset,

@@ -1,0 +1,1 @@
+"""Games: environments of several turns."""

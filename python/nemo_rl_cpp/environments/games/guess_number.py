@@ -1,0 +1,103 @@
+"""Guess a number: the model guesses, the environment says higher or lower, until the guess is right or the turns are up.
+
+The smallest task of several turns that is worth learning: whoever halves the range each time always wins.
+"""
+
+import re
+from typing import Any, NotRequired, TypedDict
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+_GUESS = re.compile(r"[0-9]{1,9}")
+
+
+class GuessNumberConfig(TypedDict):
+    """Section `env.guess_number` of a configuration.
+
+    max_guesses: turns of a game (3); grpo.max_rollout_turns must allow them.
+    higher, lower: what the environment says after a guess that is too low or too high.
+    stop_strings: where the model's next guess ends; None for those of the generation configuration.
+    """
+
+    max_guesses: NotRequired[int]
+    higher: NotRequired[str]
+    lower: NotRequired[str]
+    stop_strings: NotRequired[list[str] | None]
+
+
+class GuessNumberMetadata(TypedDict):
+    """A game: the number to find, and the guesses made so far."""
+
+    secret: int
+    guesses: NotRequired[int]
+
+
+class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
+    """Reward 1 for the right number within `max_guesses` guesses, else 0. A turn without a number ends the game.
+
+    A guess is the first number of the model's last message. Metrics: `solved` and `invalid_guess`, shares of the games
+    that ended, and `guesses_per_game`.
+    """
+
+    def __init__(self, cfg: GuessNumberConfig | None = None) -> None:
+        cfg = cfg or {}
+        self.max_guesses = cfg.get("max_guesses", 3)
+        if self.max_guesses < 1:
+            raise ValueError(f"env.guess_number.max_guesses is {self.max_guesses}; a game needs at least one guess")
+        self.higher = cfg.get("higher", " higher\n")
+        self.lower = cfg.get("lower", " lower\n")
+        self.stop_strings = cfg.get("stop_strings")
+        self._reset_counts()
+
+    def step(
+        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[GuessNumberMetadata]
+    ) -> EnvironmentReturn[GuessNumberMetadata]:
+        turns = [self._turn(log[-1]["content"], info) for log, info in zip(message_log_batch, metadata)]
+        answers, hints, rewards, ended = (list(column) for column in zip(*turns))
+        states = [{**info, "guesses": info.get("guesses", 0) + 1} for info in metadata]
+        self._games += sum(ended)
+        self._solved += int(sum(rewards))
+        self._invalid += answers.count(None)
+        self._guesses += sum(state["guesses"] for state, over in zip(states, ended) if over)
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": hint} for hint in hints],
+            metadata=states,
+            next_stop_strings=[self.stop_strings] * len(metadata),
+            rewards=torch.tensor(rewards),
+            terminateds=torch.tensor(ended),
+            answers=answers,
+        )
+
+    def _turn(self, said: str, info: GuessNumberMetadata) -> tuple[str | None, str, float, bool]:
+        """(guess, observation, reward, whether the game is over)."""
+        found = _GUESS.search(said)
+        if found is None:
+            return None, "", 0.0, True
+        guess, secret = int(found[0]), int(info["secret"])
+        if guess == secret:
+            return found[0], "", 1.0, True
+        if info.get("guesses", 0) + 1 >= self.max_guesses:
+            return found[0], "", 0.0, True
+        return found[0], self.higher if secret > guess else self.lower, 0.0, False
+
+    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """The batch as it is, and the share of games won, when the batch has rewards."""
+        rewards = batch.get("total_reward", batch.get("rewards"))
+        return batch, {} if rewards is None else {"accuracy": rewards.float().mean().item()}
+
+    def pop_metrics(self) -> dict[str, float]:
+        if not self._games:
+            return {}
+        metrics = {
+            "solved": self._solved / self._games,
+            "invalid_guess": self._invalid / self._games,
+            "guesses_per_game": self._guesses / self._games,
+        }
+        self._reset_counts()
+        return metrics
+
+    def _reset_counts(self) -> None:
+        self._games = self._solved = self._invalid = self._guesses = 0

@@ -1,0 +1,139 @@
+"""Conversations of several turns through the real engine and trainer: exact, and only the model's tokens are trained."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms import setup as build
+from nemo_rl_cpp.config import find_config, load_grpo_config
+from nemo_rl_cpp.experience.train_batch import build_train_batch
+
+SMALL = ("grpo.num_prompts_per_step=7", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=28")
+
+
+def make(folder, *overrides, config="grpo_guess_number.yaml"):
+    torch.set_num_threads(1)
+    config = load_grpo_config(
+        config,
+        [f"logger.log_dir={folder / 'logs'}", "checkpointing.enabled=false", "grpo.val_period=0", "grpo.val_at_end=false", *overrides],
+    )
+    tokenizer = build.make_tokenizer(config.policy)
+    data = build.make_data(config, tokenizer)
+    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(config, tokenizer, data.train, data.validation)
+    parts = grpo.make_components(
+        policy, generation, loader, val_loader, tokenizer, loss_fn, data.task_to_env, data.val_task_to_env, logger, checkpoints, state, config
+    )
+    parts.run.progress.mode = "quiet"
+    return parts, config, state
+
+
+def train(folder, *overrides, **options):
+    parts, config, state = make(folder, *overrides, **options)
+    grpo.run_to_end(grpo.grpo_loop, parts, config, state, "multi-turn")
+    return parts
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_turn_is_exact(tmp_path, precision, packing):
+    parts = train(
+        tmp_path, *SMALL, "grpo.max_num_steps=5", f"policy.precision={precision}", f"policy.sequence_packing.enabled={packing}".lower()
+    )
+    assert len(parts.run.history) == 5
+    for row in parts.run.history:
+        assert row["avg_turns_per_sample"] > 1.5 and row["mean_env_tokens_per_sample"] > 0.5
+        assert row["token_mult_prob_error"] == 1.0 and row["max_logprob_gap"] == 0.0
+        assert row["logprob_mismatched_tokens"] == 0
+        assert row["gen_kl_error"] == 0.0 and row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0
+        # the model's tokens are trained, the environment's are not
+        assert row["global_valid_toks"] == pytest.approx(28 * row["mean_gen_tokens_per_sample"])
+
+
+def test_reusing_generations_logprobs_changes_nothing(tmp_path):
+    digests = {
+        reuse: train(tmp_path / reuse, *SMALL, "grpo.max_num_steps=3", "policy.train_global_batch_size=14",
+                     f"policy.reuse_generation_logprobs={reuse}").policy.weight_digest()
+        for reuse in ("auto", "never")
+    }  # fmt: skip
+    assert digests["auto"] == digests["never"]
+
+
+def test_what_stands_at_the_environments_tokens_changes_no_gradient(tmp_path):
+    parts, config, state = make(tmp_path, *SMALL)
+    rollouts = parts.rollouts.run(parts.prompts.next(), 0)
+    batch = build_train_batch(rollouts, pad_token_id=0)
+    batch["advantages"] = torch.randn(batch["input_ids"].shape, generator=torch.Generator().manual_seed(3))
+    outside = batch["token_mask"] == 0
+    assert sum(len(m["token_ids"]) for log in rollouts["message_log"] for m in log if m["role"] == "environment") > 20
+    gradients = []
+    for noise in (0.0, 1e6):
+        batch["advantages"][outside] = noise
+        batch["generation_logprobs"][outside] = -noise
+        parts.policy.trainer.zero_grad()
+        parts.policy.train(batch, parts.loss_fn, eval_mode=False)
+        gradients.append(parts.policy.trainer.grads.clone())
+        if noise == 0.0:
+            fresh, _, _ = make(tmp_path, *SMALL)  # the same first weights again
+            parts.policy = fresh.policy
+    assert gradients[0].norm() > 0
+    assert torch.equal(gradients[0], gradients[1])
+
+
+TWO_TASKS = """
+defaults: {parent}
+data:
+  _override_: true
+  train:
+    - {{dataset_name: reverse_digits, num_digits: 3, env_name: reverse_digits}}
+    - {{dataset_name: guess_number, max_number: 7, prompt: "=", num_samples: 800, env_name: guess_number}}
+env:
+  _override_: true
+  reverse_digits: {{}}
+  guess_number: {{max_guesses: 3, higher: "+", lower: "="}}
+policy:
+  generation:
+    max_new_tokens: 3
+    stop_strings: null
+"""
+
+
+def test_several_tasks_and_environments_in_one_run(tmp_path):
+    """Single-turn and multi-turn conversations in one batch, each scored by the environment of its task."""
+    path = tmp_path / "two.yaml"
+    path.write_text(TWO_TASKS.format(parent=find_config("grpo_guess_number.yaml")))
+    parts, config, state = make(tmp_path, *SMALL, "grpo.max_num_steps=6", config=path)
+    seen = []
+    run = parts.rollouts.run
+
+    def watched(prompts, weight_version):
+        rollouts = run(prompts, weight_version)
+        seen.append(rollouts)
+        return rollouts
+
+    parts.rollouts.run = watched
+    grpo.run_to_end(grpo.grpo_loop, parts, config, state, "two tasks")
+    turns = {"reverse_digits": set(), "guess_number": set()}
+    for rollouts in seen:
+        for task, log, reward in zip(rollouts["task_name"], rollouts["message_log"], rollouts["total_reward"].tolist()):
+            turns[task].add(sum(message["role"] == "assistant" for message in log))
+            if task == "reverse_digits":
+                said = log[1]["content"]
+                assert reward == pytest.approx(sum(a == b for a, b in zip(said.strip(), log[0]["content"][-2::-1])) / 3)
+            else:
+                assert reward in (0.0, 1.0)
+    assert turns == {"reverse_digits": {1}, "guess_number": {1, 2, 3}}
+    for row in parts.run.history:
+        assert row["max_logprob_gap"] == 0.0 and row["token_mult_prob_error"] == 1.0
+    names = set().union(*parts.run.history)
+    assert {"guess_number/solved", "reverse_digits/exactly_right"} <= names
+
+
+def test_it_learns_to_halve_the_range(tmp_path):
+    parts, config, state = make(tmp_path, "grpo.max_num_steps=260")
+    parts.run.progress = tiny.StopWhenLearned(SimpleNamespace(parts=parts, state=state), 0.65)
+    grpo.run_to_end(grpo.grpo_loop, parts, config, state, "guess")
+    rewards = [row["reward"] for row in parts.run.history]
+    assert rewards[0] < 0.45  # who guesses blindly wins 3 in 7
+    assert sum(rewards[-5:]) / 5 > 0.65

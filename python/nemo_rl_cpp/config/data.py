@@ -23,6 +23,7 @@ DATASET_KEYS: dict[str, tuple[str, ...]] = {
     "ResponseDataset": ("data_path", "input_key", "output_key", "subset", "split"),
     "arithmetic": (*_GENERATED, "max_number", "num_shots"),
     "reverse_digits": (*_GENERATED, "num_digits"),
+    "python_functions": (*_GENERATED, "num_shots"),
     "guess_number": (*_GENERATED, "min_number", "max_number", "prompt", "stop_strings"),
     "reasoning_gym": (*_GENERATED, "task", "task_options", "num_shots"),
 }

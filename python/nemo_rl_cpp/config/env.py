@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Positive, Real, Section, key
+from .base import Int, Positive, Real, Section, key
 
 
 class VerifierPoolConfig(Section):
@@ -40,6 +40,20 @@ class PlainEnvConfig(Section):
     """An environment without settings."""
 
 
+class CodeEnvConfig(Section):
+    """Runs the program of a response against tests, in a sandbox without network or files."""
+
+    num_workers: Positive = key(1, "programs that run at the same time")
+    reward: Literal["all", "fraction"] = key("all", "all: 1 when every test passes; fraction: the share that passes")
+    time_limit_s: Real = key(5.0, "seconds for one run of a program", gt=0)
+    total_time_limit_s: Real = key(20.0, "seconds for all tests of a response", gt=0)
+    memory_mb: Int = key(512, "memory of all processes of a program together, in MB", ge=64)
+    max_processes: Positive = key(8, "processes and threads of a program at the same time")
+    max_output_kb: Positive = key(1024, "what a program may print, in kB")
+    folder_mb: Positive = key(32, "size of the program's folder in MB")
+    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
+
+
 class GuessNumberEnvConfig(Section):
     """A game of several turns: guess a number by "higher" and "lower"."""
 
@@ -56,6 +70,7 @@ KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
     "arithmetic": PlainEnvConfig,
     "reverse_digits": PlainEnvConfig,
     "reasoning_gym": ReasoningGymEnvConfig,
+    "code": CodeEnvConfig,
     "guess_number": GuessNumberEnvConfig,
 }
 

@@ -13,6 +13,7 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
     "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},
     "reward_functions": {"actor_class_fqn": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment"},
     "guess_number": {"actor_class_fqn": "nemo_rl_cpp.environments.games.guess_number.GuessNumberEnv"},
+    "code": {"actor_class_fqn": "nemo_rl_cpp.environments.code_environment.CodeEnvironment"},
 }
 """Environment name -> {"actor_class_fqn": dotted name of its class}. `register_env` adds one at run time."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.response_datasets.code import PythonFunctionsDataset
 from nemo_rl_cpp.data.datasets.response_datasets.games import GuessNumberDataset
 from nemo_rl_cpp.data.datasets.response_datasets.generated import (
     ArithmeticDataset,
@@ -40,6 +41,7 @@ DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "arithmetic": ArithmeticDataset,
     "guess_number": GuessNumberDataset,
     "math500": Math500Dataset,
+    "python_functions": PythonFunctionsDataset,
     "reasoning_gym": ReasoningGymDataset,
     "reverse_digits": ReverseDigitsDataset,
 }

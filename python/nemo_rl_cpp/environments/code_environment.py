@@ -1,0 +1,108 @@
+"""Programs as responses: they run in a sandbox, against tests."""
+
+import re
+from collections import Counter
+from typing import Any, NotRequired, TypedDict
+
+from nemo_rl_cpp.environments.code_tests import parse_tests
+from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.sandbox import Limits
+from nemo_rl_cpp.environments.sandbox.check import require_sandbox
+from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+class CodeEnvConfig(TypedDict):
+    """Section `env.code` of a configuration.
+
+    num_workers: programs that run at the same time (1).
+    reward: "all": 1 when every test passes (default); "fraction": the share that passes.
+    time_limit_s: seconds for one run of a program (5); total_time_limit_s: for all tests of a response (20).
+    memory_mb: for all processes of a program together (512). max_processes: processes and threads (8).
+    max_output_kb: what it may print (1024). folder_mb: size of its folder (32).
+    max_answer_chars: longer responses score 0 unread (1,000,000).
+    """
+
+    num_workers: NotRequired[int]
+    reward: NotRequired[str]
+    time_limit_s: NotRequired[float]
+    total_time_limit_s: NotRequired[float]
+    memory_mb: NotRequired[int]
+    max_processes: NotRequired[int]
+    max_output_kb: NotRequired[int]
+    folder_mb: NotRequired[int]
+    max_answer_chars: NotRequired[int]
+
+
+class CodeEnvMetadata(TypedDict):
+    """What the environment knows of a problem.
+
+    ground_truth: the tests, see `code_tests.parse_tests`.
+    code_prefix: the beginning of the program, which the response continues; without it the response holds the whole
+        program, in a fenced block or as it is.
+    """
+
+    ground_truth: Any
+    code_prefix: NotRequired[str]
+
+
+class CodeEnvironment(VerifyingEnvironment):
+    """Reward by the tests that a program passes, each run contained as `docs/guides/environments.md` says.
+
+    Refuses to start where a protection is missing (SandboxUnavailableError). Metrics: `num_<reason>` for every reason that a
+    program did not pass (see `code_verifier.REASONS`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
+    """
+
+    def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
+        cfg = dict(cfg or {})
+        self._limits = Limits(
+            time_s=cfg.get("time_limit_s", 5.0),
+            memory_mb=cfg.get("memory_mb", 512),
+            processes=cfg.get("max_processes", 8),
+            output_kb=cfg.get("max_output_kb", 1024),
+            folder_mb=cfg.get("folder_mb", 32),
+        )
+        self._total_time_s = cfg.get("total_time_limit_s", 20.0)
+        self._reward = cfg.get("reward", "all")
+        if self._reward not in ("all", "fraction"):
+            raise ValueError(f"env.code.reward is {self._reward!r}; it must be all or fraction")
+        require_sandbox()
+        self._reasons: Counter[str] = Counter()
+        # the worker stops by itself; its deadline is for the case that it does not
+        deadline = self._total_time_s + self._limits.time_s + 30
+        super().__init__(CodeVerifyWorker, {**cfg, "verifier_deadline_s": deadline, "verifier_memory_mb": None})
+
+    def step(
+        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[CodeEnvMetadata]
+    ) -> EnvironmentReturn[CodeEnvMetadata]:
+        for info in metadata:
+            parse_tests(info["ground_truth"])  # mistakes of the data surface here, in the caller's process
+        verdicts = self._verify(
+            [_program(assistant_text(log), info) for log, info in zip(message_log_batch, metadata)],
+            [info["ground_truth"] for info in metadata],
+            limits=vars(self._limits),
+            total_time_s=self._total_time_s,
+            reward=self._reward,
+        )
+        self._reasons.update(reason.partition(":")[0] for reason in verdicts.answers if reason is not None)
+        return self._finish(verdicts.scores, metadata, answers=verdicts.answers)
+
+    def pop_metrics(self) -> dict[str, float]:
+        metrics = super().pop_metrics()
+        metrics |= {f"num_{reason}": count for reason, count in sorted(self._reasons.items()) if reason != "passed"}
+        self._reasons.clear()
+        return metrics
+
+
+def _program(response: str, info: CodeEnvMetadata) -> str:
+    prefix = info.get("code_prefix")
+    return extract_code(response) if prefix is None else prefix + response
+
+
+def extract_code(response: str) -> str:
+    """The last fenced block of a response; the whole response where there is none."""
+    blocks = _FENCED.findall(response)
+    return blocks[-1] if blocks else response

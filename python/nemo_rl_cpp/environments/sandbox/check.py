@@ -1,0 +1,95 @@
+"""Does this machine have what untrusted programs need? `python -m nemo_rl_cpp.environments.sandbox.check` says.
+
+The answer comes from trying: a sandbox is built, and a program inside tries to get out.
+"""
+
+import os
+import subprocess
+import sys
+
+from nemo_rl_cpp.environments.sandbox.limits import Limits
+from nemo_rl_cpp.environments.sandbox.run import Outcome, SandboxUnavailableError, run_program
+
+_PROBE = """
+import os
+found = []
+for path in ("/etc/passwd", "/proc/self", "/home", "/dev/shm", "/tmp", "/var"):
+    if os.path.exists(path):
+        found.append("files: the program sees " + path)
+try:
+    open("/written", "w")
+    found.append("files: the program writes outside its folder")
+except OSError:
+    pass
+try:
+    bytearray(4 << 30)
+    found.append("memory: RLIMIT_AS does not hold")
+except MemoryError:
+    pass
+if os.getpid() > 8:
+    found.append("processes: no process namespace")
+if os.getuid() == 0:
+    found.append("privileges: the program runs as root")
+children = 0
+try:
+    while children < 64:
+        if os.fork() == 0:
+            import time
+            time.sleep(60)
+            os._exit(0)
+        children += 1
+    found.append("processes: RLIMIT_NPROC does not hold")
+except BlockingIOError:
+    pass
+print("\\n".join(found) or "ok", flush=True)
+"""
+_SOCKET = "import socket; socket.socket()"
+_NEEDS = (
+    "The code environment needs Linux 5.12 or newer with user, mount, process and network namespaces for unprivileged users and seccomp "
+    "(in a container: a profile that allows them; on Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0)"
+)
+
+
+def missing_protections() -> list[str]:
+    """What is missing, a sentence each; empty when programs are contained. The calling process must have one thread."""
+    if sys.platform != "linux":
+        return [f"Linux: this is {sys.platform}"]
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return ["/proc/PID/task/TID/children, by which the memory of a program's processes is added up (CONFIG_PROC_CHILDREN)"]
+    limits = Limits(time_s=10, memory_mb=256, processes=4)
+    try:
+        probe = run_program(_PROBE, limits=limits)
+        network = run_program(_SOCKET, limits=limits)
+    except (SandboxUnavailableError, OSError) as error:
+        return [str(error)]
+    missing = [] if probe.stdout.decode().split("\n")[0] == "ok" else _complaints(probe)
+    if network.stopped != "forbidden_call":
+        missing.append("network: a program can open a socket")
+    return missing
+
+
+def _complaints(probe: Outcome) -> list[str]:
+    return (probe.stdout or probe.stderr).decode(errors="replace").strip().split("\n") or [f"the probe ended with {probe.exit_code}"]
+
+
+def require_sandbox() -> None:
+    """Raises SandboxUnavailableError when a protection is missing. Asks a process of its own, since this one may have threads."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    asked = subprocess.run(
+        [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if asked.returncode != 0:
+        raise SandboxUnavailableError((asked.stdout or asked.stderr).strip()[-2000:])
+
+
+def main() -> int:
+    missing = missing_protections()
+    for item in missing:
+        print(f"missing: {item}")
+    print(_NEEDS if missing else "ok: programs run without network, without files but their own, within limits of time, memory and processes")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

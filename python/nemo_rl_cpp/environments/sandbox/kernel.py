@@ -1,0 +1,113 @@
+"""The system calls that Python's standard library does not have."""
+
+import ctypes
+import os
+import platform
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 4, 24, 38, 47
+_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_LAST_CAPABILITY = 63
+
+# numbers of calls that are made by number: x86-64 and arm64
+_NUMBERS = {
+    "x86_64": {"pivot_root": 155, "seccomp": 317, "mount_setattr": 442, "capset": 126, "close_range": 436},
+    "aarch64": {"pivot_root": 41, "seccomp": 277, "mount_setattr": 442, "capset": 91, "close_range": 436},
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def machine() -> str:
+    """ "x86_64" or "aarch64". OSError on any other machine, whose system call numbers are not known here."""
+    name = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    if name not in _NUMBERS:
+        raise OSError(f"the code sandbox knows the system calls of x86_64 and aarch64, not of {name}")
+    return name
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def syscall(name: str, *arguments: object) -> int:
+    """A system call by name; OSError says which one failed."""
+    return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()][name]), *arguments), name)
+
+
+def prctl(option: int, *arguments: int) -> None:
+    padded = [ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4]]
+    _checked(_libc.prctl(option, *padded), f"prctl({option})")
+
+
+def unshare(flags: int) -> None:
+    """Namespaces of its own for the calling process (the process namespace: for its next child)."""
+    _checked(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    def text(value: str) -> bytes | None:
+        return os.fsencode(value) if value else None
+
+    result = _libc.mount(text(source), text(target), text(kind), ctypes.c_ulong(flags), text(options))
+    _checked(result, f"mount {source or kind} on {target}")
+
+
+def unmount_detached(target: str) -> None:
+    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns_fd")]
+
+
+def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
+    """Read-only, no set-uid and the like for a mount and all below it (Linux 5.12)."""
+    wanted = _MountAttributes(set=attributes)
+    syscall(
+        "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
+        ctypes.byref(wanted), ctypes.c_size_t(ctypes.sizeof(wanted)),
+    )  # fmt: skip
+
+
+def change_root(new_root: str) -> None:
+    """`new_root`, a mount, becomes /, and nothing of the old one can be reached any more."""
+    os.chdir(new_root)
+    syscall("pivot_root", b".", b".")  # the old root now lies over the new one, at the same place
+    unmount_detached(".")
+    os.chdir("/")
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the parent ends. Changes of user clear it, so call it after them."""
+    prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def stay_dumpable() -> None:
+    """The process's /proc entries stay its user's after a change of user."""
+    prctl(_PR_SET_DUMPABLE, 1)
+
+
+def close_at_exec(first: int) -> None:
+    """All descriptors from `first` on close themselves at exec, also those that were inherited from who knows where."""
+    syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
+
+
+def drop_privileges() -> None:
+    """No capability, now and after any exec."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+            break  # beyond the last one that this kernel has
+    prctl(_PR_CAP_AMBIENT, 4)  # PR_CAP_AMBIENT_CLEAR_ALL
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    syscall("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)

@@ -1,0 +1,214 @@
+"""Runs one program in a sandbox, seen from outside."""
+
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass, field
+
+from nemo_rl_cpp.environments.sandbox import supervisor
+from nemo_rl_cpp.environments.sandbox.files import interpreter
+from nemo_rl_cpp.environments.sandbox.limits import Limits
+from nemo_rl_cpp.environments.sandbox.usage import usage_below
+
+_LOOK_SECONDS = 0.01  # how often memory and processes are looked at
+_SETUP_SECONDS = 10.0
+
+
+class SandboxUnavailableError(RuntimeError):
+    """This machine lacks a protection that untrusted programs need; the message says which."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        exit_code: of the program; negative: the signal that ended it; None: it was stopped.
+        stopped: why it was stopped: "time_limit", "memory_limit", "output_limit", "forbidden_call"; None: it was not.
+        detail: the forbidden call's name, or what was too much.
+        most_processes: processes and threads seen at the same time.
+        most_memory_mb: memory seen at the same time.
+    """
+
+    stdout: bytes = b""
+    stderr: bytes = b""
+    exit_code: int | None = None
+    stopped: str | None = None
+    detail: str = ""
+    seconds: float = 0.0
+    most_processes: int = 0
+    most_memory_mb: float = 0.0
+
+
+def run_program(source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None) -> Outcome:
+    """Runs Python code with `stdin`, and `files` beside it in its folder; when this returns, no process of it is left.
+
+    The calling process must have one thread only (it forks). Raises SandboxUnavailableError when the sandbox cannot be
+    built: the program then has not run at all.
+    """
+    run = _Run(limits or Limits())
+    try:
+        run.start({**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}, stdin.encode("utf-8", "surrogatepass"))
+        run.watch()
+    finally:
+        run.end()
+    return run.outcome
+
+
+@dataclass
+class _Run:
+    limits: Limits
+    outcome: Outcome = field(default_factory=Outcome)
+    keeper: int = 0
+    first: int = 0  # the first process inside, by its number outside
+    streams: dict[int, bytearray] = field(default_factory=dict)
+    failure: str = ""
+    finished: bool = False
+
+    def start(self, files: dict[str, bytes], stdin: bytes) -> None:
+        (self.stdout, out), (self.stderr, err), (self.status, status), (go, self.go) = (os.pipe() for _ in range(4))
+        self.streams = {self.stdout: bytearray(), self.stderr: bytearray(), self.status: bytearray()}
+        stdin_file = _read_only_file(stdin)
+        job = supervisor.Job(interpreter(), files, self.limits, stdin_file, out, err, status, go)
+        caller = os.getpid()
+        self.keeper = os.fork()
+        if self.keeper == 0:
+            supervisor._guarded(job, lambda job: supervisor.keeper(job, caller))
+        for descriptor in (out, err, status, go, stdin_file):
+            os.close(descriptor)
+        self.began = time.monotonic()
+
+    def watch(self) -> None:
+        """Until everything inside has ended, or a limit is reached."""
+        deadline = self.began + _SETUP_SECONDS
+        poll = select.poll()
+        for descriptor in self.streams:
+            os.set_blocking(descriptor, False)
+            poll.register(descriptor, select.POLLIN)
+        look = self.began + _LOOK_SECONDS
+        open_streams = set(self.streams)
+        while open_streams:
+            for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+                if not self._read(descriptor):
+                    poll.unregister(descriptor)
+                    open_streams.discard(descriptor)
+            now = time.monotonic()
+            if self.first and deadline == self.began + _SETUP_SECONDS:
+                self.began, deadline = now, now + self.limits.time_s
+            if self.outcome.stopped is None and not self.finished:
+                self._enforce(now >= deadline, now >= look)
+            if now >= look:
+                look = now + _LOOK_SECONDS
+        self.outcome.seconds = time.monotonic() - self.began
+
+    def _enforce(self, late: bool, look: bool) -> None:
+        if look and self.first:
+            used = usage_below(self.first)
+            self.outcome.most_processes = max(self.outcome.most_processes, used.threads)
+            self.outcome.most_memory_mb = max(self.outcome.most_memory_mb, used.memory_mb)
+            if used.memory_mb > self.limits.memory_mb:
+                self._stop("memory_limit", f"{used.memory_mb:.0f} MB of {self.limits.memory_mb}")
+        if self._printed > 1024 * self.limits.output_kb:
+            self._stop("output_limit", f"more than {self.limits.output_kb} kB")
+        elif late and not self.first:
+            self.failure = self.failure or "its processes did not start in time"
+            self._kill()
+        elif late:
+            self._stop("time_limit", f"{self.limits.time_s:g} s")
+
+    @property
+    def _printed(self) -> int:
+        return len(self.streams[self.stdout]) + len(self.streams[self.stderr])
+
+    def _read(self, descriptor: int) -> bool:
+        """Takes what is there; false at the end of the stream."""
+        try:
+            chunk = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return True
+        kept = self.streams[descriptor]
+        if descriptor == self.status or self._printed <= 1024 * self.limits.output_kb:
+            kept += chunk
+        if descriptor == self.status:
+            while b"\n" in kept:
+                line, _, rest = kept.partition(b"\n")
+                kept[:] = rest
+                self._told(line.decode(errors="replace"))
+        return bool(chunk)
+
+    def _told(self, line: str) -> None:
+        """A line of the processes inside."""
+        word, _, rest = line.partition(" ")
+        if word == "unshared":
+            self._name_users()
+        elif word == "pid":
+            self.first = int(rest)
+        elif word == "failed":
+            self.failure = self.failure or rest
+        else:
+            self.finished = True
+            if word == "forbidden":
+                self._stop("forbidden_call", rest)
+            elif word in ("exit", "signal"):
+                self.outcome.exit_code = int(rest) if word == "exit" else -int(rest)
+
+    def _name_users(self) -> None:
+        """Says which users outside the ones inside are: as root nobody (limits do not hold for root), else the caller."""
+        inside, uid, gid = supervisor.PROGRAM_USER, os.getuid(), os.getgid()
+        folder = f"/proc/{self.keeper}"
+        try:
+            try:
+                if uid != 0:
+                    raise PermissionError
+                for name in ("uid_map", "gid_map"):
+                    _write(f"{folder}/{name}", f"0 0 1\n{inside} {inside} 1\n")
+            except PermissionError:
+                _write(f"{folder}/uid_map", f"{inside} {uid} 1\n")
+                _write(f"{folder}/setgroups", "deny")
+                _write(f"{folder}/gid_map", f"{inside} {gid} 1\n")
+            os.write(self.go, b"x")
+        except OSError as error:
+            self.failure = f"mapping users: {error}"
+            self._kill()
+
+    def _stop(self, reason: str, detail: str) -> None:
+        self.outcome.stopped, self.outcome.detail = reason, detail
+        self._kill()
+
+    def _kill(self) -> None:
+        for pid in (self.first, self.keeper):
+            if pid:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+
+    def end(self) -> None:
+        """Nothing is left, whatever happened."""
+        if self.keeper:
+            if not self.finished or self.outcome.stopped:
+                self._kill()
+            os.waitpid(self.keeper, 0)
+        for descriptor in (*self.streams, self.go):
+            os.close(descriptor)
+        self.outcome.stdout, self.outcome.stderr = bytes(self.streams[self.stdout]), bytes(self.streams[self.stderr])
+        if self.failure:
+            raise SandboxUnavailableError(f"the code sandbox could not be built: {self.failure}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _read_only_file(contents: bytes) -> int:
+    """A descriptor of a file in memory that can only be read."""
+    writable = os.memfd_create("stdin")
+    try:
+        view = memoryview(contents)
+        while view:
+            view = view[os.write(writable, view) :]
+        return os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(writable)

@@ -1,0 +1,140 @@
+"""The code environment: what programs score, and why."""
+
+import json
+
+import pytest
+from nemo_rl_cpp.environments.code_environment import CodeEnvironment, extract_code
+from nemo_rl_cpp.environments.code_tests import parse_tests
+from nemo_rl_cpp.environments.sandbox import SandboxUnavailableError, check
+from nemo_rl_cpp.environments.utils import create_env
+
+
+@pytest.fixture(scope="module")
+def env():
+    environment = CodeEnvironment({"num_workers": 2, "time_limit_s": 1.0, "total_time_limit_s": 3.0, "memory_mb": 256})
+    yield environment
+    environment.shutdown()
+
+
+def score(env, program, truth, **info):
+    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": program}]
+    result = env.step([log], [{"ground_truth": truth, **info}])
+    assert result.terminateds.tolist() == [1.0]
+    return result.rewards.item(), result.answers[0]
+
+
+DOUBLE = {"inputs": ["1\n", "21\n", "-4"], "outputs": ["2", "42\n", "-8\n\n"]}
+
+
+def test_standard_input_and_output(env):
+    assert score(env, "print(2 * int(input()))", DOUBLE) == (1.0, "passed")
+    assert score(env, "print(2 * int(input()), ' ')", json.dumps(DOUBLE)) == (1.0, "passed")  # spaces at the end of a line
+    assert score(env, "print(abs(2 * int(input())))", DOUBLE) == (0.0, "wrong_answer: 2 of 3 tests passed")
+    assert score(env, "print(int(input()) / 0)", DOUBLE)[1].startswith("runtime_error: ZeroDivisionError")
+    assert score(env, "raise SystemExit(3)", DOUBLE)[1] == "runtime_error: exit code 3"
+    assert score(env, "print(", DOUBLE) == (0.0, "syntax_error")
+    assert score(env, "print(1)\0", DOUBLE) == (0.0, "syntax_error")
+    assert score(env, " \n", DOUBLE) == (0.0, "no_code")
+    assert score(env, "print('\\udcff')", DOUBLE)[0] == 0.0
+
+
+def test_calls(env):
+    truth = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"], [[1], [2]]], "outputs": [3, "ab", [1, 2]]}
+    assert score(env, "def add(a, b):\n    print('noise')\n    return a + b", truth) == (1.0, "passed")
+    assert score(env, "class Solution:\n    def add(self, a, b):\n        return a + b", truth) == (1.0, "passed")
+    assert score(env, "def add(a, b): return 3", truth) == (0.0, "wrong_answer: 1 of 3 tests passed")
+    assert score(env, "def sub(a, b): return 3", truth)[1].startswith("runtime_error")
+    assert score(env, "def add(a, b): return {1, 2}", truth)[1].startswith("runtime_error: TypeError")
+
+
+def test_asserts(env):
+    truth = ["assert f(2) == (2, 4)", "assert f(3)[1] == 9", "assert abs(f(0.5)[1] - 0.25) < 1e-9"]
+    assert score(env, "def f(x): return x, x * x", truth) == (1.0, "passed")
+    assert score(env, "def f(x): return [x, x * x]", truth) == (0.0, "wrong_answer: 2 of 3 tests passed")
+    assert score(env, "def f(x): return 2, 4", truth) == (0.0, "wrong_answer: 1 of 3 tests passed")
+    assert score(env, "def f(x): return x / 0", truth)[1].startswith("runtime_error: ZeroDivisionError")
+
+
+def test_success_is_not_taken_on_trust(env):
+    """Programs that end early, that print what looks like success, or that equal everything."""
+    truth = ["assert f(2) == 4", "assert f(3) == 9"]
+    assert score(env, "import os; os._exit(0)", truth)[0] == 0.0
+    assert score(env, "raise SystemExit(0)", truth)[0] == 0.0
+    forged = 'import os\nfor i in range(3, 20):\n    try: os.write(i, b\'[{"value": "4"}, {"value": "16"}]\')\n    except OSError: pass\nos._exit(0)'
+    assert score(env, forged, truth)[0] == 0.0
+    assert score(env, "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()", truth)[0] == 0.0
+    assert score(env, "class E(int):\n    def __repr__(self): return '4'\ndef f(x): return E()", truth)[0] == 0.0
+    assert score(env, "def f(x): return '4' if 0 else open('/box/checks.json').read()", truth)[0] == 0.0  # the answers are not in it
+    assert score(env, "def f(x): return [f] * 10**5", truth)[0] == 0.0
+    deep = "def f(x):\n    class D:\n        def __repr__(self): return '(' * 5000\n    return D()"
+    assert score(env, deep, truth)[0] == 0.0
+
+
+def test_fraction():
+    env = create_env("code", {"reward": "fraction", "time_limit_s": 1.0})
+    assert score(env, "print(abs(2 * int(input())))", DOUBLE)[0] == pytest.approx(2 / 3)
+    env.shutdown()
+
+
+def test_code_in_a_response(env):
+    assert extract_code("Sure:\n```python\nx = 1\n```\nor better\n```py\nx = 2\n```\nDone.") == "x = 2\n"
+    assert extract_code("```\nx = 3") == "x = 3"
+    assert extract_code("x = 4") == "x = 4"
+    assert score(env, "Here it is:\n```python\nprint(2 * int(input()))\n```", DOUBLE)[0] == 1.0
+    assert score(env, " 2 * x\n", ["assert f(4) == 8"], code_prefix="def f(x):\n    return")[0] == 1.0
+
+
+def test_reasons_are_counted():
+    env = CodeEnvironment({"time_limit_s": 0.5, "memory_mb": 128})
+    programs = ["print(2 * int(input()))", "while True: pass", "x = bytearray(10 * 2**30)", "print(1)", "x = 'y' * 2000"]
+    logs = [[{"role": "assistant", "content": program}] for program in programs]
+    result = env.step(logs, [{"ground_truth": DOUBLE}] * 5)
+    assert result.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert env.pop_metrics() == {"verifier_timeouts": 0, "num_time_limit": 1, "num_memory_limit": 1, "num_wrong_answer": 2}
+    assert env.pop_metrics() == {}
+    env.shutdown()
+
+
+MISTAKES = {
+    "not JSON": ("{", "must be tests as JSON"),
+    "nothing": ({}, "needs inputs and outputs"),
+    "number": ("3", "needs inputs and outputs"),
+    "empty": ({"inputs": [], "outputs": []}, "every program would pass"),
+    "no asserts": ([], "every program would pass"),
+    "lengths": ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+    "syntax": (["assert ("], "not one Python statement"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_of_the_data(env, case):
+    truth, message = MISTAKES[case]
+    with pytest.raises(ValueError, match=message):
+        parse_tests(truth)
+    with pytest.raises(ValueError, match=message):
+        score(env, "print(1)", truth)
+
+
+def test_mistakes_of_the_configuration():
+    for config, message in (({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"time_limit_s": 0}, "positive")):
+        with pytest.raises(ValueError, match=message):
+            CodeEnvironment(config)
+
+
+def test_it_refuses_to_run_unprotected(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes\n"
+        "from nemo_rl_cpp.environments.sandbox import kernel\n"
+        "def refused(flags):\n    raise OSError(1, 'unshare: Operation not permitted')\n"
+        "kernel.unshare = refused\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SandboxUnavailableError, match="unshare: Operation not permitted(.|\n)*needs Linux"):
+        CodeEnvironment({})
+
+
+def test_the_check_tries_to_get_out(monkeypatch):
+    assert check.missing_protections() == []
+    monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")
+    monkeypatch.setattr(check, "_SOCKET", "print('connected')")
+    assert check.missing_protections() == ["files: the program sees /etc/passwd", "network: a program can open a socket"]

@@ -1,0 +1,190 @@
+"""Hostile programs: each is contained, scored 0 with its reason, and leaves no process."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from nemo_rl_cpp.environments.code_environment import CodeEnvironment
+
+PACKAGE = Path(__file__).resolve().parents[3] / "python" / "nemo_rl_cpp"
+HERE = Path(__file__)
+TRUTH = {"inputs": [""], "outputs": ["pwned"]}
+
+# name -> (program, reason); all of them are given "pwned" as the right answer
+ATTACKS = {
+    "fork bomb": ("import os\nwhile True:\n    os.fork()", "process_limit"),
+    "stubborn fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "process_limit"),
+    "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,)).start()", "process_limit"),
+    "10 GB": ("x = bytearray(10 * 2**30)", "memory_limit"),
+    "memory bit by bit": ("x = []\nwhile True: x.append(bytearray(2**20))", "memory_limit"),
+    "memory of many processes": (
+        "import os, time\nfor i in range(6):\n    if os.fork() == 0:\n        x = bytearray(100 * 2**20)\n        time.sleep(60)\ntime.sleep(60)",
+        "memory_limit",
+    ),
+    "its folder full": ("with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20)); f.flush()", "memory_limit"),
+    "endless loop": ("while True: pass", "time_limit"),
+    "sleep": ("import time; time.sleep(60)", "time_limit"),
+    "deaf": ("import signal, time\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nwhile True: time.sleep(9)", "time_limit"),
+    "stopped": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "time_limit"),
+    "read a file": ("print(open('/etc/passwd').read())", "file_access"),
+    "read through ..": ("print(open('../../etc/hostname').read())", "file_access"),
+    "read through a link": ("import os; os.symlink('/etc/passwd', '/box/a'); print(open('/box/a').read())", "runtime_error"),
+    "read a secret": ("print(open({secret!r}).read())", "file_access"),
+    "read another process": ("print(open('/proc/1/environ').read())", "file_access"),
+    "write a file": ("open('/written', 'w').write('x')", "file_access"),
+    "write into a library": ("import os; open(os.__file__, 'a').write('import evil')", "file_access"),
+    "delete": ("import shutil; shutil.rmtree('/usr')", "file_access"),
+    "socket": ("import socket; socket.create_connection(('127.0.0.1', 80))", "forbidden_call"),
+    "caught socket": ("import socket\ntry: socket.socket()\nexcept OSError: pass\nprint('pwned')", "forbidden_call"),
+    "local socket": ("import socket; socket.socket(socket.AF_UNIX)", "forbidden_call"),
+    "socket of a child": ("import os, socket, time\nif os.fork() == 0: socket.socket()\ntime.sleep(60)", "forbidden_call"),
+    "ptrace": ("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)", "forbidden_call"),
+    "new namespace": ("import ctypes; ctypes.CDLL(None).unshare(0x10000000)", "forbidden_call"),
+    "clone into a namespace": ("import ctypes; ctypes.CDLL(None).syscall({clone}, 0x10000011, 0, 0, 0, 0)", "forbidden_call"),
+    "mount": ("import ctypes; ctypes.CDLL(None).mount(b'proc', b'/box', b'proc', 0, None)", "forbidden_call"),
+    "memory without limit": ("import os; os.memfd_create('x')", "forbidden_call"),
+    "much output": ("while True: print('x' * 1000)", "output_limit"),
+    "much error output": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output_limit"),
+    "kill the parent": ("import os, time\nos.kill(os.getppid(), 9)\nprint(os.getppid()); raise SystemExit(1)", "runtime_error"),
+    "kill everything": ("import os\nfor target in (-1, 0): os.kill(target, 9)", "any"),
+    "kill by number": ("import os\nfor pid in range(3, 70000):\n    try: os.kill(pid, 9)\n    except OSError: pass\nraise SystemExit(1)", "any"),
+    "orphans": ("import os, time\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0: time.sleep(60)\n        os._exit(0)\nraise SystemExit(1)", "runtime_error"),
+    "zombies": ("import os\nfor i in range(100):\n    if os.fork() == 0: os._exit(0)\nraise SystemExit(1)", "process_limit"),
+    "raise the limits": ("import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))", "runtime_error"),
+    "become root": ("import os; os.setuid(0)", "any"),
+    "crash": ("import ctypes; ctypes.string_at(0)", "runtime_error"),
+    "recursion": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", "any"),
+    "another program": ("import os; os.execv('/bin/sh', ['sh', '-c', 'echo pwned'])", "runtime_error"),
+    "core": ("import os; os.abort()", "runtime_error"),
+}  # fmt: skip
+
+
+def processes_inside() -> set[str]:
+    """Processes that run a sandbox's program."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if b"/box/main.py" in (folder / "cmdline").read_bytes():
+                    found.add(folder.name)
+            except OSError:
+                pass
+    return found
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.fixture(scope="module")
+def env():
+    environment = CodeEnvironment({"time_limit_s": 1.0, "total_time_limit_s": 3.0, "memory_mb": 256, "max_output_kb": 256, "num_workers": 2})
+    yield environment
+    environment.shutdown()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_contained(env, name, tmp_path):
+    program, reason = ATTACKS[name]
+    secret = tmp_path / "secret"
+    secret.write_text("pwned")
+    program = program.replace("{secret!r}", repr(str(secret))).replace("{clone}", "56" if os.uname().machine == "x86_64" else "220")
+    result = env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": TRUTH}])
+    assert result.rewards.tolist() == [0.0]
+    if reason != "any":
+        assert result.answers[0].partition(":")[0] == reason, result.answers
+    assert not processes_inside()
+    assert all(not children_of(pid) for pid in env.worker_pids)
+    assert env.pop_metrics()["verifier_timeouts"] == 0  # the sandbox itself noticed
+    good = env.step([[{"role": "assistant", "content": "print('pwned')"}]], [{"ground_truth": TRUTH}])
+    assert good.rewards.tolist() == [1.0]  # and goes on working
+
+
+def test_only_its_own_files_are_there(env):
+    truth = {"fn_name": "f", "inputs": [[]], "outputs": [[]]}
+    check = "import os\ndef f():\n    return [p for p in ('/tmp', '/home', '/proc', '/sys', '/var', '/run', '/mnt', '/opt', '/srv') if os.path.exists(p)]"
+    assert env.step([[{"role": "assistant", "content": check}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+
+
+def test_nothing_but_three_descriptors_is_inherited(env):
+    program = "import os\ndef f():\n    return [i for i in range(64) if is_open(i)]\ndef is_open(i):\n    try: os.fstat(i)\n    except OSError: return False\n    return True"
+    truth = {"fn_name": "f", "inputs": [[]], "outputs": [[0, 1, 2, 3]]}  # 3: the harness' own copy of standard output
+    leaky = os.open("/etc/passwd", os.O_RDONLY)
+    os.set_inheritable(leaky, True)
+    try:
+        assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+    finally:
+        os.close(leaky)
+
+
+def test_the_environment_variables_stay_outside(env, monkeypatch):
+    program = "import os\ndef f(): return sorted(os.environ)"
+    truth = {"fn_name": "f", "inputs": [[]], "outputs": [["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "PYTHONHASHSEED", "TMPDIR"]]}
+    assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+
+
+def test_files_last_for_one_run(env):
+    truth = {"inputs": ["", ""], "outputs": ["0", "0"]}
+    program = "import os\nprint(len(os.listdir('.')) - 1)\nopen('left', 'w').write('x')"
+    assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+
+
+def test_a_killed_worker_takes_its_program_with_it():
+    """As at the pool's own deadline, or when the run is killed."""
+    script = (
+        "import os, signal, sys, threading\n"
+        "from nemo_rl_cpp.environments.sandbox import Limits, run_program\n"
+        "run_program('print(1, flush=True)\\nwhile True: pass', limits=Limits(time_s=60))\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", script])
+    while not processes_inside():
+        assert worker.poll() is None
+    worker.kill()
+    worker.wait()
+    for _ in range(10_000_000):
+        if not processes_inside():
+            break
+    assert not processes_inside()
+
+
+def interpreter_for_everyone() -> str | None:
+    """A Python of this version that any user can run."""
+    for name in (getattr(sys, "_base_executable", sys.executable), shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""):
+        path = os.path.realpath(name)
+        parents = Path(path).parents
+        if name and all(parent.stat().st_mode & 0o005 == 0o005 for parent in parents):
+            return path
+    return None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the tests above already run as an unprivileged user")
+@pytest.mark.parametrize("name", ["fork bomb", "10 GB", "memory of many processes", "read a file", "caught socket", "kill everything", "orphans"])
+def test_contained_for_an_unprivileged_user(name):
+    python = interpreter_for_everyone()
+    if python is None:
+        pytest.skip("no Python that another user may run")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "nemo_rl_cpp"
+        shutil.copytree(PACKAGE / "environments" / "sandbox", target / "environments" / "sandbox")
+        (target / "__init__.py").touch()
+        (target / "environments" / "__init__.py").touch()
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        code = (
+            "import os, sys\n"
+            "from nemo_rl_cpp.environments.sandbox import Limits, run_program\n"
+            "assert os.getuid() == 54321\n"
+            "outcome = run_program(sys.argv[1], limits=Limits(time_s=1, memory_mb=256))\n"
+            "print(outcome.exit_code, outcome.stopped, outcome.most_processes)\n"
+            "assert outcome.exit_code != 0 or outcome.stopped\n"
+            "assert run_program('print(41 + 1)').stdout == b'42\\n'\n"
+        )
+        ran = subprocess.run(
+            [python, "-c", code, ATTACKS[name][0]], env={"PYTHONPATH": folder}, user=54321, group=54321, extra_groups=[],
+            capture_output=True, text=True, cwd="/",
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not processes_inside()

@@ -118,3 +118,17 @@ def test_reasoning_gym_answers_of_several_lines_do_not_stop_at_the_first():
         {"dataset_name": "reasoning_gym", "task": "mini_sudoku", "num_samples": 4, "num_shots": 1}
     )
     assert data.dataset[0]["stop_strings"] == ["\n\nQuestion:"] and "\n" in data.dataset[0]["messages"][1]["content"]
+
+
+def test_python_functions_and_their_tests():
+    train = load_response_dataset({"dataset_name": "python_functions"}).dataset
+    held_out = load_response_dataset({"dataset_name": "python_functions", "split": "validation"}).dataset
+    for row in [*train, *held_out]:
+        info, answer = row["extra_env_info"], row["messages"][1]["content"]
+        assert row["messages"][0]["content"].endswith(info["code_prefix"])
+        space = {}
+        exec(info["code_prefix"] + answer, space)
+        for statement in info["ground_truth"]:
+            exec(statement, space)
+    names = [{row["extra_env_info"]["code_prefix"] for row in rows} for rows in (train, held_out)]
+    assert not names[0] & names[1] and min(map(len, names)) > 20

@@ -76,8 +76,26 @@ def processes_inside() -> set[str]:
     return found
 
 
+def left_over() -> set[str]:
+    """Those that stay: programs of other tests at the same time end within seconds."""
+    left = processes_inside()
+    for _ in range(2000):
+        if not left:
+            break
+        left &= processes_inside()
+    return left
+
+
 def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def descendants(pid: int) -> set[str]:
+    try:
+        children = children_of(pid)
+    except OSError:
+        return set()
+    return set(children).union(*(descendants(int(child)) for child in children))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +115,7 @@ def test_contained(env, name, tmp_path):
     assert result.rewards.tolist() == [0.0]
     if reason != "any":
         assert result.answers[0].partition(":")[0] == reason, result.answers
-    assert not processes_inside()
+    assert not left_over()
     assert all(not children_of(pid) for pid in env.worker_pids)
     assert env.pop_metrics()["verifier_timeouts"] == 0  # the sandbox itself noticed
     good = env.step([[{"role": "assistant", "content": "print('pwned')"}]], [{"ground_truth": TRUTH}])
@@ -141,14 +159,16 @@ def test_a_killed_worker_takes_its_program_with_it():
         "run_program('print(1, flush=True)\\nwhile True: pass', limits=Limits(time_s=60))\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script])
-    while not processes_inside():
+    own: set[str] = set()
+    while not own:
         assert worker.poll() is None
+        own = descendants(worker.pid) & processes_inside()
     worker.kill()
     worker.wait()
-    for _ in range(10_000_000):
-        if not processes_inside():
+    for _ in range(2000):
+        if not own & processes_inside():
             break
-    assert not processes_inside()
+    assert not own & processes_inside()
 
 
 def interpreter_for_everyone() -> str | None:
@@ -187,4 +207,4 @@ def test_contained_for_an_unprivileged_user(name):
             capture_output=True, text=True, cwd="/",
         )  # fmt: skip
         assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert not processes_inside()
+    assert not left_over()

@@ -137,3 +137,26 @@ def test_consensus_needs_answers(checkpoints):
         evaluation._Run(
             Mute(), None, load_eval_config("evals/gsm8k.yaml", ["eval.metric=cons@k"]), 1, [0.0] * 4, [None] * 4
         ).result(1.0)
+
+
+@pytest.mark.parametrize("turns, score", [(3, 1.0), (2, 3 / 7), (1, 1 / 7)])
+def test_conversations_of_several_turns(turns, score, capsys):
+    """A player who halves the range: 4 at once, 2 and 6 with two guesses, the others with three."""
+    path = {"?4": "+", "?4+": "6", "?4-": "2", "?4+6+": "7", "?4+6-": "5", "?4-2+": "3", "?4-2-": "1"}
+    config = load_eval_config(
+        "evals/reverse_digits.yaml",
+        [f"eval.max_rollout_turns={turns}", "data.dataset_name=guess_number", "~data.num_digits", "data.env_name=guess_number",
+         "++env.guess_number={}", "generation.vllm_cfg.max_model_len=64"],
+    )  # fmt: skip
+    tokenizer = ByteTokenizer()
+    rows = [
+        {"length": 1, "idx": i, "task_name": "guess_number", "stop_strings": list("0123456789"), "extra_env_info": {"secret": i + 1},
+         "message_log": [{"role": "user", "content": "?", "token_ids": torch.tensor(tokenizer.encode("?"))}]}
+        for i in range(7)
+    ]  # fmt: skip
+    environment = create_env("guess_number", {"higher": "+", "lower": "-", "stop_strings": list("0123456789")})
+    generation = FakeGeneration(lambda prompt, key: path.get(prompt, "4"))
+    result = evaluation.run_env_eval(generation, StatefulDataLoader(rows, 7, collate_fn=eval_collate_fn), environment, config)
+    assert result.score == pytest.approx(score)
+    assert result.metrics["avg_turns_per_sample"] == pytest.approx({3: 17, 2: 13, 1: 7}[turns] / 7)
+    assert ("turns" in capsys.readouterr().out) == (turns > 1)

@@ -12,7 +12,7 @@ from nemo_rl_cpp.environments.sandbox.limits import Limits
 from nemo_rl_cpp.environments.sandbox.usage import usage_below
 
 _LOOK_SECONDS = 0.01  # how often memory and processes are looked at
-_SETUP_SECONDS = 10.0
+_SETUP_SECONDS = 30.0
 
 
 class SandboxUnavailableError(RuntimeError):
@@ -64,7 +64,10 @@ class _Run:
     first: int = 0  # the first process inside, by its number outside
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
+    started: bool = False
     finished: bool = False
+    began: float = 0.0
+    deadline: float = 0.0
 
     def start(self, files: dict[str, bytes], stdin: bytes) -> None:
         (self.stdout, out), (self.stderr, err), (self.status, status), (go, self.go) = (os.pipe() for _ in range(4))
@@ -78,10 +81,10 @@ class _Run:
         for descriptor in (out, err, status, go, stdin_file):
             os.close(descriptor)
         self.began = time.monotonic()
+        self.deadline = self.began + _SETUP_SECONDS
 
     def watch(self) -> None:
         """Until everything inside has ended, or a limit is reached."""
-        deadline = self.began + _SETUP_SECONDS
         poll = select.poll()
         for descriptor in self.streams:
             os.set_blocking(descriptor, False)
@@ -94,16 +97,14 @@ class _Run:
                     poll.unregister(descriptor)
                     open_streams.discard(descriptor)
             now = time.monotonic()
-            if self.first and deadline == self.began + _SETUP_SECONDS:
-                self.began, deadline = now, now + self.limits.time_s
             if self.outcome.stopped is None and not self.finished:
-                self._enforce(now >= deadline, now >= look)
+                self._enforce(now >= self.deadline, now >= look)
             if now >= look:
                 look = now + _LOOK_SECONDS
         self.outcome.seconds = time.monotonic() - self.began
 
     def _enforce(self, late: bool, look: bool) -> None:
-        if look and self.first:
+        if look and self.started:
             used = usage_below(self.first)
             self.outcome.most_processes = max(self.outcome.most_processes, used.threads)
             self.outcome.most_memory_mb = max(self.outcome.most_memory_mb, used.memory_mb)
@@ -111,7 +112,7 @@ class _Run:
                 self._stop("memory_limit", f"{used.memory_mb:.0f} MB of {self.limits.memory_mb}")
         if self._printed > 1024 * self.limits.output_kb:
             self._stop("output_limit", f"more than {self.limits.output_kb} kB")
-        elif late and not self.first:
+        elif late and not self.started:
             self.failure = self.failure or "its processes did not start in time"
             self._kill()
         elif late:
@@ -144,6 +145,10 @@ class _Run:
             self._name_users()
         elif word == "pid":
             self.first = int(rest)
+        elif word == "started":
+            self.started = True
+            self.began = time.monotonic()  # the program's own time begins
+            self.deadline = self.began + self.limits.time_s
         elif word == "failed":
             self.failure = self.failure or rest
         else:
@@ -177,12 +182,10 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        for pid in (self.first, self.keeper):
-            if pid:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+        try:
+            os.kill(self.first or self.keeper, signal.SIGKILL)  # the keeper collects the first process, and ends
+        except ProcessLookupError:
+            pass
 
     def end(self) -> None:
         """Nothing is left, whatever happened."""

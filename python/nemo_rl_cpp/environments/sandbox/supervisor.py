@@ -80,30 +80,38 @@ def _first_process(job: Job) -> NoReturn:
         os.close(descriptor)
     _, listeners, _, _ = socket.recv_fds(ours, 1, 1)
     if listeners:
-        _watch(job, program, listeners[0])
+        _watch(job, program, listeners[0], ours)
     os._exit(0)
 
 
-def _watch(job: Job, program: int, listener: int) -> None:
-    """Until the program ends or makes a forbidden call; children that it leaves behind end with this process."""
+def _watch(job: Job, program: int, listener: int, channel: socket.socket) -> None:
+    """Until the program ends or makes a forbidden call; children that it leaves behind end with this process.
+
+    The other end of `channel` closes when the program takes the place of this code: from then on it is what is measured.
+    """
     end = time.monotonic() + job.limits.time_s + 5  # the caller ends it sooner, unless it has gone
     watched = select.poll()
     watched.register(listener, select.POLLIN)
+    watched.register(channel, select.POLLIN)
+    ended = 0
     while time.monotonic() < end:
-        if any(event & select.POLLIN for _, event in watched.poll(5)) and (name := seccomp.reported_call(listener)):
+        # looked at once more after the program's end: one of its children may have made a forbidden call
+        events = dict(watched.poll(0 if ended else 5))
+        if channel.fileno() in events:
+            watched.unregister(channel)
+            _report(job, "started")
+        if events.get(listener, 0) & select.POLLIN and (name := seccomp.reported_call(listener)):
             _report(job, f"forbidden {name}")
             return
-        while True:  # orphans of the program come to this process
-            try:
-                ended, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                ended = 0
-            if ended == program:
-                code = os.waitstatus_to_exitcode(status)
-                _report(job, f"exit {code}" if code >= 0 else f"signal {-code}")
-                return
-            if ended == 0:
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            _report(job, f"exit {code}" if code >= 0 else f"signal {-code}")
+            return
+        while ended == 0:  # orphans of the program come to this process, too
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0:
                 break
+            ended = program if child == program else 0
 
 
 def _program(job: Job, channel: socket.socket) -> NoReturn:

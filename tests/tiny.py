@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.loader import kind_of
 
 # close positions that rotary embeddings tell apart, a wider model, four updates a step: learns within 120 steps
 FAST = (
@@ -19,11 +21,18 @@ FAST = (
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32")
 
 
-def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> SimpleNamespace:
-    """parts, config, state of a run that writes into `folder`; nothing is printed, nothing saved. A configuration whose
-    name does not begin with "grpo" is one of PPO."""
-    torch.set_num_threads(1)  # the same bits as with two, and sooner at this size
-    algorithm, load, section = (grpo, load_grpo_config, "grpo") if config.startswith("grpo") else (ppo, load_ppo_config, "ppo")
+def one_thread() -> None:
+    """The same bits as with two, and sooner at this size."""
+    torch.set_num_threads(1)
+
+
+def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", environment: Any = None) -> SimpleNamespace:
+    """parts, config, state of a run of `config` that writes into `folder`; nothing is printed, nothing saved.
+
+    `environment` scores every training task in place of the configuration's own."""
+    one_thread()
+    section = kind_of(config)
+    algorithm, load = (grpo, load_grpo_config) if section == "grpo" else (ppo, load_ppo_config)
     config = load(
         config,
         [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
@@ -31,6 +40,8 @@ def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> Simpl
     )  # fmt: skip
     tokenizer = build.make_tokenizer(config.policy)
     data = build.make_data(config, tokenizer)
+    if environment is not None:
+        data = data._replace(task_to_env=dict.fromkeys(data.task_to_env, environment))
     made = algorithm.setup(config, tokenizer, data.train, data.validation)
     envs = (data.task_to_env, data.val_task_to_env)
     if section == "grpo":
@@ -48,7 +59,7 @@ def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> Simpl
 
 
 class StopWhenLearned:
-    """Ends a run once the mean reward of five steps is above `target`."""
+    """Ends a run once the mean reward of five steps, as the environment gave it, is above `target`."""
 
     def __init__(self, run: SimpleNamespace, target: float):
         self.run, self.target = run, target
@@ -65,9 +76,9 @@ class StopWhenLearned:
         pass
 
 
-def train(folder: Path, *overrides: str, until: float | None = None, config: str = "grpo_tiny.yaml") -> SimpleNamespace:
+def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> SimpleNamespace:
     """The same, after training; `history` holds the metrics of each step. `until`: stop at this mean raw reward."""
-    run = make(folder, *overrides, config=config)
+    run = make(folder, *overrides, **options)
     if until is not None:
         run.parts.run.progress = StopWhenLearned(run, until)
     run_to_end(run.loop, run.parts, run.config, run.state, "tiny")

@@ -10,12 +10,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import kill_resume  # noqa: E402
 
-# kept surplus: every kind of state that a checkpoint holds is in use
 RUN = [
     "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "grpo.val_period=4",
-    "grpo.max_val_samples=20", "checkpointing.save_period=2", "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5",
-    "grpo.dynamic_sampling_keep_surplus=true",
+    "grpo.max_val_samples=20", "checkpointing.save_period=2",
 ]  # fmt: skip
+# kept surplus: every kind of state that a checkpoint holds is in use
+MODES = {
+    "dapo": ("grpo.dynamic_sampling_keep_surplus=true", "policy.train_global_batch_size=16"),
+    "prorlv2": ("policy.train_global_batch_size=16",),
+    "rloo": (),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +27,9 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_killed_runs_end_like_an_unbroken_one():
-    assert kill_resume.check("configs/grpo_tiny.yaml", 12, kills=3, overrides=RUN, seed=7) == []
+@pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("rloo", 1)])
+def test_killed_runs_end_like_an_unbroken_one(mode, kills):
+    assert kill_resume.check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
 # in the middle of the critic's warm-up, and after it; several optimizer steps an epoch

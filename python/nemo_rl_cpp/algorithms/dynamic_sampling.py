@@ -288,7 +288,8 @@ class GroupSampler:
         return DynamicSamplingExhausted(
             f"dynamic sampling found {self.cached_groups} of the {self.num_groups} groups that a step needs in "
             f"{self._batches} generation batches (dynamic_sampling_max_gen_batches={self.max_gen_batches}): of {total} "
-            f"groups {counts.all_right} were all right, {counts.all_wrong} all wrong and {counts.mixed} mixed. {_ADVICE}"
+            f"groups {counts.all_right} were all right, {counts.all_wrong} all wrong and {counts.mixed} mixed (all right: "
+            f"equal rewards above 0; all wrong: equal rewards of 0 or less). {_ADVICE}"
         )
 
     def state_dict(self) -> dict[str, Any]:

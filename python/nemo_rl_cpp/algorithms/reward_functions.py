@@ -26,8 +26,11 @@ class RewardShapingConfig(ConfigModel):
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 
 
-def apply_reward_shaping(batch: Any, cfg: RewardShapingConfig) -> Any:
+def apply_reward_shaping(batch: Any, cfg: RewardShapingConfig, quiet: bool = False) -> Any:
     """Shapes `total_reward` of the batch in place and returns it; the raw one stays as `unshaped_total_reward`.
+
+    Prints what stop-properly did and which keys it leaves out, as NeMo RL does; not when `quiet` (the training loop says
+    once, at its start, what `shaping_warning` gives, and logs `truncation_rate`).
 
     Stop-properly: reward * coef where `truncated` is set. Overlong (DAPO, arXiv:2503.14476), with L the length of the
     first assistant message (or `response_token_lengths`): reward + min(-(L - (max - buffer)) / buffer * penalty, 0).
@@ -41,29 +44,37 @@ def apply_reward_shaping(batch: Any, cfg: RewardShapingConfig) -> Any:
         return batch
     batch["unshaped_total_reward"] = batch["total_reward"].clone()
     if cfg.stop_properly_penalty_coef is not None:
-        _stop_properly(batch, cfg)
+        _stop_properly(batch, cfg, quiet)
         if not cfg.compose:
             return batch
     _overlong(batch, cfg)
     return batch
 
 
-def _stop_properly(batch: Any, cfg: RewardShapingConfig) -> None:
+def shaping_warning(cfg: RewardShapingConfig) -> str | None:
+    """What to tell the user when stop-properly leaves overlong keys without effect."""
+    cfg = as_model(cfg, RewardShapingConfig)
+    ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
+    if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
+        return None
+    return (
+        f"[WARN] reward_shaping: stop_properly_penalty_coef is set, so {', '.join(ignored)} are ignored; "
+        "set reward_shaping.compose: true to apply both, or the coefficient to null"
+    )
+
+
+def _stop_properly(batch: Any, cfg: RewardShapingConfig, quiet: bool) -> None:
     coef = cfg.stop_properly_penalty_coef
     assert 0 <= coef <= 1, f"stop_properly_penalty_coef must be in [0, 1], but it is {coef}"
-    ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
-    if ignored and not cfg.compose:
-        print(
-            f"[WARN] reward_shaping: stop_properly_penalty_coef is set, so {', '.join(ignored)} are ignored; "
-            "set reward_shaping.compose: true to apply both, or the coefficient to null",
-            flush=True,
-        )
+    if not quiet and (warning := shaping_warning(cfg)):
+        print(warning, flush=True)
     rewards: Tensor = batch["total_reward"]
     truncated = batch.get("truncated")
     assert truncated is not None, "truncated field not found in the batch: reward_shaping.stop_properly_penalty_coef needs it"
     truncated = torch.as_tensor(truncated, device=rewards.device).bool()
     batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
-    print(f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}", flush=True)
+    if not quiet:
+        print(f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}", flush=True)
 
 
 def _overlong(batch: Any, cfg: RewardShapingConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import RunServices
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -201,6 +202,8 @@ def shared_components(
     """The fields of `TrainingComponents` that every algorithm makes in the same way; the state gets the limits of the
     configuration. `loop`: the section `grpo` or `ppo`. `generation` None: an engine on the policy's own weights."""
     limited(state, loop)
+    if warning := shaping_warning(loop.reward_shaping):
+        print(warning, flush=True)
     engine = config.policy.generation
     generation = generation or policy.create_generation(engine, seed=loop.seed)
     return {

@@ -15,7 +15,7 @@ from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 
 def shape_rewards(rollouts: Any, loop: Any) -> Any:
     """`reward_scaling`, then `reward_shaping`. `loop`: the section `grpo` or `ppo`."""
-    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
+    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping, quiet=True)
 
 
 def valid_mask(batch: Any) -> torch.Tensor:

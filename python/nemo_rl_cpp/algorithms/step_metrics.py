@@ -1,5 +1,6 @@
 """The numbers of a training step, under NeMo RL's names."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> d
             kept = kept or [float(v) for v in values]
             result[name] = sum(kept) / len(kept) if kept else 0.0
         else:
-            result[name] = sum(kept)
+            result[name] = math.fsum(kept)  # shares of micro-batches that are 1 together add up to 1
     return result
 
 

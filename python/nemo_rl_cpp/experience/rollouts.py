@@ -48,7 +48,10 @@ def repeat_prompts(
     """
     if num_generations < 1:
         raise ValueError(f"num_generations_per_prompt is {num_generations}; it must be at least 1")
-    repeated = batch.repeat_interleave(num_generations)
+    logs = batch["message_log"]
+    repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(num_generations)
+    # each copy has messages of its own; their token ids, which nothing writes into, are shared
+    repeated["message_log"] = [[dict(message) for message in log] for log in logs for _ in range(num_generations)]
     repeated["group_id"] = torch.arange(batch.size).repeat_interleave(num_generations)
     repeated["draw_ids"] = repeated["group_id"] + first_draw_id
     repeated["sample_index"] = torch.arange(num_generations).repeat(batch.size)

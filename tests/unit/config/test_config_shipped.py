@@ -67,6 +67,47 @@ def test_values_are_nemo_rls(name):
         assert ours == (theirs if key not in EXCEPTIONS else EXCEPTIONS[key]), key
 
 
+PARENTS = {
+    "prorlv2.yaml": "grpo_math_1B.yaml",
+    "recipes/llm/dapo-qwen2.5-7b.yaml": "grpo_math_1B.yaml",
+    "ppo_math_1B_megatron.yaml": "ppo_math_1B.yaml",
+}
+
+
+def without_null(value):
+    """Without keys that are null or empty: our schema spells out what may be left away."""
+    if isinstance(value, dict):
+        return {key: without_null(inner) for key, inner in value.items() if inner is not None and inner != {}}
+    return [without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", NEMO_RL)
+def test_resolved_values_are_nemo_rls(name, tmp_path):
+    """The same after inheritance and interpolation: NeMo RL's values, as one file without a parent, and ours resolved."""
+    theirs = dict(NEMO_RL.get(PARENTS.get(name, ""), {}))
+    for key, value in NEMO_RL[name].items():
+        theirs = {k: v for k, v in theirs.items() if not k.startswith(f"{key}.")} | {key: EXCEPTIONS.get(key, value)}
+    tree: dict = {}
+    for key, value in theirs.items():
+        *path, last = key.split(".")
+        node = tree
+        for part in path:
+            node[part] = node.get(part) or {}
+            node = node[part]
+        node[last] = value
+    (tmp_path / "theirs.yaml").write_text(dump_yaml(tree))
+    resolved = _config.load(str(tmp_path / "theirs.yaml"), [], [], set())[0]
+    ours = loader(ROOT / "configs" / name)(ROOT / "configs" / name).resolved
+    different = {}
+    for key in theirs:
+        expected, actual = resolved, ours
+        for part in key.split("."):
+            expected, actual = expected[part], actual[part]
+        if without_null(actual) != without_null(expected) and key not in EXCEPTIONS:
+            different[key] = (expected, actual)
+    assert different == {}
+
+
 def test_nemo_rls_own_file_needs_one_override(tmp_path):
     text = (
         (ROOT / "configs/grpo_math_1B.yaml")

@@ -1,0 +1,191 @@
+"""DAPO, ProRLv2 and RLOO from random weights to a solved task, and what must hold on the way."""
+
+import pytest
+import tiny
+import torch
+
+from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted
+from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
+
+MODES = ("dapo", "prorlv2", "rloo")
+
+
+def of(history, name):
+    return [row[name] for row in history]
+
+
+def recorded(run):
+    """The batches that the policy is trained on, filled as the run goes on."""
+    batches, train = [], run.policy.train
+
+    def note_and_train(data, loss_fn, timer=None):
+        batches.append({key: value.clone() if torch.is_tensor(value) else value for key, value in data.items()})
+        return train(data, loss_fn, timer=timer)
+
+    run.policy.train = note_and_train
+    return batches
+
+
+def run_to_end(run):
+    grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
+    return run.parts.run.history
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("mode", MODES)
+def test_it_learns_exactly(tmp_path, mode, seed):
+    run = tiny.train(tmp_path, f"grpo.seed={seed}", config=f"{mode}_tiny.yaml", until=0.9)
+    accuracy = of(run.history, "accuracy")
+    assert accuracy[0] < 0.2
+    assert sum(accuracy[-5:]) / 5 > 0.9
+    assert run.parts.validator.run(run.state.step).metrics["accuracy"] > 0.85  # on numbers that were not trained on
+    assert set(of(run.history, "token_mult_prob_error")) == {1.0}
+    assert set(of(run.history, "max_logprob_gap")) == {0.0}
+    WHAT_SHOWS[mode](run.history)
+
+
+def dapo_shows(history):
+    assert set(of(history, "dynamic_sampling_kept_groups")) == {history[0]["global_valid_seqs"] // 16} or history[0]["num_masked_samples"] > 0
+    assert history[0]["num_masked_samples"] > 0 and history[-1]["truncation_rate"] < 0.1  # overlong filtering; it learned to end
+    assert min(of(history, "dynamic_sampling_num_gen_batches")) >= 1
+    assert max(of(history, "probs_ratio_max")) > 1.28 >= max(of(history, "probs_ratio_clamped_max")) - 1e-6
+    assert min(of(history, "probs_ratio_clamped_min")) >= 0.8 - 1e-6
+    assert max(of(history, "reward")) <= 1.0 and min(of(history, "reward")) < -0.5  # scaled to [-1, 1]
+
+
+def prorlv2_shows(history):
+    assert max(of(history, "kl_penalty")) > 0.0  # the reference model is in use
+    assert set(of(history, "is_oob_ratio")) == {0.0}  # generation is the training forward: ICE-POP has nothing to drop
+    assert set(of(history, "sampling_importance_ratio")) == {1.0}
+    assert set(of(history, "advantage/degenerate_whitening")) == {0.0}
+    assert history[0]["truncation_rate"] > 0.5 and history[-1]["truncation_rate"] < 0.1  # the penalty taught it to end
+
+
+def rloo_shows(history):
+    assert set(of(history, "probs_ratio_max")) == {1.0} == set(of(history, "probs_ratio_min"))  # one update a step
+
+
+WHAT_SHOWS = {"dapo": dapo_shows, "prorlv2": prorlv2_shows, "rloo": rloo_shows}
+
+
+# ---- exactness with several updates a step
+
+
+@pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
+def test_scoring_beforehand_changes_nothing_with_several_updates_a_step(tmp_path, mode):
+    digests, ratios = [], []
+    for reuse in ("auto", "never"):
+        run = tiny.train(
+            tmp_path / reuse, *tiny.SMALL, "policy.train_global_batch_size=8", "grpo.max_num_steps=3",
+            f"policy.reuse_generation_logprobs={reuse}", config=f"{mode}_tiny.yaml",
+        )  # fmt: skip
+        digests.append(run.policy.weight_digest())
+        ratios.append(of(run.history, "probs_ratio_max"))
+        assert set(of(run.history, "token_mult_prob_error")) == {1.0}
+    assert digests[0] == digests[1] and ratios[0] == ratios[1] and max(ratios[0]) > 1.0
+
+
+def test_rloo_advantages_by_hand(tmp_path):
+    """A sample's advantage is its reward less the mean of the other three, and nothing divides it."""
+    run = tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", config="rloo_tiny.yaml")
+    batches = recorded(run)
+    run_to_end(run)
+    rewards = batches[0]["rewards"].double().view(8, 4)
+    expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / 3
+    assert expected.abs().max() > 0
+    assert torch.allclose(batches[0]["advantages"][:, -1].double().view(8, 4), expected, atol=1e-6)
+
+
+# ---- dynamic sampling
+
+
+class HalfHopeless(SingleTurnEnvironment):
+    """Numbers that begin with an even digit are never right; the others always, but for responses that begin with 3, 4 or 5."""
+
+    def step(self, message_log_batch, metadata):
+        rewards = [
+            float(prompt_text(log)[0] in "13579" and assistant_text(log)[:1] not in ("3", "4", "5")) for log in message_log_batch
+        ]
+        return self._finish(rewards, metadata)
+
+
+class Hopeless(SingleTurnEnvironment):
+    def step(self, message_log_batch, metadata):
+        return self._finish([0.0] * len(metadata), metadata)
+
+
+@pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
+def test_half_solved_half_hopeless_data_gives_mixed_groups_only(tmp_path, mode):
+    run = tiny.make(
+        tmp_path, *tiny.SMALL, "grpo.max_num_steps=4", "grpo.reward_shaping.enabled=false", config=f"{mode}_tiny.yaml",
+        environment=HalfHopeless(),
+    )  # fmt: skip
+    batches = recorded(run)
+    history = run_to_end(run)
+    assert len(batches) == 4
+    for batch in batches:
+        rewards = batch["rewards"].view(8, 4)
+        assert (rewards.max(1).values > rewards.min(1).values).all()
+        assert batch["group_id"].tolist() == [group for group in range(8) for _ in range(4)]
+        prompts = batch["input_ids"].view(8, 4, -1)[:, :, :4]
+        assert (prompts == prompts[:, :1]).all()  # groups are whole
+        first_digits = prompts[:, 0, 0] - 4
+        assert (first_digits % 2 == 1).all()
+    drawn = 0
+    for row in history:
+        counts = [row[f"dynamic_sampling_{kind}_groups"] for kind in ("all_right", "all_wrong", "mixed")]
+        assert sum(counts) == 10 * row["dynamic_sampling_num_gen_batches"]  # 8 prompts x batch_multiplier 1.25
+        assert counts[1] > 0 and counts[2] >= 8
+        assert row["dynamic_sampling_num_discarded_valid_samples"] == 4 * (counts[2] - 8)
+        drawn += sum(counts)
+    assert run.state.draw_counter == drawn and max(of(history, "dynamic_sampling_num_gen_batches")) > 1
+
+
+def test_hopeless_data_stops_the_run_after_exactly_the_configured_batches(tmp_path):
+    run = tiny.make(
+        tmp_path, *tiny.SMALL, "grpo.max_num_gen_batches=3", "grpo.num_generations_per_prompt=4", config="dapo_tiny.yaml", environment=Hopeless()
+    )
+    generate, calls, before = run.parts.generation.generate, [], run.policy.weight_digest()
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return generate(*args, **kwargs)
+
+    run.parts.generation.generate = counted
+    with pytest.raises(DynamicSamplingExhausted) as stopped:
+        run_to_end(run)
+    message = str(stopped.value)
+    assert len(calls) == 3
+    assert "found 0 of the 8 groups that a step needs in 3 generation batches (dynamic_sampling_max_gen_batches=3)" in message
+    assert "of 30 groups 0 were all right, 30 all wrong and 0 mixed" in message
+    assert all(key in message for key in ("num_generations_per_prompt", "batch_multiplier", "use_dynamic_sampling"))
+    assert run.policy.weight_digest() == before and run.state.step == 0
+
+
+def test_a_resume_in_the_middle_gives_the_same_batches(tmp_path):
+    """Groups kept for the next step, the draw counter and the position in the data are all in the checkpoint."""
+    options = (
+        *tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=3", "checkpointing.metric_name=null",
+        "grpo.dynamic_sampling_keep_surplus=true",
+    )  # fmt: skip
+
+    def run(folder, steps):
+        made = tiny.make(folder, *options, f"grpo.max_num_steps={steps}", config="dapo_tiny.yaml", environment=HalfHopeless())
+        batches = recorded(made)
+        return made, batches, run_to_end(made)
+
+    whole, expected, history = run(tmp_path / "whole", 6)
+    run(tmp_path / "halves", 3)
+    second, batches, resumed = run(tmp_path / "halves", 6)
+    assert history[3]["stale_samples"] > 0  # something was waiting when the run stopped
+    assert len(batches) == 3 and second.state.draw_counter == whole.state.draw_counter
+    for ours, theirs in zip(batches, expected[3:]):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert torch.equal(ours[key], value) if torch.is_tensor(value) else ours[key] == value, key
+    assert of(resumed, "dynamic_sampling_mixed_groups") == of(history[3:], "dynamic_sampling_mixed_groups")
+    assert second.policy.weight_digest() == whole.policy.weight_digest()

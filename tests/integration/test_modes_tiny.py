@@ -100,6 +100,20 @@ def test_rloo_advantages_by_hand(tmp_path):
     assert torch.allclose(batches[0]["advantages"][:, -1].double().view(8, 4), expected, atol=1e-6)
 
 
+def test_a_checkpoint_is_a_new_runs_reference(tmp_path):
+    """How the ProRLv2 guide resets the reference: a new run that begins at a checkpoint has a KL of exactly 0 there."""
+    options = (*tiny.SMALL, "policy.train_global_batch_size=32", "checkpointing.enabled=true", "checkpointing.metric_name=null")
+    first = tiny.train(tmp_path / "first", *options, "grpo.max_num_steps=3", config="prorlv2_tiny.yaml")
+    assert first.history[0]["kl_penalty"] == 0.0 < first.history[-1]["kl_penalty"]
+    weights = tmp_path / "first" / "checkpoints" / "step_3" / "policy" / "weights"
+    second = tiny.train(
+        tmp_path / "second", *options, "grpo.max_num_steps=2", f"policy.model_name={weights}", "policy.hf_config_overrides={}",
+        config="prorlv2_tiny.yaml",
+    )  # fmt: skip
+    assert second.history[0]["weights/digest"] == first.policy.weight_digest()
+    assert second.history[0]["kl_penalty"] == 0.0 < second.history[1]["kl_penalty"]
+
+
 # ---- dynamic sampling
 
 
@@ -170,7 +184,7 @@ def test_a_resume_in_the_middle_gives_the_same_batches(tmp_path):
     """Groups kept for the next step, the draw counter and the position in the data are all in the checkpoint."""
     options = (
         *tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=3", "checkpointing.metric_name=null",
-        "grpo.dynamic_sampling_keep_surplus=true",
+        "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=3",
     )  # fmt: skip
 
     def run(folder, steps):

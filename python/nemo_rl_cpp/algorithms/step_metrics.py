@@ -28,7 +28,7 @@ def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> d
             kept = kept or [float(v) for v in values]
             result[name] = sum(kept) / len(kept) if kept else 0.0
         else:
-            result[name] = math.fsum(kept)  # shares of micro-batches that are 1 together add up to 1
+            result[name] = float(f"{math.fsum(kept):.13g}")  # shares that make up 1 add up to 1, their rounding aside
     return result
 
 

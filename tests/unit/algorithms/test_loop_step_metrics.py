@@ -33,6 +33,15 @@ def test_microbatches_add_up_but_for_extrema_and_means():
     }  # fmt: skip
 
 
+def test_shares_of_many_microbatches_add_up_to_one():
+    """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; a gap of 1e-11 still shows."""
+    for sizes in ([1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))):
+        shares = [size * (1.0 / sum(sizes)) for size in sizes]
+        assert aggregate_microbatch_metrics({"token_mult_prob_error": shares})["token_mult_prob_error"] == 1.0
+        shares[0] += 1e-11
+        assert aggregate_microbatch_metrics({"token_mult_prob_error": shares})["token_mult_prob_error"] > 1.0
+
+
 def test_microbatches_without_valid_samples_do_not_count():
     metrics = aggregate_microbatch_metrics(
         {"loss": [1.0, 9.0], "probs_ratio_min": [INF, 0.5], "probs_ratio_max": [1.5, -INF], "num_valid_samples": [1.0, 0.0]}

@@ -84,3 +84,15 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
     run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
     run.history = run.parts.run.history
     return run
+
+
+def learn(config: str, seed: int, folder: Path) -> SimpleNamespace:
+    """Trains until 0.9 is reached and validates; what is left of the run can be sent between processes."""
+    run = train(Path(folder), f"grpo.seed={seed}", config=config, until=0.9)
+    accuracy = [row["accuracy"] for row in run.history]
+    return SimpleNamespace(
+        history=run.history,
+        first=accuracy[0],
+        last=sum(accuracy[-5:]) / 5,
+        held_out=run.parts.validator.run(run.state.step).metrics["accuracy"],
+    )

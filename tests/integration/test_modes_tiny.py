@@ -1,5 +1,8 @@
 """DAPO, ProRLv2 and RLOO from random weights to a solved task, and what must hold on the way."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 import tiny
 import torch
@@ -35,21 +38,29 @@ def run_to_end(run):
 # ---- learning
 
 
-@pytest.mark.parametrize("seed", [1])
+def check(mode, learned):
+    """From guessing to solved, also on numbers that were not trained on; exact on every step; with the mode's marks."""
+    assert learned.first < 0.2 and learned.last > 0.9 and learned.held_out > 0.85
+    assert set(of(learned.history, "token_mult_prob_error")) == {1.0}
+    assert set(of(learned.history, "max_logprob_gap")) == {0.0}
+    WHAT_SHOWS[mode](learned.history)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_it_learns_exactly(tmp_path, mode, seed):
-    run = tiny.train(tmp_path, f"grpo.seed={seed}", config=f"{mode}_tiny.yaml", until=0.9)
-    accuracy = of(run.history, "accuracy")
-    assert accuracy[0] < 0.2
-    assert sum(accuracy[-5:]) / 5 > 0.9
-    assert run.parts.validator.run(run.state.step).metrics["accuracy"] > 0.85  # on numbers that were not trained on
-    assert set(of(run.history, "token_mult_prob_error")) == {1.0}
-    assert set(of(run.history, "max_logprob_gap")) == {0.0}
-    WHAT_SHOWS[mode](run.history)
+def test_it_learns(tmp_path, mode):
+    check(mode, tiny.learn(f"{mode}_tiny.yaml", 1, tmp_path))
+
+
+def test_it_learns_with_five_seeds_of_five(tmp_path):
+    """The other four, two at a time."""
+    jobs = [(mode, seed) for seed in (2, 3, 4, 5) for mode in MODES]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        started = [pool.submit(tiny.learn, f"{mode}_tiny.yaml", seed, tmp_path / f"{mode}{seed}") for mode, seed in jobs]
+        for (mode, _), learned in zip(jobs, started):
+            check(mode, learned.result())
 
 
 def dapo_shows(history):
-    assert set(of(history, "dynamic_sampling_kept_groups")) == {history[0]["global_valid_seqs"] // 16} or history[0]["num_masked_samples"] > 0
     assert history[0]["num_masked_samples"] > 0 and history[-1]["truncation_rate"] < 0.1  # overlong filtering; it learned to end
     assert min(of(history, "dynamic_sampling_num_gen_batches")) >= 1
     assert max(of(history, "probs_ratio_max")) > 1.28 >= max(of(history, "probs_ratio_clamped_max")) - 1e-6

@@ -51,6 +51,7 @@ def test_it_learns(tmp_path, mode):
     check(mode, tiny.learn(f"{mode}_tiny.yaml", 1, tmp_path))
 
 
+@pytest.mark.slow
 def test_it_learns_with_five_seeds_of_five(tmp_path):
     """The other four, two at a time."""
     jobs = [(mode, seed) for seed in (2, 3, 4, 5) for mode in MODES]

@@ -86,9 +86,9 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
     return run
 
 
-def learn(config: str, seed: int, folder: Path) -> SimpleNamespace:
-    """Trains until 0.9 is reached and validates; what is left of the run can be sent between processes."""
-    run = train(Path(folder), f"grpo.seed={seed}", config=config, until=0.9)
+def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNamespace:
+    """Trains until the mean accuracy of five steps is `until`, and validates; what is left of the run can be sent between processes."""
+    run = train(Path(folder), f"grpo.seed={seed}", config=config, until=until)
     accuracy = [row["accuracy"] for row in run.history]
     return SimpleNamespace(
         history=run.history,

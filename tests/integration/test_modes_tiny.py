@@ -46,9 +46,14 @@ def check(mode, learned):
     WHAT_SHOWS[mode](learned.history)
 
 
+def learn(mode, seed, folder):
+    """RLOO goes on a little beyond 0.9: what it knows of held-out numbers lags."""
+    return tiny.learn(f"{mode}_tiny.yaml", seed, folder, until=0.93 if mode == "rloo" else 0.9)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_it_learns(tmp_path, mode):
-    check(mode, tiny.learn(f"{mode}_tiny.yaml", 1, tmp_path))
+    check(mode, learn(mode, 1, tmp_path))
 
 
 @pytest.mark.slow
@@ -56,7 +61,7 @@ def test_it_learns_with_five_seeds_of_five(tmp_path):
     """The other four, two at a time."""
     jobs = [(mode, seed) for seed in (2, 3, 4, 5) for mode in MODES]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        started = [pool.submit(tiny.learn, f"{mode}_tiny.yaml", seed, tmp_path / f"{mode}{seed}") for mode, seed in jobs]
+        started = [pool.submit(learn, mode, seed, tmp_path / f"{mode}{seed}") for mode, seed in jobs]
         for (mode, _), learned in zip(jobs, started):
             check(mode, learned.result())
 

@@ -32,7 +32,8 @@ def command(config: str, folder: Path, steps: int, overrides: list[str]) -> list
     program, section = ("run_ppo", "ppo") if is_ppo else ("run_grpo_math", "grpo")
     return [
         sys.executable, "-m", f"nemo_rl_cpp.{program}", "--config", config, f"{section}.max_num_steps={steps}",
-        f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}", *overrides,
+        f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}",
+        "checkpointing.save_period=2", *overrides,
     ]  # fmt: skip
 
 

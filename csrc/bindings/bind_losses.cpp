@@ -2,6 +2,7 @@
 
 #include "ops/clipped_pg_loss.h"
 #include "ops/value_loss.h"
+#include "trainer/token_loss.h"
 
 namespace nemo_rl::bindings {
 
@@ -10,6 +11,37 @@ namespace {
 using OptTensor = std::optional<at::Tensor>;
 
 at::Tensor or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
+
+ops::ClippedPGInputs clipped_pg_inputs(const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation, const OptTensor& reference,
+                                       const at::Tensor& token_mask, const at::Tensor& sample_mask, const OptTensor& rewards, const OptTensor& toks,
+                                       const OptTensor& seqs, const OptTensor& positive_toks) {
+  ops::ClippedPGInputs in;
+  in.advantages = advantages;
+  in.prev_logprobs = or_undefined(prev);
+  in.generation_logprobs = generation;
+  in.reference_policy_logprobs = or_undefined(reference);
+  in.token_mask = token_mask;
+  in.sample_mask = sample_mask;
+  in.rewards = or_undefined(rewards);
+  in.global_valid_toks = or_undefined(toks);
+  in.global_valid_seqs = or_undefined(seqs);
+  in.global_valid_positive_toks = or_undefined(positive_toks);
+  return in;
+}
+
+void bind_token_loss(py::module_& m) {
+  using trainer::TokenLoss;
+  py::class_<TokenLoss>(m, "TokenLoss", "See csrc/trainer/token_loss.h")
+      .def(py::init([](const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation, const OptTensor& reference,
+                       const at::Tensor& token_mask, const at::Tensor& sample_mask, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
+                       const OptTensor& positive_toks, const ops::ClippedPGConfig& config) {
+             return TokenLoss{clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, rewards, toks, seqs, positive_toks), config};
+           }),
+           py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"), py::arg("reference_policy_logprobs"), py::arg("token_mask"),
+           py::arg("sample_mask"), py::arg("rewards"), py::arg("global_valid_toks"), py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"),
+           py::arg("config"))
+      .def_static("separable", &TokenLoss::separable, py::arg("config"));
+}
 
 void bind_clipped_pg_loss(py::module_& m) {
   using C = ops::ClippedPGConfig;
@@ -44,19 +76,9 @@ void bind_clipped_pg_loss(py::module_& m) {
          const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask,
          const OptTensor& unfiltered, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
          const OptTensor& positive_toks, const C& config) {
-        ops::ClippedPGInputs in;
+        auto in = clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, rewards, toks, seqs, positive_toks);
         in.curr_logprobs = curr;
-        in.advantages = advantages;
-        in.prev_logprobs = or_undefined(prev);
-        in.generation_logprobs = generation;
-        in.reference_policy_logprobs = or_undefined(reference);
-        in.token_mask = token_mask;
-        in.sample_mask = sample_mask;
         in.curr_logprobs_unfiltered = or_undefined(unfiltered);
-        in.rewards = or_undefined(rewards);
-        in.global_valid_toks = or_undefined(toks);
-        in.global_valid_seqs = or_undefined(seqs);
-        in.global_valid_positive_toks = or_undefined(positive_toks);
         ops::ClippedPGResult r;
         {
           py::gil_scoped_release release;
@@ -107,6 +129,7 @@ void bind_value_loss(py::module_& m) {
 
 void bind_losses(py::module_& m) {
   bind_clipped_pg_loss(m);
+  bind_token_loss(m);
   bind_kl(m);
   bind_value_loss(m);
 }

@@ -1,6 +1,7 @@
 // Decoder, trainer and the model runner: handles that Python orchestrates.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "bindings/module.h"
@@ -67,12 +68,23 @@ void bind_trainer(py::module_& m) {
            },
            py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"), py::arg("checkpoint"),
            py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0, py::arg("unfiltered") = py::none(), release_gil())
+      .def("forward_with_loss",
+           [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool checkpoint,
+              const at::Tensor& out, const TokenLoss& loss) {
+             self.forward(batch, samples, {temperature, 1.0f, 0}, {share_prefix, true, checkpoint}, out, loss);
+           },
+           py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("checkpoint"), py::arg("out"), py::arg("loss"),
+           release_gil())
+      .def("takes_token_loss",
+           [](const Trainer& self, double temperature, float top_p, std::int64_t top_k) { return self.takes_token_loss({temperature, top_p, top_k}); },
+           py::arg("temperature"), py::arg("top_p"), py::arg("top_k"))
       .def("logits", &Trainer::logits, py::arg("token_ids"), release_gil())
       .def("backward",
            [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered) {
              self.backward(d_out, d_unfiltered.value_or(at::Tensor()));
            },
            py::arg("d_out"), py::arg("d_unfiltered") = py::none(), release_gil())
+      .def("finish_backward", py::overload_cast<>(&Trainer::backward), release_gil())
       .def("zero_grad", &Trainer::zero_grad, release_gil())
       .def("step",
            [](Trainer& self, double lr, double beta1, double beta2, double eps, double weight_decay, double max_grad_norm) {
@@ -134,6 +146,14 @@ class SingleTargets {
     NRL_CHECK_ARG(static_cast<std::int64_t>(sums_.size()) == x.size(0), "backward without a forward of these rows");
     head_.backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {d_logprobs, {}}, sums_.data(), d_x, d_w);
   }
+  /// The loss here is one whose gradient is d_logprobs whatever the log-probabilities.
+  void forward_backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, const at::Tensor& d_logprobs, double temperature,
+                        const at::Tensor& logprobs, const at::Tensor& d_x, const at::Tensor& d_w) {
+    const auto loss = [&](std::int64_t begin, std::int64_t end, const float*, float* g) {
+      std::copy_n(d_logprobs.const_data_ptr<float>() + begin, end - begin, g);
+    };
+    head_.forward_backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, logprobs, loss, d_x, d_w);
+  }
 
  private:
   model::RowTargets wanted(const at::Tensor& x, const at::Tensor& targets) {
@@ -153,7 +173,9 @@ void bind_vocabulary_head(py::module_& m) {
       .def("forward", &SingleTargets::forward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("temperature"), py::arg("logprobs"),
            py::arg("entropy"), release_gil())
       .def("backward", &SingleTargets::backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"), py::arg("temperature"),
-           py::arg("d_x"), py::arg("d_w"), release_gil());
+           py::arg("d_x"), py::arg("d_w"), release_gil())
+      .def("forward_backward", &SingleTargets::forward_backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"),
+           py::arg("temperature"), py::arg("logprobs"), py::arg("d_x"), py::arg("d_w"), release_gil());
 }
 
 }  // namespace

@@ -17,11 +17,20 @@ class LmHead {
   at::Tensor backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const PairValues& d_values,
                       const TokenScoring& scoring, const DecoderParameters& grads, Workspace& workspace);
 
+  /// Both at once for a loss of single tokens (VocabularyHead::forward_backward): log-probabilities of the targets [R],
+  /// the head's gradient added to `grads`; `finish_backward` does the final norm.
+  at::Tensor forward_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
+                              const PairLoss& loss, const DecoderParameters& grads, Workspace& workspace);
+  at::Tensor finish_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const DecoderParameters& grads,
+                             Workspace& workspace);
+
  private:
+  RowTargets targets(const TokenQuery& query);
   HeadRows rows_;
   VocabularyHead head_;
   std::vector<std::int64_t> first_;  // [U + 1] of the last forward: first pair of each row
   std::vector<RowSums> sums_;        // [U]
+  at::Tensor d_normed_;              // of the last forward_backward
 };
 
 }  // namespace nemo_rl::model

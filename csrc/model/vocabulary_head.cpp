@@ -19,6 +19,8 @@ constexpr std::int64_t kTile = kernels::kVocabBlock;  // columns: a whole block 
 constexpr std::int64_t kRowBlock = 64;                // rows: their logits for a tile stay in the second-level cache
 constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
 constexpr std::int64_t kRowLogits = std::int64_t{1} << 24;  // where whole rows are needed: 64 MiB of float32
+constexpr std::int64_t kFusedLogits = 56'000'000;           // logits that wait for their loss: 224 MB at most,
+constexpr std::int64_t kFusedRows = 512;                      // for no more rows than this
 
 kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperature, bool with_entropy) {
   return kernels::log_sum_exp_row(row, V, temperature, with_entropy);
@@ -83,10 +85,11 @@ void tile_products(const kernels::GemmArgs<S, float>& weight, const kernels::Gem
       kernels::gemm_bf16_f32(args, begin, end);
     }
   };
-  const std::int64_t first = kernels::num_gemm_blocks(weight.M), all = first + kernels::num_gemm_blocks(input.M);
-  at::parallel_for(0, all, 1, [&](std::int64_t begin, std::int64_t end) {
-    run(weight, begin, std::min(end, first));
-    run(input, std::max(begin, first) - first, end - first);
+  // a block of one costs as much as several of the other: every thread gets its share of both
+  const std::int64_t of_weight = kernels::num_gemm_blocks(weight.M), of_input = kernels::num_gemm_blocks(input.M), parts = std::max(of_weight, of_input);
+  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
+    run(weight, of_weight * begin / parts, of_weight * end / parts);
+    run(input, of_input * begin / parts, of_input * end / parts);
   });
 }
 
@@ -96,9 +99,11 @@ void with_tile_type(const at::Tensor& x, F&& f) {
   x.scalar_type() == at::kFloat ? f(float{}) : f(bfloat16{});
 }
 
-void check(const at::Tensor& x, const at::Tensor& w) {
+void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) {
   NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() && x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type(),
                 "the head needs contiguous hidden states [U, D] and weights [V, D] of one dtype, got ", x.sizes(), " and ", w.sizes());
+  for (std::int64_t i = wanted.first[0]; i < wanted.first[x.size(0)]; ++i)
+    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < w.size(0), "token id ", wanted.targets[i], " is outside the vocabulary of ", w.size(0));
 }
 
 }  // namespace
@@ -111,27 +116,25 @@ at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at
 
 void VocabularyHead::forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                              const PairValues& values, RowSums* sums, const at::Tensor& entropy) {
-  check(x, w);
-  const std::int64_t V = w.size(0);
-  for (std::int64_t i = wanted.first[0]; i < wanted.first[x.size(0)]; ++i)
-    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < V, "token id ", wanted.targets[i], " is outside the vocabulary of ", V);
-  if (scoring.filters(V) || x.scalar_type() == at::kDouble) return forward_rows(x, w, wanted, scoring, values, sums, entropy);
-  forward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), values.logprobs, sums, entropy);
+  check(x, w, wanted);
+  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return forward_rows(x, w, wanted, scoring, values, sums, entropy);
+  score_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {0, x.size(0)}, nullptr, ops::mutable_ptr<float>(values.logprobs), sums, entropy);
 }
 
-void VocabularyHead::forward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
-                                   const at::Tensor& logprobs, RowSums* sums, const at::Tensor& entropy) {
-  const std::int64_t U = x.size(0), V = w.size(0), tiles = (V + kTile - 1) / kTile, row_blocks = (U + kRowBlock - 1) / kRowBlock;
-  const std::int64_t* const first = wanted.first;
+void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, RowRange range, float* kept,
+                                 float* logprobs, RowSums* sums, const at::Tensor& entropy) {
+  const auto [start, U] = range;
+  const std::int64_t V = w.size(0), tiles = (V + kTile - 1) / kTile, row_blocks = (U + kRowBlock - 1) / kRowBlock;
+  const std::int64_t* const first = wanted.first + start;
   block_sums_.resize(static_cast<std::size_t>(U * tiles));
   target_logits_.resize(static_cast<std::size_t>(first[U] - first[0]));
-  with_tile_type(x, [&](auto tag) {
+  with_tile_type(x, [&, start = start, U = U](auto tag) {
     at::parallel_for(0, tiles * row_blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-      float* const logits = thread_logits();
       for (std::int64_t item = begin; item < end; ++item) {
         const std::int64_t tile = item / row_blocks, v = tile * kTile, r = item % row_blocks * kRowBlock;
         const std::int64_t columns = std::min(kTile, V - v), rows = std::min(kRowBlock, U - r);
-        tile_logits<decltype(tag)>(x, w, r, rows, v, columns, logits);
+        float* const logits = kept ? kept + (tile * U + r) * kTile : thread_logits();
+        tile_logits<decltype(tag)>(x, w, start + r, rows, v, columns, logits);
         for (std::int64_t u = r; u < r + rows; ++u) {
           const float* const row = logits + (u - r) * kTile;
           block_sums_[static_cast<std::size_t>(u * tiles + tile)] = kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
@@ -141,15 +144,35 @@ void VocabularyHead::forward_tiles(const at::Tensor& x, const at::Tensor& w, con
       }
     });
   });
-  at::parallel_for(0, U, 64, [&](std::int64_t begin, std::int64_t end) {
+  at::parallel_for(0, U, 64, [&, start = start](std::int64_t begin, std::int64_t end) {
     for (std::int64_t u = begin; u < end; ++u) {
       const auto lse = kernels::combine_block_sums(&block_sums_[static_cast<std::size_t>(u * tiles)], tiles, entropy.defined());
-      sums[u] = {lse.max, lse.log_sum};
-      if (entropy.defined()) ops::mutable_ptr<float>(entropy)[u] = lse.entropy;
+      sums[start + u] = {lse.max, lse.log_sum};
+      if (entropy.defined()) ops::mutable_ptr<float>(entropy)[start + u] = lse.entropy;
       for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
-        ops::mutable_ptr<float>(logprobs)[i] = token_logprob(target_logits_[static_cast<std::size_t>(i - first[0])], temperature, lse);
+        logprobs[i] = token_logprob(target_logits_[static_cast<std::size_t>(i - first[0])], temperature, lse);
     }
   });
+}
+
+void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                      const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w) {
+  check(x, w, wanted);
+  NRL_CHECK_ARG(!scoring.filters(w.size(0)) && x.scalar_type() != at::kDouble, "forward_backward takes no filter and no float64");
+  const std::int64_t U = x.size(0), V = w.size(0), tiles = (V + kTile - 1) / kTile;
+  const std::int64_t chunk = std::clamp(kFusedLogits / (tiles * kTile) / kRowBlock * kRowBlock, kRowBlock, kFusedRows);
+  const float temperature = static_cast<float>(scoring.temperature);
+  float* const values = ops::mutable_ptr<float>(logprobs);
+  fused_sums_.resize(static_cast<std::size_t>(U));
+  pair_gradients_.resize(static_cast<std::size_t>(wanted.first[U]));
+  float* const kept = ops::mutable_ptr<float>(scratch(logits_, {tiles * std::min(chunk, U), kTile}, at::kFloat));
+  for (std::int64_t start = 0; start < U; start += chunk) {
+    const RowRange range{start, std::min(chunk, U - start)};
+    score_tiles(x, w, wanted, temperature, range, kept, values, fused_sums_.data(), {});
+    const std::int64_t begin = wanted.first[start], end = wanted.first[start + range.count];
+    loss(begin, end, values + begin, pair_gradients_.data() + begin);
+    backward_tiles(x, w, wanted, temperature, range, kept, pair_gradients_.data(), fused_sums_.data(), d_x, d_w);
+  }
 }
 
 void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
@@ -187,39 +210,38 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
 
 void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                               const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
-  check(x, w);
+  check(x, w, wanted);
   if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
-  backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), d_values.logprobs, sums, d_x, d_w);
+  for (std::int64_t start = 0, U = x.size(0); start < U; start += kBackwardRows)
+    backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {start, std::min(kBackwardRows, U - start)}, nullptr,
+                   ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
 }
 
-void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
-                                    const at::Tensor& d_logprobs, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
-  const std::int64_t U = x.size(0), V = w.size(0), D = x.size(1);
-  const float* const g = ops::ptr<float>(d_logprobs);
-  with_tile_type(x, [&](auto tag) {
+void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, RowRange range,
+                                    const float* kept, const float* d_logprobs, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+  const auto [start, rows] = range;
+  const std::int64_t V = w.size(0), D = x.size(1);
+  with_tile_type(x, [&, start = start, rows = rows](auto tag) {
     using S = decltype(tag);
-    S* const d = ops::mutable_ptr<S>(scratch(d_logits_, {std::min(U, kBackwardRows), kTile}, x.scalar_type()));
-    for (std::int64_t start = 0; start < U; start += kBackwardRows) {
-      const std::int64_t rows = std::min(kBackwardRows, U - start);
-      for (std::int64_t v = 0; v < V; v += kTile) {
-        const std::int64_t columns = std::min(kTile, V - v);
-        at::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](std::int64_t begin, std::int64_t end) {
-          float* const logits = thread_logits();
-          for (std::int64_t r = begin * kRowBlock; r < std::min(rows, end * kRowBlock); r += kRowBlock) {
-            const std::int64_t count = std::min(kRowBlock, rows - r);
-            tile_logits<S>(x, w, start + r, count, v, columns, logits);
-            for (std::int64_t i = 0; i < count; ++i) {
-              const std::int64_t u = start + r + i, p = wanted.first[u];
-              row_gradient(logits + i * kTile, v, columns, temperature, lse_of<float>(sums[u]), wanted.targets + p, g + p, wanted.first[u + 1] - p,
-                           d + (r + i) * kTile);
-            }
+    S* const d = ops::mutable_ptr<S>(scratch(d_logits_, {rows, kTile}, x.scalar_type()));
+    for (std::int64_t v = 0; v < V; v += kTile) {
+      const std::int64_t columns = std::min(kTile, V - v);
+      at::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t r = begin * kRowBlock; r < std::min(rows, end * kRowBlock); r += kRowBlock) {
+          const std::int64_t count = std::min(kRowBlock, rows - r);
+          const float* const logits = kept ? kept + (v / kTile * rows + r) * kTile : thread_logits();
+          if (!kept) tile_logits<S>(x, w, start + r, count, v, columns, thread_logits());
+          for (std::int64_t i = 0; i < count; ++i) {
+            const std::int64_t u = start + r + i, p = wanted.first[u];
+            row_gradient(logits + i * kTile, v, columns, temperature, lse_of<float>(sums[u]), wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p,
+                         d + (r + i) * kTile);
           }
-        });
-        const S* const rows_x = ops::ptr<S>(x) + start * D;
-        const S* const rows_w = ops::ptr<S>(w) + v * D;
-        tile_products<S>({d, 1, kTile, rows_x, D, ops::mutable_ptr<float>(d_w) + v * d_w.stride(0), d_w.stride(0), columns, D, rows, true},
-                         {d, kTile, 1, rows_w, D, ops::mutable_ptr<float>(d_x) + start * d_x.stride(0), d_x.stride(0), rows, D, columns, v > 0});
-      }
+        }
+      });
+      const S* const rows_x = ops::ptr<S>(x) + start * D;
+      const S* const rows_w = ops::ptr<S>(w) + v * D;
+      tile_products<S>({d, 1, kTile, rows_x, D, ops::mutable_ptr<float>(d_w) + v * d_w.stride(0), d_w.stride(0), columns, D, rows, true},
+                       {d, kTile, 1, rows_w, D, ops::mutable_ptr<float>(d_x) + start * d_x.stride(0), d_x.stride(0), rows, D, columns, v > 0});
     }
   });
 }

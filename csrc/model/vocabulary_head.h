@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <vector>
 
 #include "model/filtered_row.h"
@@ -26,6 +27,10 @@ struct RowSums {
   double max = 0, log_sum = 0;
 };
 
+/// A loss whose gradient at a pair needs that pair's log-probability only: writes d_logprobs of pairs [begin, end), given
+/// theirs; both arrays start at pair `begin`.
+using PairLoss = std::function<void(std::int64_t begin, std::int64_t end, const float* logprobs, float* d_logprobs)>;
+
 class VocabularyHead {
  public:
   /// Log-probabilities of the targets after the rows x [U, D], as the sampler reports them under `scoring`: -inf where its
@@ -39,22 +44,33 @@ class VocabularyHead {
   void backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
                 const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
 
+  /// Both at once, without a filter, in float32 or bfloat16: the log-probabilities of `forward`, bit for bit, and the
+  /// gradients from what `loss` makes of them. The logits of some rows are kept until their loss is known, so that three
+  /// products are enough instead of four.
+  void forward_backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                        const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w);
+
  private:
-  // Whole rows of logits, where a filter or the float64 build needs them; else tiles of the vocabulary.
+  struct RowRange {
+    std::int64_t start, count;
+  };
+  // Whole rows of logits, where a filter or the float64 build needs them; else tiles of the vocabulary. `kept` [tiles,
+  // count, kVocabBlock] takes the logits of the range to its backward; null: they are computed again there.
   at::Tensor scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype);
-  void forward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, const at::Tensor& logprobs,
-                     RowSums* sums, const at::Tensor& entropy);
+  void score_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, RowRange range, float* kept,
+                   float* logprobs, RowSums* sums, const at::Tensor& entropy);
   void forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& values,
                     RowSums* sums, const at::Tensor& entropy);
-  void backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, const at::Tensor& d_logprobs,
-                      const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+  void backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, RowRange range, const float* kept,
+                      const float* d_logprobs, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
   void backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
                      const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
   void chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
                       const at::Tensor& logits, const at::Tensor& d_logits) const;
   at::Tensor logits_, d_logits_;
   std::vector<kernels::VocabBlockSum> block_sums_;
-  std::vector<float> target_logits_;
+  std::vector<float> target_logits_, pair_gradients_;
+  std::vector<RowSums> fused_sums_;
 };
 
 }  // namespace nemo_rl::model

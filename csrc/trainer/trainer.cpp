@@ -24,35 +24,67 @@ void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at
   });
 }
 
+constexpr auto to_padded = [](auto& full, auto& pair) { full = pair; };
+
+void check_result(const at::Tensor& out, const PaddedBatch& batch, at::ScalarType dtype) {
+  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == dtype, "the results need a contiguous ",
+                c10::toString(dtype), " tensor of shape ", batch.input_ids.sizes());
+}
+
 }  // namespace
 
 Trainer::Trainer(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {}
 
-void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
-                      const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered) {
+void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options) {
   auto& decoder = model_->decoder();
-  for (const auto& t : {out, unfiltered.defined() ? unfiltered : out})
-    NRL_CHECK_ARG(t.is_contiguous() && t.sizes() == batch.input_ids.sizes() && t.scalar_type() == decoder.accumulate_dtype(),
-                  "the results need a contiguous ", c10::toString(decoder.accumulate_dtype()), " tensor of shape ", batch.input_ids.sizes());
-  ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
-  NRL_CHECK_ARG(!values() || (scoring.temperature == 1 && !scoring.filters(decoder.config().vocab_size) && !unfiltered.defined()),
-                "a value model has no temperature, top_p, top_k and unfiltered log-probabilities");
   packed_ = pack_batch(batch, samples, options.share_prefix);
-  scoring_ = scoring;
   pending_ = options.keep;
-  has_unfiltered_ = unfiltered.defined();
   const auto heads = heads_of(decoder.config());
   const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
   };
+  h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace())
+                    : decoder.forward(packed_.token_ids, packed_.positions, attention, model_->workspace());
+}
+
+void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+                      const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered) {
+  auto& decoder = model_->decoder();
+  check_result(out, batch, decoder.accumulate_dtype());
+  if (unfiltered.defined()) check_result(unfiltered, batch, decoder.accumulate_dtype());
+  ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
+  NRL_CHECK_ARG(!values() || (scoring.temperature == 1 && !scoring.filters(decoder.config().vocab_size) && !unfiltered.defined()),
+                "a value model has no temperature, top_p, top_k and unfiltered log-probabilities");
+  scoring_ = scoring;
+  has_unfiltered_ = unfiltered.defined();
+  head_done_ = false;
+  forward_body(batch, samples, options);
   auto& workspace = model_->workspace();
-  h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, workspace)
-                    : decoder.forward(packed_.token_ids, packed_.positions, attention, workspace);
   const auto pairs = values() ? model::PairValues{value_head_.forward(decoder, h_, packed_.query, workspace), {}}
                               : head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, workspace);
-  const auto write = [](auto& full, auto& pair) { full = pair; };
-  for_each_pair(packed_, out, pairs.logprobs, write);
-  if (has_unfiltered_) for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, write);
+  for_each_pair(packed_, out, pairs.logprobs, to_padded);
+  if (has_unfiltered_) for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, to_padded);
+}
+
+bool Trainer::takes_token_loss(const model::TokenScoring& scoring) const {
+  const auto& decoder = model_->decoder();
+  return !values() && !scoring.filters(decoder.config().vocab_size) && decoder.accumulate_dtype() == at::kFloat;
+}
+
+void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+                      const ForwardOptions& options, const at::Tensor& out, const TokenLoss& loss) {
+  auto& decoder = model_->decoder();
+  check_result(out, batch, decoder.accumulate_dtype());
+  ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
+  NRL_CHECK_ARG(takes_token_loss(scoring) && options.keep && model_->trainable() && loss.inputs.advantages.sizes() == out.sizes(),
+                "a forward with a loss is for training a float32 or bfloat16 policy without top_p and top_k, on tensors ", out.sizes());
+  scoring_ = scoring;
+  has_unfiltered_ = false;
+  head_done_ = true;
+  grads();
+  forward_body(batch, samples, options);
+  const auto logprobs = head_.forward_backward(decoder, h_, packed_.query, scoring, loss.at(packed_.places), *grad_views_, model_->workspace());
+  for_each_pair(packed_, out, logprobs, to_padded);
 }
 
 at::Tensor Trainer::logits(const at::Tensor& token_ids) {
@@ -73,7 +105,7 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
 }
 
 void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) {
-  NRL_CHECK(pending_, "backward without a forward that keeps its activations");
+  NRL_CHECK(pending_ && !head_done_, "backward from a gradient needs a forward that keeps its activations and has no loss of its own");
   NRL_CHECK_ARG(model_->trainable(), "this model is frozen: it was built without gradients");
   NRL_CHECK_ARG(!d_unfiltered.defined() || has_unfiltered_, "a gradient of unfiltered log-probabilities that the forward was not asked for");
   pending_ = false;
@@ -89,6 +121,17 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
   if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size)) d_values.logprobs += d_values.unfiltered;
   const auto dh = values() ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, *grad_views_, workspace)
                            : head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
+  backward_body(dh);
+}
+
+void Trainer::backward() {
+  NRL_CHECK(pending_ && head_done_, "backward without a gradient needs a forward with a loss");
+  pending_ = false;
+  backward_body(head_.finish_backward(model_->decoder(), h_, packed_.query, *grad_views_, model_->workspace()));
+}
+
+void Trainer::backward_body(const at::Tensor& dh) {
+  auto& decoder = model_->decoder();
   const auto heads = heads_of(decoder.config());
   const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
@@ -97,7 +140,7 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
                                                           at::Tensor& d_qkv) {
     ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
   };
-  decoder.backward(dh, attention, attention_backward, *grad_views_, workspace);
+  decoder.backward(dh, attention, attention_backward, *grad_views_, model_->workspace());
 }
 
 const at::Tensor& Trainer::grads() {

@@ -8,6 +8,7 @@
 #include "model/decoder_model.h"
 #include "ops/adamw.h"
 #include "trainer/packed_batch.h"
+#include "trainer/token_loss.h"
 
 namespace nemo_rl::trainer {
 
@@ -34,12 +35,21 @@ class Trainer {
   void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
                const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered = {});
 
+  /// The same log-probabilities with the head's backward done at once, for a loss whose gradient needs single tokens
+  /// (no filter, no float64, no value head; `options.keep`). `backward` without arguments does the rest.
+  void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+               const ForwardOptions& options, const at::Tensor& out, const TokenLoss& loss);
+  /// Whether this model and scoring allow that.
+  bool takes_token_loss(const model::TokenScoring& scoring) const;
+
   /// Next-token logits [T, V] (values [T, 1]) of one sequence, in the accumulation dtype: for inspection and tests, not for training.
   at::Tensor logits(const at::Tensor& token_ids);
 
   /// Adds to the gradients from d_out [B, S], read at the wanted tokens of the last forward with keep;
   /// d_unfiltered: the same for its `unfiltered`.
   void backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered = {});
+  /// After a forward with a loss.
+  void backward();
 
   void zero_grad();
   /// Clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm changes nothing.
@@ -55,6 +65,8 @@ class Trainer {
 
  private:
   bool values() const { return model_->config().value_head; }
+  void forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
+  void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   at::Tensor grads_, exp_avg_, exp_avg_sq_;
   std::optional<model::DecoderParameters> grad_views_;
@@ -67,6 +79,7 @@ class Trainer {
   model::TokenScoring scoring_;
   bool has_unfiltered_ = false;
   bool pending_ = false;
+  bool head_done_ = false;  // its backward, by a forward with a loss
 };
 
 }  // namespace nemo_rl::trainer

@@ -19,21 +19,22 @@ B, S = 16, 128
 
 def ours(folder: str, precision: str):
     from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.models.hf_config import native_config, read_config
+    from nemo_rl_cpp.models.policy.train_step import MicroBatching, Scoring, run_global_batch
     from nemo_rl_cpp.models.weights import load_weights
 
     model = C.DecoderModel(native_config(read_config(folder)), getattr(torch, precision), True)
     load_weights(model, folder)
     trainer = C.Trainer(model)
-    mask = torch.ones(B, S, dtype=torch.bool)
-    mask[:, 0] = False
-    out, grad = torch.zeros(B, S), torch.full((B, S), -1.0 / (B * (S - 1)))
+    # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss; every token counts
+    loss_fn = ClippedPGLossFn({"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.0})
+    fixed = {"input_lengths": torch.full((B,), S), "token_mask": torch.ones(B, S), "sample_mask": torch.ones(B),
+             "advantages": torch.ones(B, S), "generation_logprobs": torch.full((B, S), -10.0)}  # fmt: skip
 
     def run(ids):
-        batch = C.PaddedBatch(ids, torch.full((B,), S), mask, torch.full((B,), -1))
         trainer.zero_grad()
-        trainer.forward(batch, list(range(B)), 1.0, False, True, False, out)
-        trainer.backward(grad)
+        run_global_batch(trainer, {"input_ids": ids, **fixed}, loss_fn, 0, B, MicroBatching(max_samples=B), Scoring(), train=True, on_policy=True)
         trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
 
     return run

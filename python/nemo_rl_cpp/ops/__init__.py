@@ -18,6 +18,7 @@ from nemo_rl_cpp.ops.losses import (
     calculate_kl,
     clipped_pg_loss,
     mse_value_loss,
+    token_loss,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "mse_value_loss",
     "raw_reward",
     "reinforce_plus_plus",
+    "token_loss",
 ]

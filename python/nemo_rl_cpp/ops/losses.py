@@ -117,6 +117,34 @@ def clipped_pg_loss(
     return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token))
 
 
+def token_loss(
+    *,
+    advantages: Tensor,
+    generation_logprobs: Tensor,
+    token_mask: Tensor,
+    sample_mask: Tensor,
+    global_valid_toks: Tensor | float,
+    global_valid_seqs: Tensor | float,
+    prev_logprobs: Tensor | None = None,
+    reference_policy_logprobs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    global_valid_positive_toks: Tensor | float | None = None,
+    config: ClippedPGConfig = ClippedPGConfig(),
+) -> C.TokenLoss | None:
+    """`clipped_pg_loss` to be asked for its gradient while the head still holds a token's logits (`Trainer.forward_with_loss`).
+
+    The arguments are those of `clipped_pg_loss`; without prev_logprobs they are the log-probabilities being computed. None
+    where the gradient at a token depends on others: sequence-level losses and seq-mask-tis.
+    """
+    if not C.TokenLoss.separable(config.native):
+        return None
+    rewards = rewards if global_valid_positive_toks is not None else None
+    return C.TokenLoss(
+        advantages, prev_logprobs, generation_logprobs, reference_policy_logprobs, token_mask, sample_mask, rewards,
+        _scalar(global_valid_toks), _scalar(global_valid_seqs), _scalar(global_valid_positive_toks), config.native,
+    )  # fmt: skip
+
+
 def _scalar(value: Tensor | float | None) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return value

@@ -216,23 +216,45 @@ class ClippedPGLossFn:
         `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch;
         without it (and without that key in the data) the NLL term divides by this batch's own count.
         """
-        config = self.op_config()
+        positive = data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         return ops.clipped_pg_loss(
             curr_logprobs.detach(),
-            advantages=data["advantages"],
-            prev_logprobs=None if config.ratio_mode == "on_policy" else data["prev_logprobs"],
-            generation_logprobs=data["generation_logprobs"],
-            reference_policy_logprobs=data["reference_policy_logprobs"] if config.kl_penalty != 0 else None,
-            token_mask=data["token_mask"],
-            sample_mask=data["sample_mask"],
-            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if config.kl_penalty != 0 else None,
-            rewards=data.get("rewards"),
+            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if self.op_config().kl_penalty != 0 else None,
             global_valid_toks=global_valid_toks,
             global_valid_seqs=global_valid_seqs,
-            global_valid_positive_toks=(
-                data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
-            ),
-            config=config,
+            global_valid_positive_toks=positive,
+            **self._op_inputs(data),
+        )
+
+    def _op_inputs(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        config = self.op_config()
+        return {
+            "advantages": data["advantages"],
+            "prev_logprobs": None if config.ratio_mode == "on_policy" else data["prev_logprobs"],
+            "generation_logprobs": data["generation_logprobs"],
+            "reference_policy_logprobs": data["reference_policy_logprobs"] if config.kl_penalty != 0 else None,
+            "token_mask": data["token_mask"],
+            "sample_mask": data["sample_mask"],
+            "rewards": data.get("rewards") if config.positive_nll_weight > 0 else None,
+            "config": config,
+        }
+
+    def token_loss(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        global_valid_positive_toks: Tensor | None,
+    ) -> Any:
+        """The gradient of `native` token by token (ops.token_loss), or None where that cannot be: the trainer then asks
+        `native` for it. `data` is the global batch; without `prev_logprobs` in it they are the ones being computed."""
+        if type(self).native is not ClippedPGLossFn.native:
+            return None
+        return ops.token_loss(
+            global_valid_toks=global_valid_toks,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_positive_toks=global_valid_positive_toks,
+            **self._op_inputs({"prev_logprobs": None, **data}),
         )
 
     def __call__(

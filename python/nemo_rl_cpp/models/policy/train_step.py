@@ -146,11 +146,15 @@ def run_global_batch(
     d_outputs = torch.zeros_like(outputs)
     unfiltered = torch.zeros_like(outputs) if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0 else None
     d_unfiltered = None if unfiltered is None else torch.zeros_like(outputs)
+    token_loss = fused_token_loss(trainer, loss_fn, data, counts, scoring) if train else None
     result = GlobalBatchResult(outputs)
     for rows in micro_batches:
         result.packed_tokens += C.packed_tokens(batch, rows, batching.share_prefix)
-        trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, outputs,
-                        top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=unfiltered)  # fmt: skip
+        if token_loss is not None:
+            trainer.forward_with_loss(batch, rows, scoring.temperature, batching.share_prefix, batching.checkpoint, outputs, token_loss)
+        else:
+            trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, outputs,
+                            top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=unfiltered)  # fmt: skip
         index = torch.tensor(rows)
         width = max(2, int(data["input_lengths"][index].max()))
         curr, removed = without_removed_tokens(outputs[index, :width]) if scoring.filters else (outputs[index, :width], 0)
@@ -163,7 +167,9 @@ def run_global_batch(
             micro["curr_logprobs_unfiltered"] = unfiltered[index, 1:width]
         loss = evaluate(loss_fn, curr, micro, counts, need_grad=train)
         check_finite(loss, rows, curr)
-        if train:
+        if token_loss is not None:
+            trainer.finish_backward()
+        elif train:
             d_outputs[index, loss.first_column : width] = loss.grad.to(d_outputs.dtype)
             if d_unfiltered is not None:
                 d_unfiltered[index, 1:width] = 0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_outputs.dtype)
@@ -174,6 +180,14 @@ def run_global_batch(
     if scoring.filters:
         result.outputs = without_removed_tokens(outputs)[0]
     return result
+
+
+def fused_token_loss(trainer: Any, loss_fn: Any, data: Mapping[str, Any], counts: GlobalCounts, scoring: Scoring) -> Any:
+    """The loss for the head to ask while it holds a token's logits, which saves computing them again; None where the loss
+    looks at whole sequences or is a plain callable, and where the head does not allow it."""
+    if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(scoring.temperature, scoring.top_p, scoring.top_k):
+        return None
+    return loss_fn.token_loss(data, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
 
 
 def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:

@@ -53,7 +53,7 @@ struct GemmArgs {
   bool accumulate;
 };
 
-inline constexpr std::int64_t kGemmBlockM = 60;  ///< a multiple of every capability's register tile
+inline constexpr std::int64_t kGemmBlockM = 12;  ///< a multiple of the register tile of every capability
 inline std::int64_t num_gemm_blocks(std::int64_t M) { return (M + kGemmBlockM - 1) / kGemmBlockM; }
 
 template <class T, class O>

@@ -139,12 +139,18 @@ void Decoder::backward(const at::Tensor& dh, const Attention& attention, const A
   saved_.clear();
 }
 
+at::Tensor Decoder::in_compute_dtype(const at::Tensor& dh, Workspace& workspace) const {
+  if (dh.scalar_type() == compute_dtype()) return dh;
+  const auto dy = workspace.take("dy", dh.sizes(), compute_dtype());
+  dy.copy_(dh);
+  return dy;
+}
+
 void Decoder::backward_mlp(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& g, Workspace& workspace) {
   const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
   const std::int64_t T = dh.size(0), D = config_.hidden_size, I = config_.intermediate_size;
   const auto S = compute_dtype();
-  const auto dy = workspace.take("dy", {T, D}, S);
-  dy.copy_(dh);
+  const auto dy = in_compute_dtype(dh, workspace);
   const auto act = workspace.take("act", {T, I}, S), d_act = workspace.take("d_act", {T, I}, S);
   ops::swiglu_forward(a.gate_up, act);
   ops::linear_backward_weight(dy, act, g.down_weight);
@@ -167,8 +173,7 @@ void Decoder::backward_attention(std::int64_t layer, const LayerActivations& a, 
   const auto& c = config_;
   const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   const auto S = compute_dtype();
-  const auto dy = workspace.take("dy", {T, D}, S);
-  dy.copy_(dh);
+  const auto dy = in_compute_dtype(dh, workspace);
   ops::linear_backward_weight(dy, a.attn, g.o_weight);
   if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
   const auto d_attn = workspace.take("d_attn", {T, Q}, S);

@@ -73,6 +73,7 @@ class Decoder {
   void run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out,
                  Workspace& workspace, bool keep);
   LayerActivations buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const;
+  at::Tensor in_compute_dtype(const at::Tensor& dh, Workspace& workspace) const;
   void backward_mlp(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads, Workspace& workspace);
   void backward_attention(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const AttentionBackward& attention_backward,
                           const LayerParameters& grads, Workspace& workspace);

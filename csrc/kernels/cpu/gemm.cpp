@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::int64_t kBlockK = 1024;  // terms summed in registers between two visits of C
 constexpr std::int64_t kRowsA = 120;    // rows of A packed at a time: with a strip of B they stay in the second-level cache
+constexpr std::int64_t kPackSteps = 16; // steps of every panel packed in turn: their pages stay in the translation cache
 
 /// How panels are stored and multiplied. A "step" is one term of the sum, or a pair of them (bf16 instructions).
 template <class T>
@@ -142,21 +143,24 @@ void pack_a(const GemmArgs<T, O>& p, std::int64_t m0, std::int64_t rows, std::in
 }
 
 template <class T, class O>
-void pack_b(const GemmArgs<T, O>& p, std::int64_t k0, std::int64_t terms, typename Panel<T>::Element* out) {
+void pack_b(const GemmArgs<T, O>& p, std::int64_t k0, std::int64_t terms, typename Panel<T>::Element* panels) {
   using P = Panel<T>;
   constexpr int kLanes = P::S::kLanes;
   const std::int64_t steps = (terms + P::kPair - 1) / P::kPair;
-  for (std::int64_t n = 0; n < p.N; n += kTileN<T>)
-    for (std::int64_t s = 0; s < steps; ++s)
-      for (int j = 0; j < kVectorsN; ++j, out += kLanes) {
-        const std::int64_t k = s * P::kPair, left = p.N - n - j * kLanes;
-        if (left > 0) {
-          P::pack_row(p.b + (k0 + k) * p.ldb + n + j * kLanes, p.ldb, k + 1 < terms,
-                      static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
-        } else {
-          fill(out, kLanes, typename P::Element{});
+  for (std::int64_t first = 0; first < steps; first += kPackSteps)
+    for (std::int64_t n = 0; n < p.N; n += kTileN<T>) {
+      auto* out = panels + n * steps + first * kTileN<T>;
+      for (std::int64_t s = first; s < smaller(steps, first + kPackSteps); ++s)
+        for (int j = 0; j < kVectorsN; ++j, out += kLanes) {
+          const std::int64_t k = s * P::kPair, left = p.N - n - j * kLanes;
+          if (left > 0) {
+            P::pack_row(p.b + (k0 + k) * p.ldb + n + j * kLanes, p.ldb, k + 1 < terms,
+                        static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
+          } else {
+            fill(out, kLanes, typename P::Element{});
+          }
         }
-      }
+    }
 }
 
 /// Scratch that lives as long as its thread: fresh pages for each call would cost more than the packing.

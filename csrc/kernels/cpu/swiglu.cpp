@@ -1,59 +1,78 @@
 #include "kernels/swiglu.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "kernels/cpu/vec_math.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// sigmoid of n <= 16 values into out.
+/// sigmoid of kLanes values into out.
 template <class T>
-void sigmoids(const T* x, int n, float* out) {
-  float lanes[kLanes] = {};
-  for (int i = 0; i < n; ++i) lanes[i] = static_cast<float>(x[i]);
+NRL_VEC_INLINE void sigmoids(const T* x, float* out) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(x[i]);
   store16(out, sigmoid16(load16(lanes)));
 }
-void sigmoids(const double* x, int n, double* out) {
-  for (int i = 0; i < n; ++i) out[i] = 1.0 / (1.0 + std::exp(-x[i]));
+NRL_VEC_INLINE void sigmoids(const float* x, float* out) { store16(out, sigmoid16(load16(x))); }
+NRL_VEC_INLINE void sigmoids(const double* x, double* out) {
+  for (int i = 0; i < kLanes; ++i) out[i] = 1.0 / (1.0 + std::exp(-x[i]));
 }
 
 template <class T>
-void forward(const T* gate_up, T* act, std::int64_t I, std::int64_t begin, std::int64_t end) {
+NRL_VEC_INLINE void forward_lanes(const T* gate, const T* up, T* act) {
   using A = accumulate_t<T>;
+  A s[kLanes];
+  sigmoids(gate, s);
+  for (int k = 0; k < kLanes; ++k) act[k] = static_cast<T>(static_cast<A>(gate[k]) * s[k] * static_cast<A>(up[k]));
+}
+
+template <class T>
+NRL_VEC_INLINE void backward_lanes(const T* d_act, const T* gate, const T* up, T* d_gate, T* d_up) {
+  using A = accumulate_t<T>;
+  A s[kLanes];
+  sigmoids(gate, s);
+  for (int k = 0; k < kLanes; ++k) {
+    const A g = static_cast<A>(gate[k]), u = static_cast<A>(up[k]), d = static_cast<A>(d_act[k]);
+    d_gate[k] = static_cast<T>(d * u * s[k] * (A(1) + g * (A(1) - s[k])));
+    d_up[k] = static_cast<T>(d * g * s[k]);
+  }
+}
+
+/// The last n < kLanes values, padded with zeros.
+template <class T>
+struct Padded {
+  Padded(const T* x, std::int64_t n) { std::memcpy(v, x, static_cast<std::size_t>(n) * sizeof(T)); }
+  T v[kLanes] = {};
+};
+
+template <class T>
+void forward(const T* gate_up, T* act, std::int64_t I, std::int64_t begin, std::int64_t end) {
   for (std::int64_t t = begin; t < end; ++t) {
-    const T* gate = gate_up + t * 2 * I;
-    for (std::int64_t i = 0; i < I; i += kLanes) {
-      const int n = static_cast<int>(I - i < kLanes ? I - i : kLanes);
-      A s[kLanes];
-      sigmoids(gate + i, n, s);
-      if (n == kLanes) {  // a full vector: fixed trip count
-        for (int k = 0; k < kLanes; ++k)
-          act[t * I + i + k] = static_cast<T>(static_cast<A>(gate[i + k]) * s[k] * static_cast<A>(gate[I + i + k]));
-      } else {
-        for (int k = 0; k < n; ++k)
-          act[t * I + i + k] = static_cast<T>(static_cast<A>(gate[i + k]) * s[k] * static_cast<A>(gate[I + i + k]));
-      }
-    }
+    const T *gate = gate_up + t * 2 * I, *up = gate + I;
+    T* const out = act + t * I;
+    std::int64_t i = 0;
+    for (; i + kLanes <= I; i += kLanes) forward_lanes(gate + i, up + i, out + i);
+    if (i == I) continue;
+    T last[kLanes];
+    forward_lanes(Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last);
+    std::memcpy(out + i, last, static_cast<std::size_t>(I - i) * sizeof(T));
   }
 }
 
 template <class T>
 void backward(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t begin, std::int64_t end) {
-  using A = accumulate_t<T>;
   for (std::int64_t t = begin; t < end; ++t) {
-    const T* gate = gate_up + t * 2 * I;
-    T* d_gate = d_gate_up + t * 2 * I;
-    for (std::int64_t i = 0; i < I; i += kLanes) {
-      const int n = static_cast<int>(I - i < kLanes ? I - i : kLanes);
-      A s[kLanes];
-      sigmoids(gate + i, n, s);
-      for (int k = 0; k < n; ++k) {
-        const A g = static_cast<A>(gate[i + k]), u = static_cast<A>(gate[I + i + k]), d = static_cast<A>(d_act[t * I + i + k]);
-        d_gate[i + k] = static_cast<T>(d * u * s[k] * (A(1) + g * (A(1) - s[k])));
-        d_gate[I + i + k] = static_cast<T>(d * g * s[k]);
-      }
-    }
+    const T *d = d_act + t * I, *gate = gate_up + t * 2 * I, *up = gate + I;
+    T *const d_gate = d_gate_up + t * 2 * I, *const d_up = d_gate + I;
+    std::int64_t i = 0;
+    for (; i + kLanes <= I; i += kLanes) backward_lanes(d + i, gate + i, up + i, d_gate + i, d_up + i);
+    if (i == I) continue;
+    T last_gate[kLanes], last_up[kLanes];
+    backward_lanes(Padded<T>(d + i, I - i).v, Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last_gate, last_up);
+    std::memcpy(d_gate + i, last_gate, static_cast<std::size_t>(I - i) * sizeof(T));
+    std::memcpy(d_up + i, last_up, static_cast<std::size_t>(I - i) * sizeof(T));
   }
 }
 

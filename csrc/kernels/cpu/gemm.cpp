@@ -100,48 +100,58 @@ inline void micro_kernel(const typename Panel<T>::Element* a, const typename Pan
     for (int j = 0; j < cols; ++j) c[i * ldc + j] = add ? c[i * ldc + j] + full[i][j] : full[i][j];
 }
 
-/// One panel: rows [0, present) x `terms` terms from a; absent rows are zero. May write up to a vector past its end.
+/// A panel of A: step s at s * kTileM. Packing may write up to a vector past the end of a step.
 template <class T>
-void pack_panel(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, std::int64_t terms, typename Panel<T>::Element* out) {
+constexpr std::int64_t panel_size(std::int64_t steps) {
+  return steps * kTileM + Panel<T>::S::kLanes;
+}
+
+/// Steps [first, last) of one panel: rows [0, present) from a; absent rows are zero.
+template <class T>
+void pack_panel(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, std::int64_t terms, std::int64_t first, std::int64_t last,
+                typename Panel<T>::Element* panel) {
   using P = Panel<T>;
   using Element = typename P::Element;
-  const std::int64_t steps = (terms + P::kPair - 1) / P::kPair;
-  std::int64_t s = 0;
+  std::int64_t s = first;
 #if defined(__AVX512F__)
   if constexpr (sizeof(Element) == 4) {
     if (row_stride == 1 && kTileM <= P::S::kLanes) {
-      for (; s < steps; ++s, out += kTileM)
-        P::pack_row(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < terms, present, out);
+      for (; s < last; ++s) P::pack_row(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < terms, present, panel + s * kTileM);
       return;
     }
     if (col_stride == 1 && sizeof(T) * P::kPair == 4) {
-      for (; (s + 16) * P::kPair <= terms; s += 16, out += 16 * kTileM) {
+      for (; s + 16 <= last && (s + 16) * P::kPair <= terms; s += 16) {
         using Words = std::int32_t __attribute__((vector_size(64)));
         Words r[16];
         for (int i = 0; i < 16; ++i) r[i] = i < present ? reinterpret_cast<Words>(_mm512_loadu_si512(a + i * row_stride + s * P::kPair)) : Words{};
         transpose_square<Words>(r);
-        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * kTileM, reinterpret_cast<__m512i>(r[i]));
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel + (s + i) * kTileM, reinterpret_cast<__m512i>(r[i]));
       }
     }
   }
 #endif
-  for (; s < steps; ++s) {
+  for (; s < last; ++s) {
     const std::int64_t k = s * P::kPair;
-    for (int i = 0; i < present; ++i) *out++ = P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < terms);
-    for (int i = present; i < kTileM; ++i) *out++ = Element{};
+    Element* const out = panel + s * kTileM;
+    for (int i = 0; i < present; ++i) out[i] = P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < terms);
+    for (int i = present; i < kTileM; ++i) out[i] = Element{};
   }
 }
 
-/// Rows [m0, m0 + rows) x terms [k0, k0 + terms) of A as panels of kTileM rows.
+/// Rows [m0, m0 + rows) x terms [k0, k0 + terms) of A as panels of kTileM rows. Where a step's rows lie side by side in
+/// memory, every panel takes some steps in turn; where a row's terms do, a panel is packed whole.
 template <class T, class O>
 void pack_a(const GemmArgs<T, O>& p, std::int64_t m0, std::int64_t rows, std::int64_t k0, std::int64_t terms,
-            typename Panel<T>::Element* out) {
-  const std::int64_t steps = (terms + Panel<T>::kPair - 1) / Panel<T>::kPair;
-  for (std::int64_t m = 0; m < rows; m += kTileM, out += steps * kTileM)
-    pack_panel(p.a + (m0 + m) * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a,
-               static_cast<int>(smaller<std::int64_t>(kTileM, rows - m)), terms, out);
+            typename Panel<T>::Element* panels) {
+  const std::int64_t steps = (terms + Panel<T>::kPair - 1) / Panel<T>::kPair, turn = p.row_stride_a == 1 ? kPackSteps : steps;
+  for (std::int64_t first = 0; first < steps; first += turn)
+    for (std::int64_t m = 0; m < rows; m += kTileM)
+      pack_panel(p.a + (m0 + m) * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a,
+                 static_cast<int>(smaller<std::int64_t>(kTileM, rows - m)), terms, first, smaller(steps, first + turn),
+                 panels + m / kTileM * panel_size<T>(steps));
 }
 
+/// Terms [k0, k0 + terms) of B as strips of kTileN columns.
 template <class T, class O>
 void pack_b(const GemmArgs<T, O>& p, std::int64_t k0, std::int64_t terms, typename Panel<T>::Element* panels) {
   using P = Panel<T>;
@@ -193,7 +203,7 @@ void gemm(const GemmArgs<T, O>& p, std::int64_t block_begin, std::int64_t block_
   const std::int64_t panels_n = (p.N + kTileN<T> - 1) / kTileN<T>;
   const std::int64_t steps_max = (kBlockK + P::kPair - 1) / P::kPair;
   auto* b = scratch<typename P::Element>(panels_n * kTileN<T> * steps_max, 0);
-  auto* a = scratch<typename P::Element>(kRowsA * steps_max + P::S::kLanes, 1);
+  auto* a = scratch<typename P::Element>(kRowsA / kTileM * panel_size<T>(steps_max), 1);
   A* sums = nullptr;
   if constexpr (!kDirect) sums = scratch<A>((last - first) * p.N, 2);
   for (std::int64_t k0 = 0; k0 < p.K; k0 += kBlockK) {
@@ -212,7 +222,7 @@ void gemm(const GemmArgs<T, O>& p, std::int64_t block_begin, std::int64_t block_
           } else {
             c = sums + (m0 - first + m) * p.N + n, ldc = p.N;
           }
-          micro_kernel<T>(a + m * steps, b + n * steps, steps, c, ldc, static_cast<int>(smaller<std::int64_t>(kTileM, rows - m)),
+          micro_kernel<T>(a + m / kTileM * panel_size<T>(steps), b + n * steps, steps, c, ldc, static_cast<int>(smaller<std::int64_t>(kTileM, rows - m)),
                           static_cast<int>(smaller<std::int64_t>(kTileN<T>, p.N - n)), k0 > 0 || (kDirect && p.accumulate));
         }
     }

@@ -22,6 +22,13 @@ def run(x, w, targets, g, temperature):
     return logprobs, entropy, d_x, d_w - 1
 
 
+def run_fused(x, w, targets, g, temperature):
+    head, logprobs = C.VocabularyHead(), torch.empty(len(x))
+    d_x, d_w = torch.full(x.shape, 9.0), torch.ones(w.shape)
+    head.forward_backward(x, w, targets, g.float(), temperature, logprobs, d_x, d_w)
+    return logprobs, d_x, d_w - 1
+
+
 def reference(x, w, targets, g, temperature):
     x, w = (t.double().requires_grad_() for t in (x, w))
     logp = torch.log_softmax(x @ w.t() / temperature, 1)
@@ -65,6 +72,33 @@ def test_one_and_two_threads_give_the_same_bits(dtype):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", [*SHAPES, (530, 120_000, 4)], ids=str)
+def test_both_at_once_have_the_bits_of_forward_and_the_gradients_of_autograd(shape, dtype, bound):
+    data = inputs(*shape, dtype)
+    logprobs, d_x, d_w = run_fused(*data, 0.7)
+    assert torch.equal(logprobs, run(*data, 0.7)[0])
+    _, _, expected_x, expected_w = reference(*data, 0.7)
+    for ours, theirs in ((d_x, expected_x), (d_w, expected_w)):
+        assert (ours - theirs).norm() <= bound * theirs.norm() + 1e-6
+
+
+def test_both_at_once_on_one_and_two_threads():
+    data, before, results = inputs(1100, 4500, 24, torch.float32), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(run_fused(*data, 1.0))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_both_at_once_refuse_float64():
+    with pytest.raises(ValueError, match="no float64"):
+        run_fused(*inputs(4, 30, 8, torch.float64), 1.0)
 
 
 def test_a_target_outside_the_vocabulary_is_refused():

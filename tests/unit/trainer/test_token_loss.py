@@ -1,0 +1,125 @@
+"""A token-level loss that the head asks while it holds the logits: the same training as asking it afterwards."""
+
+import pytest
+import torch
+from test_gradient_invariance import CONFIG, groups_batch
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.policy.train_step import GlobalCounts, MicroBatching, Scoring, fused_token_loss, run_global_batch
+from nemo_rl_cpp.models.weights import initialize_weights
+
+TOKEN_LOSSES = {
+    "grpo": {},
+    "no KL": dict(reference_policy_kl_penalty=0.0),
+    "dapo": dict(ratio_clip_max=0.28, ratio_clip_c=3.0, reference_policy_kl_penalty=0.0),
+    "tis": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.2),
+    "icepop": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="icepop", truncated_importance_sampling_ratio=1.5,
+                   truncated_importance_sampling_ratio_min=0.5),
+    "cispo": dict(use_cispo=True),
+    "reinforce": dict(disable_ppo_ratio=True),
+    "on-policy": dict(force_on_policy_ratio=True),
+    "NLL": dict(positive_example_nll_weight=0.3, reference_policy_kl_type="k2"),
+}  # fmt: skip
+ROW_LOSSES = {
+    "sequence-level": dict(token_level_loss=False),
+    "gspo": dict(token_level_loss=False, sequence_level_importance_ratios=True),
+    "seq-mask-tis": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
+                         truncated_importance_sampling_ratio=1.5, truncated_importance_sampling_ratio_min=0.5),
+}  # fmt: skip
+
+
+def trainer_of(dtype=torch.float32):
+    model = C.DecoderModel(native_config(CONFIG), dtype, True)
+    initialize_weights(model, 3, std=0.2)
+    return C.Trainer(model)
+
+
+def training_data(seed=1):
+    _, ids, mask = groups_batch()
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([int(row.nonzero().max()) + 1 for row in mask])
+    noise = lambda scale: torch.randn(ids.shape, generator=random) * scale  # noqa: E731
+    sample_mask = torch.ones(len(ids))
+    sample_mask[3] = 0
+    return {"input_ids": ids, "input_lengths": lengths, "token_mask": mask.float(), "sample_mask": sample_mask, "advantages": noise(1.0),
+            "prev_logprobs": noise(0.3) - 4, "generation_logprobs": noise(0.3) - 4, "reference_policy_logprobs": noise(0.3) - 4,
+            "rewards": torch.randint(0, 2, (len(ids),), generator=random).float(), "group_id": torch.arange(len(ids)) // 4}  # fmt: skip
+
+
+class AskedAfterwards(ClippedPGLossFn):
+    """The same loss, asked for the gradient of whole rows."""
+
+    def token_loss(self, *args):
+        return None
+
+
+def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples=100), on_policy=False):
+    trainer = trainer_of(dtype)
+    result = run_global_batch(trainer, data, loss_fn, 0, len(data["input_ids"]), batching, Scoring(0.9), train=True, on_policy=on_policy)
+    return result, trainer.grads.clone()
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_asked_token_by_token_it_trains_as_asked_afterwards(name, dtype, bound):
+    data = training_data()
+    at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
+    afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)
+    assert torch.equal(at_once.outputs, afterwards.outputs) and at_once.metrics == afterwards.metrics and at_once.loss == afterwards.loss
+    assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
+
+
+def test_without_old_logprobs_they_are_the_ones_being_computed():
+    data = {k: v for k, v in training_data().items() if k != "prev_logprobs"}
+    _, grads = train(ClippedPGLossFn({}), data, on_policy=True)
+    _, expected = train(AskedAfterwards({}), data, on_policy=True)
+    assert (grads - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)], ids=str)
+def test_gradients_do_not_depend_on_micro_batches(batching):
+    data = training_data()
+    whole, expected = train(ClippedPGLossFn({}), data)
+    parts, grads = train(ClippedPGLossFn({}), data, batching=batching)
+    assert torch.equal(whole.outputs, parts.outputs)
+    assert (grads - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ROW_LOSSES)
+def test_a_loss_of_whole_rows_is_asked_afterwards(name):
+    data = training_data()
+    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0} | ROW_LOSSES[name])
+    assert fused_token_loss(trainer_of(), loss_fn, data, GlobalCounts.of(data), Scoring()) is None
+    assert train(loss_fn, data)[0].outputs.any()
+
+
+def test_filters_and_float64_and_losses_of_the_users_are_asked_afterwards():
+    data = training_data()
+    counts = GlobalCounts.of(data)
+
+    class Doubled(ClippedPGLossFn):
+        def native(self, *args, **kwargs):
+            result = super().native(*args, **kwargs)
+            result.grad_logprobs.mul_(2)
+            return result
+
+    assert fused_token_loss(trainer_of(), ClippedPGLossFn({}), data, counts, Scoring()) is not None
+    assert fused_token_loss(trainer_of(), ClippedPGLossFn({}), data, counts, Scoring(top_p=0.9)) is None
+    assert fused_token_loss(trainer_of(torch.float64), ClippedPGLossFn({}), data, counts, Scoring()) is None
+    assert fused_token_loss(trainer_of(), Doubled({}), data, counts, Scoring()) is None
+    assert fused_token_loss(trainer_of(), lambda **_: None, data, counts, Scoring()) is None
+
+
+def test_backward_must_fit_its_forward():
+    trainer, data = trainer_of(), training_data()
+    batch, ids, mask = groups_batch()
+    loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, GlobalCounts.of(data), Scoring())
+    out = torch.zeros(ids.shape)
+    trainer.forward_with_loss(batch, [0, 1], 1.0, False, False, out, loss)
+    with pytest.raises(RuntimeError, match="has no loss of its own"):
+        trainer.backward(out)
+    trainer.finish_backward()
+    with pytest.raises(RuntimeError, match="needs a forward with a loss"):
+        trainer.finish_backward()

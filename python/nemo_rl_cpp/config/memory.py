@@ -11,7 +11,6 @@ from .generation import GenerationConfig
 from .master import GRPOMasterConfig, PPOMasterConfig
 from .policy import PolicyConfig, TrainedModelConfig
 
-_LM_HEAD_ROWS = 256  # response tokens of one LM-head chunk, when policy.logprob_chunk_size does not say
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
             (
                 *resting,
                 ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
-                ("logits chunk", _logits(policy, sizes)),
+                ("logits chunk", _filtered_logits(policy)),
             ),
         ),
         Phase(
@@ -130,7 +129,7 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
                 *resting,
                 ("policy gradients", sizes.parameters * 4.0),
                 ("activations", _activations(policy, sizes)),
-                ("logits chunk", 2 * _logits(policy, sizes)),
+                ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
             ),
         ),
     ]
@@ -200,8 +199,15 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
     return inputs + full / sizes.num_hidden_layers  # the layers' inputs, and one layer recomputed
 
 
-def _logits(policy: PolicyConfig, sizes: ModelSizes) -> float:
-    return float((policy.logprob_chunk_size or _LM_HEAD_ROWS) * sizes.vocab_size * 4)
+def _filtered_logits(policy: PolicyConfig) -> float:
+    """Whole rows of logits exist where top-k or top-p is applied to them (csrc/model/vocabulary_head.cpp: kRowLogits)."""
+    generation = policy.generation
+    return 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
+
+
+def _fused_logits(sizes: ModelSizes) -> float:
+    """The logits of some rows wait for their loss (there: kFusedRows, kFusedLogits)."""
+    return min(512, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
 def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:

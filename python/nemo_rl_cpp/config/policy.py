@@ -193,7 +193,7 @@ class PolicyConfig(TrainedModelConfig):
     generation_batch_size: Positive = no_effect(
         32, "the engine batches by itself; see policy.generation.max_batch_size"
     )
-    logprob_chunk_size: Positive | None = key(None, "response tokens of one LM-head chunk; null: chosen by the core")
+    logprob_chunk_size: Positive | None = no_effect(None, "the native head never holds more than 224 MB of logits")
     refit_buffer_size_gb: Real | None = no_effect(None, "weights are shared, nothing is transferred")
     offload_optimizer_for_logprob: bool = no_effect(False)
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")

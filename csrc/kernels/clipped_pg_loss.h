@@ -135,21 +135,21 @@ struct PolicyTerm {
 
 /// C and its slope for one ratio; ties of max and min share the gradient half and half, as torch does. `dlog` is
 /// dR/dx: R itself for an exponential ratio, 1 for REINFORCE.
-template <class T>
-NRL_INLINE PolicyTerm<T> clipped_term(T advantage, T ratio, T clamped, bool in_range, T dlog, bool dual, T c) {
+template <class T, class Condition>
+NRL_INLINE PolicyTerm<T> clipped_term(T advantage, T ratio, T clamped, Condition in_range, T dlog, bool dual, T c) {
   const T plain = -advantage * ratio, clipped = -advantage * clamped;
-  T loss = !(plain <= clipped) ? plain : clipped;
-  const T share = plain > clipped ? T(1) : (plain == clipped ? T(0.5) : T(0));
-  T slope = share + (in_range ? T(1) - share : T(0));
+  T loss = select(plain <= clipped, clipped, plain);
+  const T share = select(plain > clipped, T(1), select(plain == clipped, T(0.5), T(0)));
+  T slope = share + select(in_range, T(1) - share, T(0));
   if (dual) {
     const T floor = -advantage * c;
-    const bool negative = advantage < T(0);
-    const T kept = loss < floor ? T(1) : (loss == floor ? T(0.5) : T(0));
-    slope = negative ? slope * kept : slope;
-    loss = negative && loss >= floor ? floor : loss;
+    const auto negative = advantage < T(0);
+    const T kept = select(loss < floor, T(1), select(loss == floor, T(0.5), T(0)));
+    slope = select(negative, slope * kept, slope);
+    loss = select(negative & (loss >= floor), floor, loss);
   }
   // a ratio that overflowed but is clipped away has slope 0, not 0 * inf
-  const T grad = slope == T(0) ? T(0) : -advantage * slope * dlog;
+  const T grad = select(slope == T(0), T(0), -advantage * slope * dlog);
   return {ratio, clamped, loss, grad};
 }
 
@@ -167,7 +167,7 @@ NRL_INLINE PolicyTerm<T> policy_term(RatioMode mode, T x, T prev, T advantage, T
     const T weight = -advantage * clamped;
     return {ratio, clamped, weight * x, weight};
   }
-  return clipped_term(advantage, ratio, clamped, ratio >= lo && ratio <= hi, ratio, dual, c);
+  return clipped_term(advantage, ratio, clamped, (ratio >= lo) & (ratio <= hi), ratio, dual, c);
 }
 
 /// How far the trainer's log-prob p of a token is from the generator's g.
@@ -186,20 +186,42 @@ NRL_INLINE MismatchTerm<T> mismatch_term(KlEstimator type, T prev, T generation)
   const T e = exp_of(a), w = T(1) / e;
   const T k3 = exp_minus_linear(a, e);
   MismatchTerm<T> out;
-  out.importance = finite_or_zero(d > T(0) ? e : w);
+  out.importance = finite_or_zero(select(d > T(0), e, w));
   out.mult_prob_error = e;
   out.js = log_cosh_half(a, w, k3);
   if (type == KlEstimator::k3) {
     const T k3_negative = exp_minus_linear(-a, w);
-    out.gen_kl = d > T(0) ? k3 : k3_negative;
-    out.policy_kl = d > T(0) ? k3_negative : k3;
+    out.gen_kl = select(d > T(0), k3, k3_negative);
+    out.policy_kl = select(d > T(0), k3_negative, k3);
   } else {
-    out.gen_kl = kl_estimate(type, d, T(0)).value;
-    out.policy_kl = kl_estimate(type, -d, T(0)).value;
+    out.gen_kl = kl_estimate(type, d).value;
+    out.policy_kl = kl_estimate(type, -d).value;
   }
   // a gap that is not a number belongs to neither side
-  out.gen_kl = d == d ? out.gen_kl : d;
-  out.policy_kl = d == d ? out.policy_kl : d;
+  out.gen_kl = select(d == d, out.gen_kl, d);
+  out.policy_kl = select(d == d, out.policy_kl, d);
+  return out;
+}
+
+/// mismatch_term in single precision where |prev - generation| < 1/2, which a generator that runs the trainer's weights
+/// never leaves: series in d and d^2, without an exponential or a division. Exactly 1 and 0 where both are equal.
+template <class T>
+NRL_INLINE MismatchTerm<T> near_mismatch_term(KlEstimator type, T prev, T generation) {
+  const T d = prev - generation, a = abs_of(d), z = d * d;
+  // e^d - 1 - d = z (even + d odd)
+  const T even = mul_add(mul_add(mul_add(z, T(1.0 / 40320), T(1.0 / 720)), z, T(1.0 / 24)), z, T(0.5));
+  const T odd = mul_add(mul_add(mul_add(z, T(1.0 / 362880), T(1.0 / 5040)), z, T(1.0 / 120)), z, T(1.0 / 6));
+  const T k3 = z * mul_add(d, odd, even), k3_negative = z * mul_add(-d, odd, even);
+  MismatchTerm<T> out;
+  out.importance = T(1) + (d + k3);
+  out.mult_prob_error = T(1) + (a + z * mul_add(a, odd, even));
+  // log cosh(d / 2)
+  T js = mul_add(z, T(31.0 / 14515200), T(-17.0 / 645120));
+  js = mul_add(js, z, T(1.0 / 2880));
+  js = mul_add(js, z, T(-1.0 / 192));
+  out.js = z * mul_add(js, z, T(0.125));
+  out.gen_kl = type == KlEstimator::k3 ? k3 : kl_estimate(type, d).value;
+  out.policy_kl = type == KlEstimator::k3 ? k3_negative : kl_estimate(type, -d).value;
   return out;
 }
 
@@ -213,9 +235,9 @@ struct TruncatedWeight {
 template <class T>
 NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T weight, T lo, T hi) {
   if (mode != ImportanceSampling::tis && mode != ImportanceSampling::icepop) return {weight, T(0)};
-  const bool inside = weight >= lo && weight <= hi;
+  const auto inside = (weight >= lo) & (weight <= hi);
   const T replaced = mode == ImportanceSampling::tis ? clamp_to(weight, lo, hi) : T(0);
-  return {inside ? weight : replaced, inside ? T(0) : T(1)};
+  return {select(inside, weight, replaced), select(inside, T(0), T(1))};
 }
 
 NRL_INLINE RowMerge clipped_pg_merge(int column) {

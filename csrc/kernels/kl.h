@@ -17,12 +17,11 @@ struct KlEstimate {
   T value_minus_slope;
 };
 
-/// `er` = e^r; read by k3 alone.
 template <class T>
-NRL_INLINE KlEstimate<T> kl_estimate(KlEstimator type, T r, T er) {
+NRL_INLINE KlEstimate<T> kl_estimate(KlEstimator type, T r) {
   if (type == KlEstimator::k1) return {-r, T(-1), T(1) - r};
   if (type == KlEstimator::k2) return {r * r * T(0.5), r, r * (r * T(0.5) - T(1))};
-  const T value = exp_minus_linear(r, er);
+  const T value = exp_minus_linear(r);
   return {value, value + r, -r};
 }
 
@@ -40,14 +39,14 @@ template <class T>
 NRL_INLINE KlTerm<T> kl_term(KlEstimator type, T logprob, T ref, T weight, T input_clamp, T output_clamp) {
   const T raw = ref - logprob;
   const T r = clamp_to(raw, -input_clamp, input_clamp);
-  const KlEstimate<T> k = kl_estimate(type, r, type == KlEstimator::k3 ? exp_of(r) : T(0));
+  const KlEstimate<T> k = kl_estimate(type, r);
   const T product = weight * k.value;
-  const bool inside = (r == raw) & (abs_of(product) <= output_clamp);
+  const auto inside = (r == raw) & (abs_of(product) <= output_clamp);
   KlTerm<T> out;
   out.value = clamp_to(product, -output_clamp, output_clamp);
-  out.d_r = inside ? weight * k.slope : T(0);
-  out.d_weight = inside ? k.value : T(0);
-  out.d_logprob = inside ? weight * k.value_minus_slope : T(0);
+  out.d_r = select(inside, weight * k.slope, T(0));
+  out.d_weight = select(inside, k.value, T(0));
+  out.d_logprob = select(inside, weight * k.value_minus_slope, T(0));
   return out;
 }
 

@@ -103,8 +103,8 @@ at::Tensor loss_counts(const ClippedPGInputs& in, const Prepared& p, const Clipp
   const bool needs_positive =
       c.positive_nll_weight > 0 && in.rewards.defined() && !in.global_valid_positive_toks.defined();
   if (!in.global_valid_toks.defined() || needs_positive) {
-    const auto columns = p.token_mask.slice(1, 1);
-    row_tokens = columns.sum(1, false, at::kDouble) * p.sample_mask.to(at::kDouble);
+    // a row's tokens are a whole number unless the mask is fractional: its own type counts them exactly
+    row_tokens = p.token_mask.slice(1, 1).sum(1).to(at::kDouble) * p.sample_mask.to(at::kDouble);
     own_tokens = row_tokens.sum();
     if (needs_positive) own_positive = (row_tokens * (p.rewards > 0).to(at::kDouble)).sum();
   }

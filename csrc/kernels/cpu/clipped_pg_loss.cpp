@@ -1,349 +1,297 @@
-#include "kernels/clipped_pg_loss.h"
-
-#include "kernels/cpu/lanes.h"
+#include "kernels/cpu/clipped_pg_terms.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// What is known of a row before its tokens are visited.
-template <class T>
-struct RowContext {
-  T weight = 0;          ///< of a token's loss in the row's sum: sample_mask, or sample_mask / tokens of the row
-  T grad_weight = 0;     ///< the same times the outer reciprocal count
-  T inverse_length = 0;  ///< 1 / (sum of the token mask + 1e-8)
-  T ratio = 1;           ///< GSPO: the row's R
-  T importance = 1;      ///< GSPO: the row's W (finite, before truncation)
-  T kept = 1;            ///< seq-mask-tis: 1 if the row's geometric mean is inside the bounds
-  T nll_weight = 0;      ///< gradient of the NLL term a token; 0 unless the reward is positive
+constexpr int kTile = 256;  ///< tokens whose sums are kept in T, lane by lane, before they go to the row's doubles
+
+/// Sums over a tile, in the order of PGRow.
+template <class P>
+struct TileSums {
+  P actor{0}, kl{0}, nll{0}, ratio{0}, clamped{0}, mult{0}, gen_kl{0}, policy_kl{0}, js{0}, importance{0}, entropy{0},
+      oob{0}, slope{0};
+  P check{0};  ///< not finite if a gradient is not
+  P ratio_min{HUGE_VAL}, ratio_max{-HUGE_VAL};
 };
 
-/// One tile of a row: inputs (0 at masked positions) and what the stages make of them.
+/// A row's sums in double, lane by lane.
 template <class T>
-struct Tile {
-  alignas(64) T x[kTile], prev[kTile], gen[kTile], adv[kTile], mask[kTile], ref[kTile], unf[kTile];
-  alignas(64) T ratio[kTile], clamped[kTile], loss[kTile], grad[kTile], weight[kTile], oob[kTile];
-  alignas(64) T mult[kTile], gen_kl[kTile], policy_kl[kTile], js[kTile], importance_gen[kTile], entropy[kTile];
-  alignas(64) T kl[kTile], kl_grad[kTile];
-  int n = 0;       ///< tokens
-  int padded = 0;  ///< tokens rounded up to whole lane groups
+struct RowSums {
+  double lane[kRatioMin][kPackLanes] = {};
+  double slope[kPackLanes] = {};
+  Pack<T> ratio_min{HUGE_VAL}, ratio_max{-HUGE_VAL};
 };
+
+template <class T>
+NRL_INLINE void add_lanes(double* to, Pack<T> v) {
+  T lanes[kPackLanes];
+  store_pack(lanes, v);
+  for (int l = 0; l < kPackLanes; ++l) to[l] += static_cast<double>(lanes[l]);
+}
+
+NRL_INLINE double total(const double* lanes) {
+  double sum = 0;
+  for (int l = 0; l < kPackLanes; ++l) sum += lanes[l];
+  return sum;
+}
+
+template <class T, class P = Pack<T>>
+NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, const Terms<P>& v,
+                           TileSums<P>& s) {
+  const P huge(HUGE_VAL);
+  const auto valid = k.mask != P(0);
+  s.actor = mul_add(v.loss, k.mask, s.actor);
+  s.ratio = mul_add(v.ratio, k.mask, s.ratio);
+  s.clamped = mul_add(v.clamped, k.mask, s.clamped);
+  s.mult = mul_add(v.mismatch.mult_prob_error, k.mask, s.mult);
+  s.gen_kl = mul_add(v.mismatch.gen_kl, k.mask, s.gen_kl);
+  s.policy_kl = mul_add(v.mismatch.policy_kl, k.mask, s.policy_kl);
+  s.js = mul_add(v.mismatch.js, k.mask, s.js);
+  s.importance = mul_add(v.weight, k.mask, s.importance);
+  s.entropy = mul_add(v.x_over_gen * k.x, k.mask, s.entropy);
+  const P low = select(valid, v.ratio, huge), high = select(valid, v.ratio, -huge);
+  s.ratio_min = select(low < s.ratio_min, low, s.ratio_min);
+  s.ratio_max = select(high > s.ratio_max, high, s.ratio_max);
+  if (c.kl_penalty != 0) s.kl = mul_add(v.kl, k.mask, s.kl);
+  if (row.known.nll_weight != T(0)) s.nll = s.nll - k.x * k.mask;
+  if (corrected(c)) s.oob = mul_add(v.oob, k.mask, s.oob);
+  if (grouped_ratio(c)) s.slope = mul_add(v.grad, k.mask, s.slope);
+}
+
+/// The gradient of sixteen tokens; GSPO's actor part follows when the row's sum is known.
+template <class T, class P = Pack<T>>
+NRL_INLINE void store_gradient(const Row<T>& row, const ClippedPGConfig& c, std::int64_t t, const Tokens<P>& k,
+                               const Terms<P>& v, TileSums<P>& s) {
+  P grad = v.grad * P(grouped_ratio(c) ? T(0) : row.known.grad_weight);
+  if (row.known.nll_weight != T(0)) grad = grad - P(row.known.nll_weight);
+  const P kl_weight(static_cast<T>(row.known.grad_weight * c.kl_penalty)), kl_grad = v.kl_grad * kl_weight;
+  if (c.kl_penalty != 0 && !row.grad_unfiltered) grad = mul_add(v.kl_grad, kl_weight, grad);
+  grad = k.mask * grad;
+  store(row, row.grad, t, grad);
+  s.check = s.check + grad;
+  if (!row.grad_unfiltered) return;
+  store(row, row.grad_unfiltered, t, k.mask * kl_grad);
+  s.check = s.check + k.mask * kl_grad;
+}
+
+/// Which settings a loop is compiled for; where they are known it keeps its values in registers.
+enum class Variant { any, ppo, ppo_kl, on_policy, on_policy_kl };
+
+template <class T>
+Variant variant_of(const ClippedPGArgs<T>& a, const ClippedPGConfig& c) {
+  const bool common = sizeof(T) == 4 && !c.sequence_level_ratios && !c.dual_clip && !corrected(c) &&
+                      !c.use_on_policy_kl_approximation && c.kl_type == KlEstimator::k3 && !a.unfiltered.data &&
+                      !(a.rewards && c.positive_nll_weight > 0);
+  if (common && c.ratio_mode == RatioMode::ppo) return c.kl_penalty != 0 ? Variant::ppo_kl : Variant::ppo;
+  if (common && c.ratio_mode == RatioMode::on_policy)
+    return c.kl_penalty != 0 ? Variant::on_policy_kl : Variant::on_policy;
+  return Variant::any;
+}
+
+/// The same settings, with those that the variant fixes as constants.
+template <Variant variant, class T>
+NRL_INLINE void fix_settings(ClippedPGConfig& c, Row<T>& row) {
+  if (variant == Variant::any) return;
+  c.ratio_mode = variant == Variant::ppo || variant == Variant::ppo_kl ? RatioMode::ppo : RatioMode::on_policy;
+  c.sequence_level_ratios = c.dual_clip = c.use_on_policy_kl_approximation = false;
+  c.importance_sampling = ImportanceSampling::none;
+  c.kl_type = KlEstimator::k3;
+  if (variant == Variant::ppo || variant == Variant::on_policy) c.kl_penalty = 0;
+  if ((variant == Variant::ppo_kl || variant == Variant::on_policy_kl) && c.kl_penalty == 0) __builtin_unreachable();
+  row.unfiltered = nullptr;
+  row.grad_unfiltered = nullptr;
+  row.known.nll_weight = 0;
+}
+
+template <Variant variant, class T>
+[[gnu::noinline]] void visit_tile(const Row<T>& of, const ClippedPGConfig& config, std::int64_t start, std::int64_t end,
+                                  TileSums<Pack<T>>& sums) {
+  Row<T> row = of;
+  ClippedPGConfig c = config;
+  fix_settings<variant>(c, row);
+  TileSums<Pack<T>> s;
+  for (std::int64_t t = start; t < end; t += kPackLanes) {
+    const Tokens<Pack<T>> k = load_tokens(row, c, t);
+    const Terms<Pack<T>> v = terms_of(row, c, k);
+    accumulate(row, c, k, v, s);
+    store_gradient(row, c, t, k, v, s);
+  }
+  sums = s;
+}
+
+template <class T>
+void visit_tile(Variant variant, const Row<T>& row, const ClippedPGConfig& c, std::int64_t start, std::int64_t end,
+                TileSums<Pack<T>>& sums) {
+  if constexpr (sizeof(T) == 4) {
+    if (variant == Variant::ppo) return visit_tile<Variant::ppo>(row, c, start, end, sums);
+    if (variant == Variant::ppo_kl) return visit_tile<Variant::ppo_kl>(row, c, start, end, sums);
+    if (variant == Variant::on_policy) return visit_tile<Variant::on_policy>(row, c, start, end, sums);
+    if (variant == Variant::on_policy_kl) return visit_tile<Variant::on_policy_kl>(row, c, start, end, sums);
+  }
+  return visit_tile<Variant::any>(row, c, start, end, sums);
+}
+
+/// The first token of [start, end) whose loss or gradient is not finite; -1 if only their sums are not.
+template <class T>
+[[gnu::noinline, gnu::cold]] std::int64_t first_nonfinite(const Row<T>& row, const ClippedPGConfig& c,
+                                                          std::int64_t start, std::int64_t end) {
+  using P = Pack<T>;
+  for (std::int64_t t = start; t < end; t += kPackLanes) {
+    const Tokens<P> k = load_tokens(row, c, t);
+    const Terms<P> v = terms_of(row, c, k);
+    const P sum = (v.loss - v.loss) + (v.grad - v.grad) + (k.x - k.x) + (v.kl - v.kl) + (v.kl_grad - v.kl_grad);
+    T check[kPackLanes];
+    store_pack(check, select(k.mask != P(0), sum, P(0)));
+    for (int l = 0; l < kPackLanes; ++l)
+      if (check[l] != T(0)) return t + l;
+  }
+  return -1;
+}
 
 template <class T>
 class RowWorker {
  public:
   RowWorker(const ClippedPGArgs<T>& args, const ClippedPGConfig& config)
-      : a_(args),
-        c_(config),
-        weights_(loss_weights<T>(args.counts)),
-        lo_(static_cast<T>(1.0 - config.ratio_clip_min)),
-        hi_(static_cast<T>(1.0 + config.ratio_clip_max)) {}
+      : a_(args), c_(config), weights_(loss_weights<T>(args.counts)), variant_(variant_of(args, config)) {}
 
-  void run(std::int64_t b, double* row) {
+  void run(std::int64_t b, double* out) {
     b_ = b;
-    row_ = row;
-    for (int i = 0; i < kPGRowSize; ++i) row[i] = merge_identity(clipped_pg_merge(i));
-    sample_ = a_.sample_mask[b];
-    row[kValidSamples] = sample_;
-    T* grad = a_.grad + b * a_.num_tokens;
-    T* grad_unfiltered = a_.grad_unfiltered ? a_.grad_unfiltered + b * a_.num_tokens : nullptr;
-    if (sample_ == T(0)) {
-      for (std::int64_t t = 0; t < a_.num_tokens; ++t) grad[t] = 0;
-      for (std::int64_t t = 0; grad_unfiltered && t < a_.num_tokens; ++t) grad_unfiltered[t] = 0;
+    out_ = out;
+    for (int i = 0; i < kPGRowSize; ++i) out[i] = merge_identity(clipped_pg_merge(i));
+    start_row();
+    out[kValidSamples] = row_.sample_mask;
+    if (row_.sample_mask == T(0)) {
+      for (std::int64_t t = 0; t < row_.num_tokens; ++t) row_.grad[t] = 0;
+      for (std::int64_t t = 0; row_.grad_unfiltered && t < row_.num_tokens; ++t) row_.grad_unfiltered[t] = 0;
       return;
     }
     prepare();
-    slope_sum_ = 0;
-    for (std::int64_t t = 0; t < a_.num_tokens; t += kTile) {
-      load(t);
-      policy_stage();
-      mismatch_stage();
-      importance_stage();
-      kl_stage();
-      reduce();
-      store(t, grad + t, grad_unfiltered ? grad_unfiltered + t : nullptr);
+    sums_ = {};
+    for (std::int64_t t = 0; t < row_.num_tokens; t += kTile) {
+      const std::int64_t end = t + kTile < row_.num_tokens ? t + kTile : row_.num_tokens;
+      TileSums<Pack<T>> sums;
+      visit_tile(variant_, row_, c_, t, end, sums);
+      flush(sums, t, end);
     }
-    if (grouped_ratio()) spread_row_gradient(grad);
-    if (c_.sequence_level_ratios) row[kImportance] = static_cast<double>(row_weight_) * sample_;
-    if (c_.importance_sampling == ImportanceSampling::seq_mask_tis) row[kOutOfBounds] = (1.0 - ctx_.kept) * sample_;
+    finish_row();
   }
 
  private:
-  /// GSPO's one ratio a row; on-policy and REINFORCE terms stay per token.
-  bool grouped_ratio() const { return c_.sequence_level_ratios && c_.ratio_mode == RatioMode::ppo; }
   bool needs_row_pass() const {
     return c_.sequence_level_ratios || !c_.token_level_loss ||
            c_.importance_sampling == ImportanceSampling::seq_mask_tis;
   }
 
+  void start_row() {
+    const auto from = [&](const MatrixView<T>& view) { return view.data ? view.row(b_) : nullptr; };
+    row_ = {a_.num_tokens, from(a_.curr), from(a_.advantages), from(a_.prev), from(a_.generation), from(a_.reference),
+            c_.kl_penalty != 0 ? from(a_.unfiltered) : nullptr, from(a_.token_mask), a_.grad + b_ * a_.num_tokens,
+            a_.grad_unfiltered ? a_.grad_unfiltered + b_ * a_.num_tokens : nullptr, a_.sample_mask[b_],
+            static_cast<T>(1.0 - c_.ratio_clip_min), static_cast<T>(1.0 + c_.ratio_clip_max), {}};
+  }
+
   void prepare() {
-    ctx_ = {};
-    ctx_.weight = 1;
+    RowContext<T>& known = row_.known;
+    known.weight = 1;
     if (a_.rewards && c_.positive_nll_weight > 0 && a_.rewards[b_] > T(0))
-      ctx_.nll_weight = static_cast<T>(c_.positive_nll_weight * weights_.positive_token);
+      known.nll_weight = static_cast<T>(c_.positive_nll_weight * weights_.positive_token);
     if (needs_row_pass()) row_pass();
-    ctx_.grad_weight = static_cast<T>(ctx_.weight * (c_.token_level_loss ? weights_.token : weights_.sequence));
-    row_weight_ = truncate_importance(c_.importance_sampling, ctx_.importance, static_cast<T>(c_.importance_min),
-                                      static_cast<T>(c_.importance_max))
-                      .weight *
-                  ctx_.kept;
+    known.grad_weight = static_cast<T>(known.weight * (c_.token_level_loss ? weights_.token : weights_.sequence));
   }
 
   /// Sums over the whole row that its tokens need: its length, its mean log ratio, its log importance weight.
   void row_pass() {
-    double length = 0, log_ratio = 0, log_importance = 0, finite_log_importance = 0;
-    alignas(64) T d[kTile];
-    for (std::int64_t t = 0; t < a_.num_tokens; t += kTile) {
-      load(t);
-      for (int i = 0; i < tile_.padded; ++i) tile_.mask[i] = i < tile_.n ? a_.token_mask.row(b_)[t + i] : T(0);
-      length += lane_sum(tile_.mask, tile_.padded);
-      for (int i = 0; i < tile_.padded; ++i) d[i] = tile_.x[i] - tile_.prev[i];
-      log_ratio += lane_dot(d, tile_.mask, tile_.padded);
-      for (int i = 0; i < tile_.padded; ++i) d[i] = tile_.prev[i] - tile_.gen[i];
-      log_importance += lane_dot(d, tile_.mask, tile_.padded);
-      for (int i = 0; i < tile_.padded; ++i) d[i] = finite_or_zero(d[i]);
-      finite_log_importance += lane_dot(d, tile_.mask, tile_.padded);
+    double length[kPackLanes] = {}, log_ratio[kPackLanes] = {}, log_importance[kPackLanes] = {},
+           finite_log_importance[kPackLanes] = {};
+    for (std::int64_t t = 0; t < row_.num_tokens; t += kPackLanes) {
+      const Tokens<Pack<T>> k = load_tokens(row_, c_, t);
+      const Pack<T> mask = load(row_, row_.token_mask, t), gap = k.prev - k.gen;
+      add_lanes(length, mask);
+      add_lanes(log_ratio, (k.x - k.prev) * mask);
+      add_lanes(log_importance, gap * mask);
+      add_lanes(finite_log_importance, finite_or_zero(gap) * mask);
     }
-    const double denominator = static_cast<T>(length) + static_cast<T>(1e-8);
-    ctx_.inverse_length = static_cast<T>(1.0 / denominator);
-    if (!c_.token_level_loss) ctx_.weight = ctx_.inverse_length;
+    RowContext<T>& known = row_.known;
+    const double denominator = static_cast<T>(total(length)) + static_cast<T>(1e-8);
+    known.inverse_length = static_cast<T>(1.0 / denominator);
+    if (!c_.token_level_loss) known.weight = known.inverse_length;
     if (c_.sequence_level_ratios) {
-      ctx_.ratio = exp_of(static_cast<T>(log_ratio / denominator));
-      ctx_.importance = finite_or_zero(exp_of(static_cast<T>(log_importance * sample_)));
+      known.ratio = exp_of(static_cast<T>(total(log_ratio) / denominator));
+      known.importance = finite_or_zero(exp_of(static_cast<T>(total(log_importance) * row_.sample_mask)));
     }
     if (c_.importance_sampling == ImportanceSampling::seq_mask_tis) {
-      const T mean = exp_of(static_cast<T>(finite_log_importance / denominator));
-      ctx_.kept = mean >= static_cast<T>(c_.importance_min) && mean <= static_cast<T>(c_.importance_max) ? T(1) : T(0);
+      const T mean = exp_of(static_cast<T>(total(finite_log_importance) / denominator));
+      known.kept = mean >= static_cast<T>(c_.importance_min) && mean <= static_cast<T>(c_.importance_max) ? T(1) : T(0);
     }
   }
 
-  void load(std::int64_t t) {
-    const std::int64_t left = a_.num_tokens - t;
-    const int n = tile_.n = left < kTile ? static_cast<int>(left) : kTile;
-    tile_.padded = padded_to_lanes(n);
-    const T* mask = a_.token_mask.row(b_) + t;
-    load_masked(a_.curr.row(b_) + t, mask, n, tile_.x);
-    load_masked(a_.advantages.row(b_) + t, mask, n, tile_.adv);
-    load_masked(a_.generation.row(b_) + t, mask, n, tile_.gen);
-    load_masked((c_.ratio_mode == RatioMode::on_policy ? a_.curr : a_.prev).row(b_) + t, mask, n, tile_.prev);
-    if (c_.kl_penalty != 0) {
-      load_masked(a_.reference.row(b_) + t, mask, n, tile_.ref);
-      if (a_.unfiltered.data) load_masked(a_.unfiltered.row(b_) + t, mask, n, tile_.unf);
+  /// Adds a tile's sums to the row's.
+  void flush(const TileSums<Pack<T>>& s, std::int64_t start, std::int64_t end) {
+    add_lanes(sums_.lane[kActor], s.actor);
+    add_lanes(sums_.lane[kKl], s.kl);
+    add_lanes(sums_.lane[kNll], s.nll);
+    add_lanes(sums_.lane[kRatio], s.ratio);
+    add_lanes(sums_.lane[kRatioClamped], s.clamped);
+    add_lanes(sums_.lane[kMultProbError], s.mult);
+    add_lanes(sums_.lane[kGenKl], s.gen_kl);
+    add_lanes(sums_.lane[kPolicyKl], s.policy_kl);
+    add_lanes(sums_.lane[kJs], s.js);
+    add_lanes(sums_.lane[kImportance], s.importance);
+    add_lanes(sums_.lane[kEntropy], s.entropy);
+    if (corrected(c_)) add_lanes(sums_.lane[kOutOfBounds], s.oob);
+    if (grouped_ratio(c_)) add_lanes(sums_.slope, s.slope);
+    sums_.ratio_min = select(s.ratio_min < sums_.ratio_min, s.ratio_min, sums_.ratio_min);
+    sums_.ratio_max = select(s.ratio_max > sums_.ratio_max, s.ratio_max, sums_.ratio_max);
+    if (all_of(is_finite(s.check + s.actor + s.kl + s.nll)) || out_[kFirstBad] < HUGE_VAL) return;
+    const std::int64_t bad = first_nonfinite(row_, c_, start, end);
+    if (bad >= 0) out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + bad);
+  }
+
+  void finish_row() {
+    const RowContext<T>& known = row_.known;
+    for (int i = 0; i < kRatioMin; ++i)
+      if (i != kValidSamples) out_[i] = total(sums_.lane[i]);
+    out_[kActor] *= known.weight;
+    out_[kKl] *= known.weight;
+    T lowest[kPackLanes], highest[kPackLanes];
+    store_pack(lowest, sums_.ratio_min);
+    store_pack(highest, sums_.ratio_max);
+    for (int l = 0; l < kPackLanes; ++l) {
+      out_[kRatioMin] = merge_rows(RowMerge::min, out_[kRatioMin], lowest[l]);
+      out_[kRatioMax] = merge_rows(RowMerge::max, out_[kRatioMax], highest[l]);
     }
-    const T s = sample_;
-    for (int i = 0; i < n; ++i) tile_.mask[i] = mask[i] * s;
-    for (int i = n; i < tile_.padded; ++i) tile_.mask[i] = T(0);
-  }
-
-  template <RatioMode mode, bool dual>
-  void policy_loop() {
-    Tile<T>& t = tile_;
-    const T lo = lo_, hi = hi_, c = static_cast<T>(c_.ratio_clip_c);
-    for (int i = 0; i < t.padded; ++i) {
-      const PolicyTerm<T> p = policy_term(mode, t.x[i], t.prev[i], t.adv[i], lo, hi, dual, c);
-      t.ratio[i] = p.ratio;
-      t.clamped[i] = p.clamped;
-      t.loss[i] = p.loss;
-      t.grad[i] = p.grad;
+    // clamping keeps the order, so the extremes of the clamped ratios are the clamped extremes
+    const bool clamps = c_.ratio_mode == RatioMode::ppo || c_.ratio_mode == RatioMode::cispo;
+    if (out_[kRatioMin] <= out_[kRatioMax]) {
+      const T low = static_cast<T>(out_[kRatioMin]), high = static_cast<T>(out_[kRatioMax]);
+      out_[kClampedMin] = clamps ? clamp_to(low, row_.lo, row_.hi) : low;
+      out_[kClampedMax] = clamps ? clamp_to(high, row_.lo, row_.hi) : high;
     }
-  }
-
-  template <RatioMode mode>
-  void policy_mode() {
-    if (c_.dual_clip) return policy_loop<mode, true>();
-    policy_loop<mode, false>();
-  }
-
-  void grouped_policy() {
-    Tile<T>& t = tile_;
-    const T r = ctx_.ratio, clamped = clamp_to(r, lo_, hi_), c = static_cast<T>(c_.ratio_clip_c);
-    const bool in_range = r >= lo_ && r <= hi_, dual = c_.dual_clip;
-    for (int i = 0; i < t.padded; ++i) {
-      const PolicyTerm<T> p = clipped_term(t.adv[i], r, clamped, in_range, r, dual, c);
-      t.ratio[i] = r;
-      t.clamped[i] = clamped;
-      t.loss[i] = p.loss;
-      t.grad[i] = p.grad;
-    }
-  }
-
-  void policy_stage() {
-    if (grouped_ratio()) return grouped_policy();
-    switch (c_.ratio_mode) {
-      case RatioMode::ppo:
-        return policy_mode<RatioMode::ppo>();
-      case RatioMode::reinforce:
-        return policy_mode<RatioMode::reinforce>();
-      case RatioMode::cispo:
-        return policy_mode<RatioMode::cispo>();
-      case RatioMode::on_policy:
-        return policy_mode<RatioMode::on_policy>();
-    }
-  }
-
-  template <KlEstimator type>
-  void mismatch_loop() {
-    Tile<T>& t = tile_;
-    for (int i = 0; i < t.padded; ++i) {
-      const MismatchTerm<T> m = mismatch_term(type, t.prev[i], t.gen[i]);
-      t.weight[i] = m.importance;
-      t.mult[i] = m.mult_prob_error;
-      t.gen_kl[i] = m.gen_kl;
-      t.policy_kl[i] = m.policy_kl;
-      t.js[i] = m.js;
-      t.importance_gen[i] = exp_of(t.x[i] - t.gen[i]);
-      t.entropy[i] = t.importance_gen[i] * t.x[i];
-    }
-  }
-
-  void mismatch_stage() {
-    if (c_.kl_type == KlEstimator::k1) mismatch_loop<KlEstimator::k1>();
-    if (c_.kl_type == KlEstimator::k2) mismatch_loop<KlEstimator::k2>();
-    if (c_.kl_type == KlEstimator::k3) mismatch_loop<KlEstimator::k3>();
-    for (int i = 0; i < tile_.padded; ++i) tile_.kl[i] = abs_of(tile_.mask[i] * (T(1) - tile_.mask[i]));
-    if (lane_sum(tile_.kl, tile_.padded) == 0) return;
-    for (int i = 0; i < tile_.padded; ++i)  // a fractional mask scales the gap inside the exponent too
-      tile_.mult[i] = exp_of(abs_of(tile_.prev[i] - tile_.gen[i]) * tile_.mask[i]);
-  }
-
-  template <ImportanceSampling mode>
-  void importance_loop() {
-    Tile<T>& t = tile_;
-    const T lo = static_cast<T>(c_.importance_min), hi = static_cast<T>(c_.importance_max), kept = ctx_.kept;
-    for (int i = 0; i < t.padded; ++i) {
-      const TruncatedWeight<T> w = truncate_importance(mode, t.weight[i], lo, hi);
-      t.weight[i] = w.weight * kept;
-      t.oob[i] = w.out_of_bounds;
-    }
-  }
-
-  void importance_stage() {
-    if (c_.sequence_level_ratios)
-      for (int i = 0; i < tile_.padded; ++i) tile_.weight[i] = ctx_.importance;
-    switch (c_.importance_sampling) {
-      case ImportanceSampling::tis:
-        return importance_loop<ImportanceSampling::tis>();
-      case ImportanceSampling::icepop:
-        return importance_loop<ImportanceSampling::icepop>();
-      default:
-        return importance_loop<ImportanceSampling::full>();
-    }
-  }
-
-  /// The weight of the KL term, into `importance_gen`, which holds e^(x - generation) so far.
-  template <bool unfiltered>
-  void kl_weights() {
-    Tile<T>& t = tile_;
-    if (!c_.use_on_policy_kl_approximation) {
-      for (int i = 0; i < t.padded; ++i) {
-        const T u = unfiltered ? t.unf[i] : t.x[i];
-        t.importance_gen[i] = finite_or_zero(T(1) + (u - u));
-      }
-    } else {
-      for (int i = 0; i < t.padded; ++i)
-        t.importance_gen[i] = finite_or_zero(unfiltered ? exp_of(t.unf[i] - t.gen[i]) : t.importance_gen[i]);
-    }
-  }
-
-  template <KlEstimator type, bool unfiltered>
-  void kl_loop() {
-    Tile<T>& t = tile_;
-    const T in = static_cast<T>(c_.kl_input_clamp), out = static_cast<T>(c_.kl_output_clamp);
-    kl_weights<unfiltered>();
-    for (int i = 0; i < t.padded; ++i) {
-      const KlTerm<T> k = kl_term(type, unfiltered ? t.unf[i] : t.x[i], t.ref[i], t.importance_gen[i], in, out);
-      t.kl[i] = k.value;
-      t.kl_grad[i] = k.d_logprob;
-    }
-  }
-
-  template <KlEstimator type>
-  void kl_type() {
-    if (a_.unfiltered.data) return kl_loop<type, true>();
-    kl_loop<type, false>();
-  }
-
-  void kl_stage() {
-    if (c_.kl_penalty == 0) return;
-    if (c_.kl_type == KlEstimator::k1) kl_type<KlEstimator::k1>();
-    if (c_.kl_type == KlEstimator::k2) kl_type<KlEstimator::k2>();
-    if (c_.kl_type == KlEstimator::k3) kl_type<KlEstimator::k3>();
-  }
-
-  bool corrected() const { return c_.importance_sampling != ImportanceSampling::none; }
-
-  void reduce() {
-    Tile<T>& t = tile_;
-    const int n = t.padded;
-    const double weight = ctx_.weight;
-    if (corrected()) {
-      for (int i = 0; i < n; ++i) t.loss[i] *= t.weight[i];
-      for (int i = 0; i < n; ++i) t.grad[i] = t.grad[i] == T(0) ? T(0) : t.grad[i] * t.weight[i];
-    }
-    row_[kActor] += lane_dot(t.loss, t.mask, n) * weight;
-    row_[kRatio] += lane_dot(t.ratio, t.mask, n);
-    row_[kRatioClamped] += lane_dot(t.clamped, t.mask, n);
-    lane_extrema(t.ratio, t.mask, n, row_[kRatioMin], row_[kRatioMax]);
-    lane_extrema(t.clamped, t.mask, n, row_[kClampedMin], row_[kClampedMax]);
-    row_[kMultProbError] += lane_dot(t.mult, t.mask, n);
-    row_[kGenKl] += lane_dot(t.gen_kl, t.mask, n);
-    row_[kPolicyKl] += lane_dot(t.policy_kl, t.mask, n);
-    row_[kJs] += lane_dot(t.js, t.mask, n);
-    row_[kImportance] += lane_dot(t.weight, t.mask, n);
-    row_[kEntropy] += lane_dot(t.entropy, t.mask, n);
-    row_[kOutOfBounds] += lane_dot(t.oob, t.mask, n);
-    if (c_.kl_penalty != 0) row_[kKl] += lane_dot(t.kl, t.mask, n) * weight;
-    if (ctx_.nll_weight != T(0)) row_[kNll] -= lane_dot(t.x, t.mask, n);
-    if (grouped_ratio()) slope_sum_ += lane_dot(t.grad, t.mask, n);
-  }
-
-  /// The gradient of the tile; GSPO's actor part follows when the row's sum is known.
-  void store(std::int64_t start, T* __restrict grad, T* __restrict grad_unfiltered) {
-    Tile<T>& t = tile_;
-    const T actor = grouped_ratio() ? T(0) : ctx_.grad_weight, nll = ctx_.nll_weight;
-    const T kl = static_cast<T>(ctx_.grad_weight * c_.kl_penalty);
-    const bool kl_in_grad = c_.kl_penalty != 0 && !grad_unfiltered;
-    for (int i = 0; i < t.padded; ++i) t.grad[i] = t.mask[i] * (t.grad[i] * actor - nll);
-    if (kl_in_grad)
-      for (int i = 0; i < t.padded; ++i) t.grad[i] += t.mask[i] * (t.kl_grad[i] * kl);
-    for (int i = 0; i < t.n; ++i) grad[i] = t.grad[i];
-    for (int i = 0; grad_unfiltered && i < t.n; ++i)
-      grad_unfiltered[i] = c_.kl_penalty != 0 ? t.mask[i] * (t.kl_grad[i] * kl) : T(0);
-    note_nonfinite(start, grad_unfiltered);
-  }
-
-  /// Finds the first token whose loss or gradient is not finite; free while the tile's sums are.
-  void note_nonfinite(std::int64_t start, const T* grad_unfiltered) {
-    Tile<T>& t = tile_;
-    double check = lane_sum(t.grad, t.padded) + row_[kActor] + row_[kKl] + row_[kNll];
-    for (int i = 0; grad_unfiltered && i < t.n; ++i) check += grad_unfiltered[i];
-    if (is_finite(check) || row_[kFirstBad] < HUGE_VAL) return;
-    for (int i = 0; i < t.n; ++i) {
-      const bool kl_bad = c_.kl_penalty != 0 && !(is_finite(t.kl[i]) && is_finite(t.kl_grad[i]));
-      if (t.mask[i] != T(0) && !(is_finite(t.loss[i]) && is_finite(t.grad[i]) && is_finite(t.x[i]) && !kl_bad)) {
-        row_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + start + i);
-        return;
-      }
-    }
+    if (grouped_ratio(c_)) spread_row_gradient();
+    const T weight = truncate_importance(c_.importance_sampling, known.importance, static_cast<T>(c_.importance_min),
+                                         static_cast<T>(c_.importance_max))
+                         .weight;
+    if (c_.sequence_level_ratios) out_[kImportance] = static_cast<double>(weight * known.kept) * row_.sample_mask;
+    if (c_.importance_sampling == ImportanceSampling::seq_mask_tis)
+      out_[kOutOfBounds] = (1.0 - known.kept) * row_.sample_mask;
   }
 
   /// GSPO: d(log R)/dx_t = token_mask_t / (length + 1e-8), the same slope for the whole row.
-  void spread_row_gradient(T* __restrict grad) {
-    const T slope = static_cast<T>(slope_sum_ * ctx_.grad_weight * ctx_.inverse_length);
-    const T* mask = a_.token_mask.row(b_);
-    for (std::int64_t t = 0; t < a_.num_tokens; ++t) grad[t] += mask[t] != T(0) ? mask[t] * slope : T(0);
-    if (!is_finite(slope) && !(row_[kFirstBad] < HUGE_VAL)) row_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens);
+  void spread_row_gradient() {
+    const T slope = static_cast<T>(total(sums_.slope) * row_.known.grad_weight * row_.known.inverse_length);
+    const T* mask = row_.token_mask;
+    for (std::int64_t t = 0; t < row_.num_tokens; ++t) row_.grad[t] += mask[t] != T(0) ? mask[t] * slope : T(0);
+    if (!is_finite(slope) && !(out_[kFirstBad] < HUGE_VAL)) out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens);
   }
 
   const ClippedPGArgs<T>& a_;
   const ClippedPGConfig& c_;
   const LossWeights weights_;
-  const T lo_, hi_;
+  const Variant variant_;
   std::int64_t b_ = 0;
-  double* row_ = nullptr;
-  double slope_sum_ = 0;
-  T sample_ = 0, row_weight_ = 1;
-  RowContext<T> ctx_;
-  Tile<T> tile_;
+  double* out_ = nullptr;
+  Row<T> row_;
+  RowSums<T> sums_;
 };
 
 template <class T>

@@ -51,8 +51,11 @@ NRL_INLINE bool grouped_ratio(const ClippedPGConfig& c) {
 }
 NRL_INLINE bool corrected(const ClippedPGConfig& c) { return c.importance_sampling != ImportanceSampling::none; }
 
+constexpr int kPrefetchBytes = 2048;  ///< how far ahead of their use a row's arrays are fetched
+
 template <class T>
 NRL_INLINE Pack<T> load(const Row<T>& row, const T* from, std::int64_t t) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from + t) + kPrefetchBytes);
   const std::int64_t left = row.num_tokens - t;
   return left >= kPackLanes ? load_pack(from + t) : load_pack(from + t, static_cast<int>(left));
 }

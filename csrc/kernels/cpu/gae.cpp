@@ -6,8 +6,11 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-constexpr int kRows = 16;    ///< rows scanned together: their recurrences are independent, one lane each
-constexpr int kTokens = 32;  ///< tokens a block: rows come in and go out transposed through the first-level cache
+constexpr int kRows = 16;  ///< rows scanned together: their recurrences are independent, one lane each
+/// Tokens a block: rows come in and go out transposed through the second-level cache. Shorter blocks jump between rows too
+/// often for the machine's memory.
+template <class T>
+constexpr int kTokens = 2048 / sizeof(T);
 
 template <class T, KlEstimator type>
 void kl_rewards(const GaeArgs<T>& a, double coef, std::int64_t b) {
@@ -100,12 +103,13 @@ struct RowGroup {
   alignas(64) double decay[kRows] = {};
   alignas(64) double pending[kRows] = {};  ///< the reward, until the last valid token takes it
   GaeCarryOf<Doubles> carry[kVectors] = {};
-  alignas(64) T value[kTokens][kRows] = {}, mask[kTokens][kRows] = {}, reward[kTokens][kRows] = {};
-  alignas(64) T out_advantage[kTokens][kRows], out_return[kTokens][kRows];
+  alignas(64) T value[kTokens<T>][kRows] = {}, mask[kTokens<T>][kRows] = {}, reward[kTokens<T>][kRows] = {};
+  alignas(64) T out_advantage[kTokens<T>][kRows], out_return[kTokens<T>][kRows];
 };
 
 template <class T>
 void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
+  for (auto& carry : g.carry) carry = {};
   for (int r = 0; r < g.count; ++r) {
     const std::int64_t b = g.first + r;
     double length = 0;
@@ -170,13 +174,13 @@ void scan_block(RowGroup<T>& g, const GaeConfig& c, int n) {
 
 template <class T>
 void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64_t end) {
+  RowGroup<T> g;
   for (std::int64_t b = begin; b < end; b += kRows) {
-    RowGroup<T> g;
     g.first = b;
     g.count = static_cast<int>(end - b < kRows ? end - b : kRows);
     start_group(g, a, c);
-    for (std::int64_t stop = a.num_tokens; stop > 0; stop -= kTokens) {
-      const std::int64_t start = stop < kTokens ? 0 : stop - kTokens;
+    for (std::int64_t stop = a.num_tokens; stop > 0; stop -= kTokens<T>) {
+      const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>;
       const int n = static_cast<int>(stop - start);
       load_block(g, a, c.kl_coef != 0, start, n);
       if (c.decoupled)

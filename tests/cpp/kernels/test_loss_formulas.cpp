@@ -55,6 +55,24 @@ TEST(ClippedTerm, OverflowThatIsClippedAwayHasNoGradient) {
   EXPECT_EQ(dual.grad, 0.0);
 }
 
+TEST(MismatchTerm, TheSeriesOfSmallGapsAreTheFormulas) {
+  for (const float d : {1e-6f, 1e-4f, -3e-3f, 0.02f, -0.2f, 0.37f, -0.4999f, 0.4999f}) {
+    const MismatchTerm<float> near = near_mismatch_term(KlEstimator::k3, d, 0.0f);
+    const MismatchTerm<double> exact = mismatch_term(KlEstimator::k3, static_cast<double>(d), 0.0);
+    EXPECT_NEAR(near.importance / exact.importance, 1.0, 2e-7) << d;
+    EXPECT_NEAR(near.mult_prob_error / exact.mult_prob_error, 1.0, 2e-7) << d;
+    EXPECT_NEAR(near.gen_kl / exact.gen_kl, 1.0, 4e-7) << d;
+    EXPECT_NEAR(near.policy_kl / exact.policy_kl, 1.0, 4e-7) << d;
+    EXPECT_NEAR(near.js / exact.js, 1.0, 4e-7) << d;
+    EXPECT_EQ(near_mismatch_term(KlEstimator::k1, d, 0.0f).gen_kl, -d);
+    EXPECT_EQ(near_mismatch_term(KlEstimator::k2, d, 0.0f).policy_kl, d * d * 0.5f);
+  }
+  const MismatchTerm<float> equal = near_mismatch_term(KlEstimator::k3, -2.5f, -2.5f);
+  EXPECT_EQ(equal.importance, 1.0f);
+  EXPECT_EQ(equal.mult_prob_error, 1.0f);
+  EXPECT_EQ(equal.gen_kl + equal.policy_kl + equal.js, 0.0f);
+}
+
 TEST(GaeScan, AnyGroupingGivesTheSequentialAdvantages) {
   std::mt19937 rng(0);
   std::normal_distribution<double> normal;

@@ -206,6 +206,29 @@ def test_padding_and_row_strides_change_no_bit():
     assert torch.equal(again.grad_logprobs, plain.grad_logprobs) and again.metrics == plain.metrics
 
 
+@pytest.mark.parametrize("mode", ["ppo", "on_policy", "reinforce"])
+def test_a_token_far_from_its_generator_changes_no_other(mode):
+    """Sixteen tokens share a path without exponentials while all their gaps are small; each keeps its bits when one is not."""
+    x, data = random_batch(11, 2, 49, torch.float32)
+    data["token_mask"][:] = 1
+    data["sample_mask"] = torch.tensor([1.0, 0.5])
+    data["prev_logprobs"] = x_full = torch.nn.functional.pad(x, (1, 0)) + 0.01 * torch.randn(2, 49, generator=torch.Generator().manual_seed(0))
+    data["generation_logprobs"] = x_full + 0.01
+    config = ops.ClippedPGConfig(ratio_mode=mode, kl_penalty=0.1, use_on_policy_kl_approximation=True, importance_sampling="full")
+    data = {k: v for k, v in data.items() if k in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask", "sample_mask")}
+    near = ops.clipped_pg_loss(x, config=config, **data)
+    data["generation_logprobs"] = data["generation_logprobs"].clone()
+    data["generation_logprobs"][:, 21] -= 1.5
+    far = ops.clipped_pg_loss(x, config=config, **data)
+    others = torch.arange(48) != 20
+    assert torch.equal(far.grad_logprobs[:, others], near.grad_logprobs[:, others])
+    assert not torch.equal(far.grad_logprobs[:, 20], near.grad_logprobs[:, 20])
+    double = ops.clipped_pg_loss(x.double(), config=config, **{k: v.double() for k, v in data.items()})
+    torch.testing.assert_close(far.grad_logprobs.double(), double.grad_logprobs, rtol=2e-6, atol=1e-8)
+    for name, value in double.metrics.items():
+        assert far.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
+
+
 def test_expanded_advantages_and_integer_masks_are_accepted():
     x, data = random_batch(7, 3, 20)
     fn = ClippedPGLossFn(ClippedPGLossConfig())

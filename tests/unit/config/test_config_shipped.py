@@ -68,6 +68,8 @@ def test_values_are_nemo_rls(name):
 
 
 PARENTS = {
+    "grpo_math_1B_megatron.yaml": "grpo_math_1B.yaml",
+    "grpo_multiple_datasets.yaml": "grpo_math_1B.yaml",
     "prorlv2.yaml": "grpo_math_1B.yaml",
     "recipes/llm/dapo-qwen2.5-7b.yaml": "grpo_math_1B.yaml",
     "ppo_math_1B_megatron.yaml": "ppo_math_1B.yaml",

@@ -83,7 +83,7 @@ struct BackwardRows : QueryRows<Real> {
 
   static std::int64_t own_reals(const AttentionShape& shape) {
     const std::int64_t most = attention_query_tokens(shape.group()) * shape.group();
-    return round_up(most * (round_up(shape.head_dim, kVecBytes / 4) + kTile + 2), 16);
+    return round_up(most * (round_up(shape.head_dim, kNativeBytes / 4) + kTile + 2), 16);
   }
   static std::size_t bytes(const AttentionShape& shape) {
     return round_up(Base::bytes(shape), 64) + own_reals(shape) * sizeof(Real);
@@ -299,7 +299,7 @@ void with_types(const AttentionBackwardArgs& args, F&& f) {
 
 template <class Real>
 std::size_t workspace_bytes(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys) {
-  const std::int64_t stride = round_up(shape.head_dim, kVecBytes / 4);
+  const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
   return round_up(BackwardRows<Real>::bytes(shape), 64) + (KeyTiles<Real>::reals(owner_keys, shape.head_dim, stride) +
                                                            KeyTiles<Real>::reals(sharer_keys, shape.head_dim, stride)) *
                                                               sizeof(Real);

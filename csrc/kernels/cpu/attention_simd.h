@@ -4,10 +4,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
+#include "kernels/cpu/native_vector.h"
 #include "kernels/cpu/transpose.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -20,57 +18,29 @@ namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
 
-#if defined(__AVX512F__)
-constexpr int kVecBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVecBytes = 32;
-#else
-constexpr int kVecBytes = 16;
-#endif
-
 template <class Real>
 struct Simd;
 
 template <>
 struct Simd<float> {
-  static constexpr int width = kVecBytes / 4;
-  typedef float Vec __attribute__((vector_size(kVecBytes)));
-  typedef float Unaligned __attribute__((vector_size(kVecBytes), aligned(4), may_alias));
-  typedef std::int32_t Int __attribute__((vector_size(kVecBytes)));
-  typedef std::uint32_t UInt __attribute__((vector_size(kVecBytes)));
-  typedef std::uint16_t Half __attribute__((vector_size(kVecBytes / 2), aligned(2), may_alias));
+  static constexpr int width = kNativeBytes / 4;
+  using Vec = NativeFloats;
+  typedef float Unaligned __attribute__((vector_size(kNativeBytes), aligned(4), may_alias));
+  using Int = NativeVector<float>::Bits;
+  typedef std::uint32_t UInt __attribute__((vector_size(kNativeBytes)));
+  typedef std::uint16_t Half __attribute__((vector_size(kNativeBytes / 2), aligned(2), may_alias));
 };
 
 template <>
 struct Simd<double> {
-  static constexpr int width = kVecBytes / 8;
-  typedef double Vec __attribute__((vector_size(kVecBytes)));
-  typedef double Unaligned __attribute__((vector_size(kVecBytes), aligned(8), may_alias));
-  typedef std::int64_t Int __attribute__((vector_size(kVecBytes)));
+  static constexpr int width = kNativeBytes / 8;
+  using Vec = NativeDoubles;
+  typedef double Unaligned __attribute__((vector_size(kNativeBytes), aligned(8), may_alias));
+  using Int = NativeVector<double>::Bits;
 };
 
 using FloatVec = Simd<float>::Vec;
 using DoubleVec = Simd<double>::Vec;
-
-/// a*b + c: fused where the capability has it, two roundings in the base build.
-NRL_INLINE FloatVec fma(FloatVec a, FloatVec b, FloatVec c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-NRL_INLINE DoubleVec fma(DoubleVec a, DoubleVec b, DoubleVec c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_pd(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_pd(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 template <class Real>
 NRL_INLINE typename Simd<Real>::Vec splat(Real x) {
@@ -88,7 +58,7 @@ NRL_INLINE FloatVec load(const std::uint16_t* p) {
 /// The first n of a vector's lanes, zeros after them.
 template <class Elem>
 NRL_INLINE auto load_partial(const Elem* p, int n) {
-  Elem lanes[kVecBytes / sizeof(float)] = {};
+  Elem lanes[kNativeBytes / sizeof(float)] = {};
   std::memcpy(lanes, p, n * sizeof(Elem));
   return load(lanes);
 }
@@ -105,7 +75,7 @@ NRL_INLINE void store(std::uint16_t* p, FloatVec v) {
 
 template <class Elem, class Vec>
 NRL_INLINE void store_partial(Elem* p, Vec v, int n) {
-  Elem lanes[kVecBytes / sizeof(float)];
+  Elem lanes[kNativeBytes / sizeof(float)];
   store(lanes, v);
   std::memcpy(p, lanes, n * sizeof(Elem));
 }

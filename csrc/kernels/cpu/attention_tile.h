@@ -145,13 +145,13 @@ struct QueryRows {
 
   static std::size_t bytes(const AttentionShape& shape) {
     const std::int64_t rows = attention_query_tokens(shape.group()) * shape.group();
-    const std::int64_t stride = round_up(shape.head_dim, kVecBytes / 4);
+    const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
     return static_cast<std::size_t>(rows * (2 * stride + kTile + W) * sizeof(Real) + round_up(rows * sizeof(Real), 64));
   }
 
   QueryRows(const AttentionShape& shape, std::byte* workspace) : head_dim(shape.head_dim), group(shape.group()) {
     const std::int64_t most = attention_query_tokens(group) * group;
-    acc_stride = round_up(head_dim, kVecBytes / 4);
+    acc_stride = round_up(head_dim, kNativeBytes / 4);
     q = reinterpret_cast<Real*>(workspace);
     acc = q + most * acc_stride;
     scores = acc + most * acc_stride;

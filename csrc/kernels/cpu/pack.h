@@ -7,42 +7,19 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/cpu/native_vector.h"
 #include "kernels/elementwise_math.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace nemo_rl::kernels {
 namespace {  // nothing here may be shared between capabilities
 
-#if defined(__AVX512F__)
-inline constexpr int kRegisterBytes = 64;
-#elif defined(__AVX2__)
-inline constexpr int kRegisterBytes = 32;
-#else
-inline constexpr int kRegisterBytes = 16;
-#endif
 inline constexpr int kPackLanes = 16;
-
-template <class T>
-struct Register;
-template <>
-struct Register<float> {
-  using Values = float __attribute__((vector_size(kRegisterBytes)));
-  using Bits = std::int32_t __attribute__((vector_size(kRegisterBytes)));
-};
-template <>
-struct Register<double> {
-  using Values = double __attribute__((vector_size(kRegisterBytes)));
-  using Bits = std::int64_t __attribute__((vector_size(kRegisterBytes)));
-};
 
 template <class T>
 struct Pack {
   using Scalar = T;
-  using Values = typename Register<T>::Values;
-  static constexpr int kWidth = kRegisterBytes / sizeof(T), kParts = kPackLanes / kWidth;
+  using Values = typename NativeVector<T>::Values;
+  static constexpr int kWidth = kNativeBytes / sizeof(T), kParts = kPackLanes / kWidth;
   Values part[kParts];
 
   Pack() = default;
@@ -54,13 +31,13 @@ struct Pack {
 template <class T>
 NRL_INLINE Pack<T> load_pack(const T* p) {
   Pack<T> v;
-  for (int i = 0; i < Pack<T>::kParts; ++i) std::memcpy(&v.part[i], p + i * Pack<T>::kWidth, kRegisterBytes);
+  for (int i = 0; i < Pack<T>::kParts; ++i) std::memcpy(&v.part[i], p + i * Pack<T>::kWidth, kNativeBytes);
   return v;
 }
 
 template <class T>
 NRL_INLINE void store_pack(T* p, Pack<T> v) {
-  for (int i = 0; i < Pack<T>::kParts; ++i) std::memcpy(p + i * Pack<T>::kWidth, &v.part[i], kRegisterBytes);
+  for (int i = 0; i < Pack<T>::kParts; ++i) std::memcpy(p + i * Pack<T>::kWidth, &v.part[i], kNativeBytes);
 }
 
 /// The first n < 16 numbers at p; the other lanes are 0.
@@ -151,7 +128,7 @@ NRL_INLINE Pack<double> select(PackMask<double> m, Pack<double> a, Pack<double> 
 /// All bits of a lane set where true.
 template <class T>
 struct PackMask {
-  typename Register<T>::Bits part[Pack<T>::kParts];
+  typename NativeVector<T>::Bits part[Pack<T>::kParts];
 };
 
 #define NRL_PACK_COMPARISON(op)                                                     \
@@ -181,7 +158,7 @@ NRL_INLINE PackMask<T> operator|(PackMask<T> a, PackMask<T> b) {
 }
 template <class T>
 NRL_INLINE bool all_of(PackMask<T> m) {
-  typename Register<T>::Bits every = m.part[0];
+  typename NativeVector<T>::Bits every = m.part[0];
   for (int i = 1; i < Pack<T>::kParts; ++i) every &= m.part[i];
 #if defined(__AVX2__)
   return _mm256_movemask_epi8(reinterpret_cast<__m256i>(every)) == -1;
@@ -200,28 +177,9 @@ NRL_INLINE Pack<T> select(PackMask<T> m, Pack<T> a, Pack<T> b) {
 #endif
 
 /// a * b + c, in one rounding where the capability has one: the same as the scalar mul_add.
-NRL_INLINE Register<float>::Values mul_add_values(Register<float>::Values a, Register<float>::Values b, Register<float>::Values c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-NRL_INLINE Register<double>::Values mul_add_values(Register<double>::Values a, Register<double>::Values b, Register<double>::Values c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_pd(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_pd(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
 template <class T>
 NRL_INLINE Pack<T> mul_add(Pack<T> a, Pack<T> b, Pack<T> c) {
-  for (int i = 0; i < Pack<T>::kParts; ++i) c.part[i] = mul_add_values(a.part[i], b.part[i], c.part[i]);
+  for (int i = 0; i < Pack<T>::kParts; ++i) c.part[i] = fma(a.part[i], b.part[i], c.part[i]);
   return c;
 }
 
@@ -235,7 +193,7 @@ NRL_INLINE Pack<float> clamp_to(Pack<float> x, Pack<float> lo, Pack<float> hi) {
 
 template <class T>
 NRL_INLINE Pack<T> abs_of(Pack<T> x) {
-  using Bits = typename Register<T>::Bits;
+  using Bits = typename NativeVector<T>::Bits;
   for (auto& p : x.part) {
     Bits bits;
     std::memcpy(&bits, &p, sizeof(bits));
@@ -256,15 +214,15 @@ NRL_INLINE Pack<T> times_power_of_two(Pack<T> p, Pack<T> shifted, Pack<T> n) {
       p.part[i] = _mm512_scalef_pd(p.part[i], n.part[i]);
 #else
     constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52, kBias = sizeof(T) == 4 ? 127 : 1023;
-    using Bits = typename Register<T>::Bits;
+    using Bits = typename NativeVector<T>::Bits;
     Bits k, round;
-    const auto zero = typename Register<T>::Values{} + (sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0));
+    const auto zero = typename NativeVector<T>::Values{} + (sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0));
     std::memcpy(&k, &shifted.part[i], sizeof(k));
     std::memcpy(&round, &zero, sizeof(round));
     k -= round;
     const Bits half = k >> 1;
     const Bits first_bits = (half + kBias) << kMantissa, second_bits = (k - half + kBias) << kMantissa;
-    typename Register<T>::Values first, second;
+    typename NativeVector<T>::Values first, second;
     std::memcpy(&first, &first_bits, sizeof(first));
     std::memcpy(&second, &second_bits, sizeof(second));
     p.part[i] = p.part[i] * first * second;

@@ -7,22 +7,16 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/cpu/native_vector.h"
+
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
 
 // GCC takes vectors wider than the machine's apart lane by lane, so sixteen lanes are made of native parts here.
-#if defined(__AVX512F__)
-inline constexpr int kNativeBytes = 64;
-#elif defined(__AVX2__)
-inline constexpr int kNativeBytes = 32;
-#else
-inline constexpr int kNativeBytes = 16;
-#endif
 inline constexpr std::int64_t kLanes = 16;
 inline constexpr int kNativeLanes = kNativeBytes / 4;
 inline constexpr int kParts = 64 / kNativeBytes;
-using NativeFloats = float __attribute__((vector_size(kNativeBytes)));
-using NativeInts = std::int32_t __attribute__((vector_size(kNativeBytes)));
+using NativeInts = NativeVector<float>::Bits;
 
 struct f32x16 {
   NativeFloats part[kParts];

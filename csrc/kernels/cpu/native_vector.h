@@ -1,0 +1,59 @@
+// The machine's own vectors, as GCC vector extensions: what pack.h, vec_math.h and attention_simd.h are made of.
+#pragma once
+#ifndef NRL_CAPABILITY
+#error "native_vector.h belongs to csrc/kernels/cpu/*.cpp, which are compiled once for every CPU capability"
+#endif
+#include <cstdint>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace nemo_rl::kernels {
+namespace {  // nothing here may be shared between capabilities
+
+#if defined(__AVX512F__)
+inline constexpr int kNativeBytes = 64;
+#elif defined(__AVX2__)
+inline constexpr int kNativeBytes = 32;
+#else
+inline constexpr int kNativeBytes = 16;
+#endif
+
+template <class T>
+struct NativeVector;
+template <>
+struct NativeVector<float> {
+  using Values = float __attribute__((vector_size(kNativeBytes)));
+  using Bits = std::int32_t __attribute__((vector_size(kNativeBytes)));
+};
+template <>
+struct NativeVector<double> {
+  using Values = double __attribute__((vector_size(kNativeBytes)));
+  using Bits = std::int64_t __attribute__((vector_size(kNativeBytes)));
+};
+using NativeFloats = NativeVector<float>::Values;
+using NativeDoubles = NativeVector<double>::Values;
+
+/// a * b + c: fused where the capability has it, two roundings in the base build.
+[[gnu::always_inline]] inline NativeFloats fma(NativeFloats a, NativeFloats b, NativeFloats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+[[gnu::always_inline]] inline NativeDoubles fma(NativeDoubles a, NativeDoubles b, NativeDoubles c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+}  // namespace
+}  // namespace nemo_rl::kernels

@@ -15,6 +15,13 @@ ops::AttentionHeads heads_of(const model::ModelConfig& c) {
   return {c.num_heads, c.num_kv_heads, c.head_dim, 1.0 / std::sqrt(static_cast<double>(c.head_dim))};
 }
 
+/// `sequences` must outlive the result.
+model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences, const ops::AttentionHeads& heads) {
+  return [&sequences, heads](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
+    ops::attention_forward(qkv, sequences, heads, o, lse);
+  };
+}
+
 template <class F>
 void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at::Tensor& pairs, F&& f) {
   AT_DISPATCH_FLOATING_TYPES(pairs.scalar_type(), "for_each_pair", [&] {
@@ -39,10 +46,7 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
   pending_ = options.keep;
-  const auto heads = heads_of(decoder.config());
-  const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
-    ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
-  };
+  const auto attention = attention_over(packed_.sequences, heads_of(decoder.config()));
   h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace())
                     : decoder.forward(packed_.token_ids, packed_.positions, attention, model_->workspace());
 }
@@ -93,9 +97,7 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   auto& decoder = model_->decoder();
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
-  const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
-    ops::attention_forward(qkv, whole, heads_of(decoder.config()), o, lse);
-  };
+  const auto attention = attention_over(whole, heads_of(decoder.config()));
   const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, model_->workspace());
   const auto normed = at::empty(h.sizes(), h.options().dtype(decoder.compute_dtype()));
   decoder.final_norm(h, normed, at::Tensor());
@@ -133,9 +135,7 @@ void Trainer::backward() {
 void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
   const auto heads = heads_of(decoder.config());
-  const model::Attention attention = [&](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
-    ops::attention_forward(qkv, packed_.sequences, heads, o, lse);
-  };
+  const auto attention = attention_over(packed_.sequences, heads);
   const model::AttentionBackward attention_backward = [&](const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse,
                                                           at::Tensor& d_qkv) {
     ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);

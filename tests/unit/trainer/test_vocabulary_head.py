@@ -29,6 +29,17 @@ def run_fused(x, w, targets, g, temperature):
     return logprobs, d_x, d_w - 1
 
 
+def on_one_and_two_threads(run, data):
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(run(*data, 1.0))
+    finally:
+        torch.set_num_threads(before)
+    return results
+
+
 def reference(x, w, targets, g, temperature):
     x, w = (t.double().requires_grad_() for t in (x, w))
     logp = torch.log_softmax(x @ w.t() / temperature, 1)
@@ -64,13 +75,7 @@ def test_a_row_has_the_bits_of_the_sampler_whatever_the_others(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_and_two_threads_give_the_same_bits(dtype):
-    data, before, results = inputs(300, 4500, 24, dtype), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(run(*data, 1.0))
-    finally:
-        torch.set_num_threads(before)
+    results = on_one_and_two_threads(run, inputs(300, 4500, 24, dtype))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -86,13 +91,7 @@ def test_both_at_once_have_the_bits_of_forward_and_the_gradients_of_autograd(sha
 
 
 def test_both_at_once_on_one_and_two_threads():
-    data, before, results = inputs(1100, 4500, 24, torch.float32), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(run_fused(*data, 1.0))
-    finally:
-        torch.set_num_threads(before)
+    results = on_one_and_two_threads(run_fused, inputs(1100, 4500, 24, torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -3,12 +3,18 @@
 #include "ops/adamw.h"
 #include "ops/advantages.h"
 #include "ops/linear.h"
+#include "ops/swiglu.h"
 
 namespace nemo_rl::bindings {
 
 void bind_ops(py::module_& m) {
   m.def("linear_forward", &ops::linear_forward, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("y"), py::arg("accumulate") = false,
         release_gil());
+  m.def("linear_swiglu",
+        [](const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& gate_up,
+           const at::Tensor& act) { ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act); },
+        py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), release_gil());
+  m.def("swiglu_forward", &ops::swiglu_forward, py::arg("gate_up"), py::arg("act"), release_gil());
   m.def("linear_backward_input", &ops::linear_backward_input, py::arg("dy"), py::arg("w"), py::arg("dx"), py::arg("accumulate") = false,
         release_gil());
   m.def("adamw_step",

@@ -38,6 +38,31 @@ NRL_DECLARE_CPU_KERNEL(linear_forward_f64, LinearForward<double, double>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
+/// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up and
+/// swiglu_forward of that. Work is cut into num_linear_swiglu_tiles(M, I) tiles; half
+/// of a tile's columns are gates, half are ups.
+template <class T>
+struct LinearSwigluArgs {
+  const T* x;
+  std::int64_t ldx;
+  const T* w;
+  std::int64_t ldw;
+  const T* bias;  ///< nullptr: none
+  T* gate_up;     ///< contiguous [M, 2I]; nullptr: not kept
+  T* act;         ///< contiguous [M, I]
+  std::int64_t M, I, K;
+};
+
+inline std::int64_t num_linear_swiglu_tiles(std::int64_t M, std::int64_t I) {
+  return ((M + kLinearBlockM - 1) / kLinearBlockM) * ((I + kLinearTileN / 2 - 1) / (kLinearTileN / 2));
+}
+
+template <class T>
+using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end);
+NRL_DECLARE_CPU_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
+NRL_DECLARE_CPU_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
+NRL_DECLARE_CPU_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
+
 /// c[M, N] (+)= a[M, K] · b[K, N], for the backward passes: a[i, k] = a_data[i * row_stride_a + k * col_stride_a], b
 /// row-major with unit stride along N. Sums run over k in blocks of fixed size. Any range of row blocks may be
 /// computed at a time (num_gemm_blocks(M) of them); a block's result does not depend on the others.

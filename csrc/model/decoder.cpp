@@ -53,8 +53,8 @@ LayerActivations Decoder::buffers(std::int64_t layer, std::int64_t T, bool keep,
     if (keep) a.q_rstd = take("q_rstd", {T, N}, A), a.k_rstd = take("k_rstd", {T, K}, A);
   }
   a.attn = take("attn", {T, config_.query_size()}, S);
-  a.gate_up = take("gate_up", {T, 2 * config_.intermediate_size}, S);
   if (keep) {
+    a.gate_up = take("gate_up", {T, 2 * config_.intermediate_size}, S);
     a.rstd_in = take("rstd_in", {T, 1}, A);
     a.lse = take("lse", {T, N}, A);
     a.h_mid = take("h_mid", {T, D}, A);
@@ -84,9 +84,8 @@ void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const A
   if (keep) h_mid.copy_(a.h_in);
   ops::linear_forward(a.attn, p.o_weight, optional(p.o_bias), h_mid, /*accumulate=*/true);
   ops::rms_norm_forward(h_mid, p.post_norm, c.rms_norm_eps, normed, optional(a.rstd_mid));
-  ops::linear_forward(normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up);
   const auto act = workspace.take("act", {T, c.intermediate_size}, compute_dtype());
-  ops::swiglu_forward(a.gate_up, act);
+  ops::linear_swiglu(normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, act);
   if (keep) h_out.copy_(h_mid);
   ops::linear_forward(act, p.down_weight, optional(p.down_bias), h_out, /*accumulate=*/true);
 }

@@ -250,7 +250,7 @@ void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, c
   void* keys = cache.keys.mutable_data_ptr();
   void* values = cache.values.mutable_data_ptr();
   parallel_items(static_cast<std::int64_t>(slices.size()),
-                 qkv.size(0) * heads.num_kv_heads * heads.head_dim > (1 << 15),
+                 qkv.size(0) * heads.num_kv_heads * heads.head_dim > (1 << 12),
                  [&](std::int64_t i) { kernels::kv_cache_write_slice(shape, from, slices[i], keys, values); });
 }
 

@@ -13,15 +13,28 @@ void check_matrix(const at::Tensor& t, const char* name, const char* op) {
                 " must be a CPU matrix with a contiguous last dimension, got shape ", t.sizes(), " on ", t.device().str());
 }
 
+/// How many tiles a thread should have at least: waking one costs some microseconds.
+std::int64_t tiles_at_least(std::int64_t M, std::int64_t K) {
+  const std::int64_t work = K * kernels::kLinearTileN * std::min(M, kernels::kLinearBlockM);
+  return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
+}
+
 template <class T, class O>
 void run(kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
          const at::Tensor& y, bool accumulate) {
   const kernels::LinearForwardArgs<T, O> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
                                               mutable_ptr<O>(y), y.stride(0), x.size(0), w.size(0), x.size(1), accumulate};
-  const auto tiles = kernels::num_linear_tiles(args.M, args.N);
-  // A few tiles at least: waking a thread costs some microseconds.
-  const std::int64_t work = args.K * kernels::kLinearTileN * std::min(args.M, kernels::kLinearBlockM);
-  at::parallel_for(0, tiles, std::max<std::int64_t>(1, 200'000 / work),
+  at::parallel_for(0, kernels::num_linear_tiles(args.M, args.N), tiles_at_least(args.M, args.K),
+                   [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+}
+
+template <class T>
+void run_swiglu(kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                const at::Tensor& gate_up, const at::Tensor& act) {
+  const kernels::LinearSwigluArgs<T> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
+                                          gate_up.defined() ? mutable_ptr<T>(gate_up) : nullptr, mutable_ptr<T>(act),
+                                          x.size(0), act.size(1), x.size(1)};
+  at::parallel_for(0, kernels::num_linear_swiglu_tiles(args.M, args.I), tiles_at_least(args.M, args.K),
                    [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
 }
 
@@ -69,6 +82,27 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
   if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>(kernels::linear_forward_bf16, x, w, bias, y, accumulate);
   if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>(kernels::linear_forward_bf16_f32, x, w, bias, y, accumulate);
   throw ArgumentError(detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
+}
+
+void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
+                   const at::Tensor& act) {
+  check_matrix(x, "x", "linear_swiglu");
+  check_matrix(w, "w", "linear_swiglu");
+  const std::int64_t M = x.size(0), I = w.size(0) / 2;
+  const auto is = [&](const at::Tensor& t, std::int64_t columns) {
+    return t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.sizes() == at::IntArrayRef({M, columns});
+  };
+  NRL_CHECK_ARG(w.size(0) % 2 == 0 && x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type() && is(act, I) &&
+                    (!gate_up.defined() || is(gate_up, 2 * I)) &&
+                    (!bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type())),
+                "linear_swiglu: x ", x.sizes(), ", w ", w.sizes(), ", act ", act.sizes(), " or their dtypes do not match");
+  if (act.numel() == 0) return;
+  switch (x.scalar_type()) {
+    case at::kFloat: return run_swiglu<float>(kernels::linear_swiglu_f32, x, w, bias, gate_up, act);
+    case at::kDouble: return run_swiglu<double>(kernels::linear_swiglu_f64, x, w, bias, gate_up, act);
+    case at::kBFloat16: return run_swiglu<bfloat16>(kernels::linear_swiglu_bf16, x, w, bias, gate_up, act);
+    default: throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
+  }
 }
 
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate) {

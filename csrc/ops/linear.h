@@ -13,6 +13,11 @@ namespace nemo_rl::ops {
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
                     bool accumulate = false);
 
+/// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I], in one pass: the same bits as
+/// linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined. All in one dtype.
+void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
+                   const at::Tensor& act);
+
 /// dx[M, K] (+)= dy[M, N] · w[N, K].
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate = false);
 

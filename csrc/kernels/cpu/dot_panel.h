@@ -1,0 +1,168 @@
+// The forward product as dot products: both operands run along K in memory, so weights need no repacking (the engine
+// reads the trainer's storage) and one row costs no more than its share of many. Each output has one vector
+// accumulator that walks K in steps of a vector, and one fixed tree that adds its lanes.
+#pragma once
+#include "kernels/cpu/plain.h"
+#include "kernels/cpu/simd.h"
+#include "kernels/linear.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+/// One step along K: how T is loaded and multiplied into float or double lanes.
+template <class T>
+struct Dot {
+  using S = simd_t<T>;
+  using V = typename S::V;
+  using Operand = V;
+  static constexpr int kStep = S::kLanes;
+  static Operand load(const T* p) { return S::load(p); }
+  static Operand load(const T* p, int n) { return S::load(p, n); }
+  static V mul_add(Operand a, Operand b, V c) { return S::fma(a, b, c); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<bfloat16> {
+  using S = F32;
+  using V = __m512;
+  using Operand = __m512bh;
+  static constexpr int kStep = 32;
+  static Operand load(const bfloat16* p) { return reinterpret_cast<Operand>(_mm512_loadu_si512(p)); }
+  static Operand load(const bfloat16* p, int n) {
+    return reinterpret_cast<Operand>(_mm512_maskz_loadu_epi16((1ull << n) - 1, p));
+  }
+  static V mul_add(Operand a, Operand b, V c) { return _mm512_dpbf16_ps(c, a, b); }
+};
+#endif
+
+/// out[4 * i .. 4 * i + 3] at i * stride: the lane sums of 16 accumulators, by the same halving tree as reduce_add.
+template <class S>
+[[gnu::always_inline]] inline void reduce_16(const typename S::V (&acc)[16], typename S::Scalar* out, std::int64_t stride) {
+#if defined(__AVX512F__)
+  if constexpr (S::kLanes == 16) {
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; ++i)  // lanes [0, 8) and [8, 16) of accumulators i and i + 8
+      a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(acc[i], acc[i + 8], 0x44), _mm512_shuffle_f32x4(acc[i], acc[i + 8], 0xee));
+    for (int i = 0; i < 4; ++i)  // quarters: i, i + 8 | i + 4, i + 12
+      b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+    for (int i = 0; i < 2; ++i)  // pairs of lanes
+      c[i] = _mm512_add_ps(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xee));
+    const __m512 d = _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
+    // a 128-bit part holds accumulators +0, +2, +1, +3 of 0, 8, 4, 12
+    const __m512 ordered = _mm512_permute_ps(d, 0xd8);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(ordered));
+    _mm_storeu_ps(out + stride, _mm512_extractf32x4_ps(ordered, 2));
+    _mm_storeu_ps(out + 2 * stride, _mm512_extractf32x4_ps(ordered, 1));
+    _mm_storeu_ps(out + 3 * stride, _mm512_extractf32x4_ps(ordered, 3));
+    return;
+  }
+#endif
+  for (int i = 0; i < 16; ++i) out[i / 4 * stride + i % 4] = reduce_add<S>(acc[i]);
+}
+
+/// Memory to ask for while sums are computed, `step` bytes further with every step along K.
+struct Ahead {
+  const char* at;
+  std::int64_t step;
+};
+
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
+
+/// 16 sums: 4 rows of x by 4 of w (kRows = 4), or 1 row by 16 (kRows = 1, stride 4): the same operations an output.
+template <class T, int kRows, bool kTail>
+[[gnu::always_inline]] inline void tile(const T* const* x, const T* const* w, std::int64_t K, Ahead ahead, typename Dot<T>::S::Scalar* out,
+                                        std::int64_t stride) {
+  using D = Dot<T>;
+  constexpr int kCols = 16 / kRows;
+  typename D::V acc[16];
+  for (auto& v : acc) v = D::S::zero();
+  const std::int64_t whole = K / D::kStep * D::kStep;
+  for (std::int64_t k = 0; k < whole; k += D::kStep) {
+    if constexpr (kRows > 1) {
+      __builtin_prefetch(ahead.at, 0, 2);
+      ahead.at += ahead.step;
+    }
+    typename D::Operand b[kCols];
+    for (int j = 0; j < kCols; ++j) b[j] = D::load(w[j] + k);
+    for (int i = 0; i < kRows; ++i) {
+      const auto a = D::load(x[i] + k);
+      for (int j = 0; j < kCols; ++j) acc[i * kCols + j] = D::mul_add(a, b[j], acc[i * kCols + j]);
+    }
+  }
+  if constexpr (kTail) {
+    const int rest = static_cast<int>(K - whole);
+    for (int i = 0; i < kRows; ++i) {
+      const auto a = D::load(x[i] + whole, rest);
+      for (int j = 0; j < kCols; ++j) acc[i * kCols + j] = D::mul_add(a, D::load(w[j] + whole, rest), acc[i * kCols + j]);
+    }
+  }
+  reduce_16<typename D::S>(acc, out, stride);
+}
+
+/// A tile's rows of w, as addresses: with addresses computed inside the loops the compiler keeps their parts in vector registers,
+/// and the next sums' loads wait behind this one's products.
+template <class T>
+struct Columns {
+  const T* w[kLinearTileN];
+  int count;  ///< sums beyond it are not computed, or dropped; w there must be readable all the same
+
+  /// w[first, first + n) = rows of a matrix; beyond `have` the last is repeated.
+  void set(int first, int n, const T* rows, std::int64_t ldw, int have) {
+    for (int j = 0; j < n; ++j) w[first + j] = rows + smaller(j, have - 1) * ldw;
+  }
+};
+
+/// The weights of the next tile, asked for while this one is computed: with few rows of x a tile takes little longer than its
+/// weights take from memory, and the first rows would wait for them. Evenly spread: a burst takes the line buffers that this
+/// tile's own loads need. (For four rows or less the processor's own prefetching does better.)
+template <class T>
+struct Next {
+  const Columns<T>* columns = nullptr;
+  std::int64_t panels = 1;  ///< how many panels share the work
+
+  /// For columns [j, j + 4) of panel number `panel`: its part of their rows, which follow each other in memory.
+  Ahead part(std::int64_t panel, int j, std::int64_t K, const Columns<T>& current) const {
+    if (!columns) return {reinterpret_cast<const char*>(current.w[j]), 0};
+    const std::int64_t bytes = 4 * K * static_cast<std::int64_t>(sizeof(T)) / panels;
+    return {reinterpret_cast<const char*>(columns->w[j]) + panel * bytes, bytes * Dot<T>::kStep / K};
+  }
+};
+
+/// Rows [m, m + kRows) of x by a tile's columns; `rows` of them exist. A row's sums go to store(m, sums).
+template <class T, int kRows, bool kTail, class Store>
+[[gnu::noinline]] void panel(const T* x, std::int64_t ldx, std::int64_t K, std::int64_t m, int rows, const Columns<T>& columns,
+                             const Next<T>& next, std::int64_t number, const Store& store) {
+  constexpr int kCols = 16 / kRows;
+  alignas(64) accumulate_t<T> sums[kRows * kLinearTileN];
+  const T* xs[kRows];
+  for (int i = 0; i < kRows; ++i) xs[i] = x + (m + smaller(i, rows - 1)) * ldx;  // beyond `rows` the last again
+  for (int j = 0; j < columns.count; j += kCols) {
+    tile<T, kRows, kTail>(xs, columns.w + j, K, next.part(number, j, K, columns), sums + j, kRows == 1 ? 4 : kLinearTileN);
+  }
+  for (int i = 0; i < rows; ++i) store(m + i, sums + i * kLinearTileN);
+}
+
+/// Rows [m0, m1) of x by a tile's columns; `after` are those of the next tile, or nullptr.
+template <class T, class Store>
+void tile_rows(const T* x, std::int64_t ldx, std::int64_t K, std::int64_t m0, std::int64_t m1, const Columns<T>& columns,
+               const Columns<T>* after, const Store& store) {
+  const Next<T> next{m1 - m0 > 4 ? after : nullptr, (m1 - m0 + 3) / 4};
+  const auto run = [&](auto tail) {
+    std::int64_t m = m0;
+    for (; m + 2 <= m1; m += 4)
+      panel<T, 4, tail.value>(x, ldx, K, m, static_cast<int>(smaller<std::int64_t>(4, m1 - m)), columns, next, (m - m0) / 4, store);
+    if (m < m1) panel<T, 1, tail.value>(x, ldx, K, m, 1, columns, next, 0, store);
+  };
+  if (K % Dot<T>::kStep == 0) {
+    run(Constant<false>());
+  } else {
+    run(Constant<true>());
+  }
+}
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -1,0 +1,74 @@
+// The gated product: act = silu(x · w_gate^T) · (x · w_up^T). A tile holds as many gates as ups, so that the activation is computed while
+// both are at hand. The same operations as linear_forward followed by swiglu_forward: the same bits.
+#include "kernels/cpu/dot_panel.h"
+#include "kernels/cpu/swiglu_lanes.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+constexpr int kHalf = static_cast<int>(kLinearTileN) / 2;
+static_assert(kHalf == kLanes);
+
+template <class T>
+struct StoreSwiglu {
+  const LinearSwigluArgs<T>& p;
+  std::int64_t i0;
+  int count;
+  [[gnu::always_inline]] void operator()(std::int64_t m, const accumulate_t<T>* sums) const {
+    T gate[kHalf], up[kHalf], act[kHalf];  // rounded to T, as when they are stored
+    round(sums, p.bias ? p.bias + i0 : nullptr, gate);
+    round(sums + kHalf, p.bias ? p.bias + p.I + i0 : nullptr, up);
+    forward_lanes(gate, up, act);
+    put(act, p.act + m * p.I + i0);
+    if (p.gate_up) {
+      put(gate, p.gate_up + m * 2 * p.I + i0);
+      put(up, p.gate_up + m * 2 * p.I + p.I + i0);
+    }
+  }
+  [[gnu::always_inline]] void round(const accumulate_t<T>* sums, const T* bias, T* out) const {
+    if (!bias) {
+      for (int j = 0; j < kHalf; ++j) out[j] = static_cast<T>(sums[j]);
+    } else {
+      for (int j = 0; j < kHalf; ++j) out[j] = static_cast<T>(sums[j] + static_cast<accumulate_t<T>>(bias[j < count ? j : 0]));
+    }
+  }
+  [[gnu::always_inline]] void put(const T* values, T* __restrict to) const {
+    if (count == kHalf) {
+      for (int j = 0; j < kHalf; ++j) to[j] = values[j];  // a known length: whole vectors
+    } else {
+      for (int j = 0; j < count; ++j) to[j] = values[j];
+    }
+  }
+};
+
+template <class T>
+Columns<T> columns_from(const LinearSwigluArgs<T>& p, std::int64_t i0) {
+  const int have = static_cast<int>(smaller<std::int64_t>(kHalf, p.I - i0));
+  Columns<T> columns;
+  columns.count = kLinearTileN;
+  columns.set(0, kHalf, p.w + i0 * p.ldw, p.ldw, have);
+  columns.set(kHalf, kHalf, p.w + (p.I + i0) * p.ldw, p.ldw, have);
+  return columns;
+}
+
+template <class T>
+void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::int64_t tile_end) {
+  const std::int64_t tiles_n = (p.I + kHalf - 1) / kHalf;
+  Columns<T> columns = columns_from(p, tile_begin % tiles_n * kHalf), next;
+  for (std::int64_t t = tile_begin; t < tile_end; ++t) {
+    const std::int64_t m0 = t / tiles_n * kLinearBlockM, i0 = t % tiles_n * kHalf;
+    next = columns_from(p, (t + 1) % tiles_n * kHalf);
+    const bool ahead = t + 1 < tile_end && p.ldw == p.K;
+    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, ahead ? &next : nullptr,
+              StoreSwiglu<T>{p, i0, static_cast<int>(smaller<std::int64_t>(kHalf, p.I - i0))});
+    columns = next;
+  }
+}
+
+}  // namespace
+
+void linear_swiglu_f32(const LinearSwigluArgs<float>& p, std::int64_t b, std::int64_t e) { linear_swiglu(p, b, e); }
+void linear_swiglu_f64(const LinearSwigluArgs<double>& p, std::int64_t b, std::int64_t e) { linear_swiglu(p, b, e); }
+void linear_swiglu_bf16(const LinearSwigluArgs<bfloat16>& p, std::int64_t b, std::int64_t e) { linear_swiglu(p, b, e); }
+
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

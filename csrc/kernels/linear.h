@@ -10,7 +10,8 @@
 namespace nemo_rl::kernels {
 
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; x and w row-major with unit stride along K.
-/// Work is cut into tiles: num_linear_tiles(M, N) of them, any range may be computed at a time.
+/// Work is cut into tiles: num_linear_tiles(M, N) of them, any range may be computed at a time; `more` says that the caller means
+/// to go on with tile_end, whose weights are then asked for.
 template <class T, class O>
 struct LinearForwardArgs {
   const T* x;
@@ -32,7 +33,7 @@ inline std::int64_t num_linear_tiles(std::int64_t M, std::int64_t N) {
 }
 
 template <class T, class O>
-using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end);
+using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
 NRL_DECLARE_CPU_KERNEL(linear_forward_f32, LinearForward<float, float>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_f64, LinearForward<double, double>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
@@ -58,7 +59,7 @@ inline std::int64_t num_linear_swiglu_tiles(std::int64_t M, std::int64_t I) {
 }
 
 template <class T>
-using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end);
+using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);

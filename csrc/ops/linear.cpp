@@ -4,6 +4,7 @@
 
 #include "kernels/linear.h"
 #include "ops/kernel_types.h"
+#include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -24,8 +25,8 @@ void run(kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Te
          const at::Tensor& y, bool accumulate) {
   const kernels::LinearForwardArgs<T, O> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
                                               mutable_ptr<O>(y), y.stride(0), x.size(0), w.size(0), x.size(1), accumulate};
-  at::parallel_for(0, kernels::num_linear_tiles(args.M, args.N), tiles_at_least(args.M, args.K),
-                   [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+  parallel_tiles(kernels::num_linear_tiles(args.M, args.N), tiles_at_least(args.M, args.K),
+                 [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
 }
 
 template <class T>
@@ -34,8 +35,8 @@ void run_swiglu(kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at:
   const kernels::LinearSwigluArgs<T> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
                                           gate_up.defined() ? mutable_ptr<T>(gate_up) : nullptr, mutable_ptr<T>(act),
                                           x.size(0), act.size(1), x.size(1)};
-  at::parallel_for(0, kernels::num_linear_swiglu_tiles(args.M, args.I), tiles_at_least(args.M, args.K),
-                   [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+  parallel_tiles(kernels::num_linear_swiglu_tiles(args.M, args.I), tiles_at_least(args.M, args.K),
+                 [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
 }
 
 template <class T, class O>

@@ -1,13 +1,15 @@
-// Items of uneven cost on LibTorch's threads: whoever is free takes the next one. For work whose result does not depend
-// on who does it.
+// Work on LibTorch's threads that goes to whoever is free: items of uneven cost, and tiles of even cost on cores that are
+// not equally fast. For work whose result does not depend on who does it.
 #pragma once
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <vector>
 
 namespace nemo_rl::ops {
 
@@ -22,6 +24,55 @@ void parallel_items(std::int64_t count, bool parallel, const F& f) {
   const std::int64_t workers = std::min<std::int64_t>(at::get_num_threads(), count);
   at::parallel_for(0, workers, 1, [&](std::int64_t, std::int64_t) {
     for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) f(i);
+  });
+}
+
+/// A stretch of tiles: its owner takes from the front, others from the back.
+class alignas(64) TileRange {
+ public:
+  void set(std::int64_t begin, std::int64_t end) { both_.store(pack(begin, end), std::memory_order_relaxed); }
+
+  /// Up to `count` tiles as [begin, end), and how many are left; begin == end when there were none.
+  struct Taken {
+    std::int64_t begin, end, left;
+  };
+  Taken take(std::int64_t count, bool from_front) {
+    std::uint64_t seen = both_.load(std::memory_order_relaxed);
+    for (;;) {
+      const std::int64_t begin = static_cast<std::int64_t>(seen >> 32), end = static_cast<std::int64_t>(seen & 0xffffffffu);
+      const std::int64_t n = std::min(count, end - begin);
+      if (n <= 0) return {0, 0, 0};
+      const std::uint64_t rest = from_front ? pack(begin + n, end) : pack(begin, end - n);
+      if (!both_.compare_exchange_weak(seen, rest, std::memory_order_relaxed)) continue;
+      return from_front ? Taken{begin, begin + n, end - begin - n} : Taken{end - n, end, 0};
+    }
+  }
+
+ private:
+  static std::uint64_t pack(std::int64_t begin, std::int64_t end) {
+    return static_cast<std::uint64_t>(begin) << 32 | static_cast<std::uint64_t>(end);
+  }
+  std::atomic<std::uint64_t> both_{0};
+};
+
+/// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time: every thread walks through a
+/// stretch of its own, and then helps the others from their ends, so that none waits for a slower core. `more`: the caller will
+/// most likely go on with tile `end`. count < 2^31.
+template <class F>
+void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
+  const std::int64_t workers = std::min<std::int64_t>(at::get_num_threads(), (count + at_least - 1) / at_least);
+  if (workers < 2 || at::in_parallel_region()) {
+    if (count > 0) f(std::int64_t{0}, count, false);
+    return;
+  }
+  std::vector<TileRange> ranges(static_cast<std::size_t>(workers));
+  for (std::int64_t w = 0; w < workers; ++w) ranges[static_cast<std::size_t>(w)].set(count * w / workers, count * (w + 1) / workers);
+  at::parallel_for(0, workers, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t own = first; own < last; ++own)
+      for (std::int64_t i = 0; i < workers; ++i) {
+        TileRange& range = ranges[static_cast<std::size_t>((own + i) % workers)];
+        for (auto t = range.take(at_least, i == 0); t.begin < t.end; t = range.take(at_least, i == 0)) f(t.begin, t.end, t.left > 0);
+      }
   });
 }
 

@@ -112,7 +112,7 @@ struct Columns {
 
   /// w[first, first + n) = rows of a matrix; beyond `have` the last is repeated.
   void set(int first, int n, const T* rows, std::int64_t ldw, int have) {
-    for (int j = 0; j < n; ++j) w[first + j] = rows + smaller(j, have - 1) * ldw;
+    for (int j = 0; j < n; ++j, rows += j < have ? ldw : 0) w[first + j] = rows;
   }
 };
 

@@ -45,23 +45,24 @@ Columns<T> columns_from(const LinearForwardArgs<T, O>& p, std::int64_t n0) {
 }
 
 template <class T, class O>
-void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end) {
+void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
   const std::int64_t tiles_n = (p.N + kLinearTileN - 1) / kLinearTileN;
   Columns<T> columns = columns_from(p, tile_begin % tiles_n * kLinearTileN), next;
   for (std::int64_t t = tile_begin; t < tile_end; ++t) {
     const std::int64_t m0 = t / tiles_n * kLinearBlockM, n0 = t % tiles_n * kLinearTileN;
-    next = columns_from(p, (t + 1) % tiles_n * kLinearTileN);
-    const bool ahead = t + 1 < tile_end && p.ldw == p.K;
-    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, ahead ? &next : nullptr, StoreColumns<T, O>{p, n0, columns.count});
+    const bool go_on = more || t + 1 < tile_end;
+    if (go_on) next = columns_from(p, (t + 1) % tiles_n * kLinearTileN);
+    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, go_on && p.ldw == p.K ? &next : nullptr,
+              StoreColumns<T, O>{p, n0, columns.count});
     columns = next;
   }
 }
 
 }  // namespace
 
-void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e) { linear_forward(p, b, e); }
-void linear_forward_f64(const LinearForwardArgs<double, double>& p, std::int64_t b, std::int64_t e) { linear_forward(p, b, e); }
-void linear_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e) { linear_forward(p, b, e); }
-void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::int64_t b, std::int64_t e) { linear_forward(p, b, e); }
+void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
+void linear_forward_f64(const LinearForwardArgs<double, double>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
+void linear_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
+void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -25,18 +25,22 @@ struct StoreSwiglu {
       put(up, p.gate_up + m * 2 * p.I + p.I + i0);
     }
   }
-  [[gnu::always_inline]] void round(const accumulate_t<T>* sums, const T* bias, T* out) const {
-    if (!bias) {
-      for (int j = 0; j < kHalf; ++j) out[j] = static_cast<T>(sums[j]);
-    } else {
-      for (int j = 0; j < kHalf; ++j) out[j] = static_cast<T>(sums[j] + static_cast<accumulate_t<T>>(bias[j < count ? j : 0]));
-    }
+  [[gnu::always_inline]] void round(const float* sums, const T* bias, T* out) const
+    requires(!std::is_same_v<T, double>)
+  {
+    if (!bias) return store16(out, load16(sums));
+    T at[kHalf];
+    for (int j = 0; j < kHalf; ++j) at[j] = bias[j < count ? j : 0];
+    store16(out, load16(sums) + load16(at));
   }
-  [[gnu::always_inline]] void put(const T* values, T* __restrict to) const {
+  [[gnu::always_inline]] void round(const double* sums, const double* bias, double* out) const {
+    for (int j = 0; j < kHalf; ++j) out[j] = bias ? sums[j] + bias[j < count ? j : 0] : sums[j];
+  }
+  [[gnu::always_inline]] void put(const T* values, T* to) const {
     if (count == kHalf) {
-      for (int j = 0; j < kHalf; ++j) to[j] = values[j];  // a known length: whole vectors
+      __builtin_memcpy(to, values, kHalf * sizeof(T));
     } else {
-      for (int j = 0; j < count; ++j) to[j] = values[j];
+      __builtin_memcpy(to, values, static_cast<std::size_t>(count) * sizeof(T));
     }
   }
 };
@@ -52,14 +56,14 @@ Columns<T> columns_from(const LinearSwigluArgs<T>& p, std::int64_t i0) {
 }
 
 template <class T>
-void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::int64_t tile_end) {
+void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
   const std::int64_t tiles_n = (p.I + kHalf - 1) / kHalf;
   Columns<T> columns = columns_from(p, tile_begin % tiles_n * kHalf), next;
   for (std::int64_t t = tile_begin; t < tile_end; ++t) {
     const std::int64_t m0 = t / tiles_n * kLinearBlockM, i0 = t % tiles_n * kHalf;
-    next = columns_from(p, (t + 1) % tiles_n * kHalf);
-    const bool ahead = t + 1 < tile_end && p.ldw == p.K;
-    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, ahead ? &next : nullptr,
+    const bool go_on = more || t + 1 < tile_end;
+    if (go_on) next = columns_from(p, (t + 1) % tiles_n * kHalf);
+    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, go_on && p.ldw == p.K ? &next : nullptr,
               StoreSwiglu<T>{p, i0, static_cast<int>(smaller<std::int64_t>(kHalf, p.I - i0))});
     columns = next;
   }
@@ -67,8 +71,8 @@ void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::i
 
 }  // namespace
 
-void linear_swiglu_f32(const LinearSwigluArgs<float>& p, std::int64_t b, std::int64_t e) { linear_swiglu(p, b, e); }
-void linear_swiglu_f64(const LinearSwigluArgs<double>& p, std::int64_t b, std::int64_t e) { linear_swiglu(p, b, e); }
-void linear_swiglu_bf16(const LinearSwigluArgs<bfloat16>& p, std::int64_t b, std::int64_t e) { linear_swiglu(p, b, e); }
+void linear_swiglu_f32(const LinearSwigluArgs<float>& p, std::int64_t b, std::int64_t e, bool more) { linear_swiglu(p, b, e, more); }
+void linear_swiglu_f64(const LinearSwigluArgs<double>& p, std::int64_t b, std::int64_t e, bool more) { linear_swiglu(p, b, e, more); }
+void linear_swiglu_bf16(const LinearSwigluArgs<bfloat16>& p, std::int64_t b, std::int64_t e, bool more) { linear_swiglu(p, b, e, more); }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -9,13 +9,17 @@ namespace {
 
 template <class T>
 NRL_VEC_INLINE void backward_lanes(const T* d_act, const T* gate, const T* up, T* d_gate, T* d_up) {
-  using A = accumulate_t<T>;
-  A s[kLanes];
+  const f32x16 d = load16(d_act), g = load16(gate), u = load16(up), s = sigmoid16(g);
+  store16(d_gate, d * u * s * (1.0f + g * (1.0f - s)));
+  store16(d_up, d * g * s);
+}
+NRL_VEC_INLINE void backward_lanes(const double* d_act, const double* gate, const double* up, double* d_gate, double* d_up) {
+  double s[kLanes];
   sigmoids(gate, s);
   for (int k = 0; k < kLanes; ++k) {
-    const A g = static_cast<A>(gate[k]), u = static_cast<A>(up[k]), d = static_cast<A>(d_act[k]);
-    d_gate[k] = static_cast<T>(d * u * s[k] * (A(1) + g * (A(1) - s[k])));
-    d_up[k] = static_cast<T>(d * g * s[k]);
+    const double g = gate[k], u = up[k], d = d_act[k];  // d_gate and d_up may be gate and up
+    d_gate[k] = d * u * s[k] * (1.0 + g * (1.0 - s[k]));
+    d_up[k] = d * g * s[k];
   }
 }
 

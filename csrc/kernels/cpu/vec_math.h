@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/bfloat16.h"
 #include "kernels/cpu/native_vector.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -17,6 +18,8 @@ inline constexpr std::int64_t kLanes = 16;
 inline constexpr int kNativeLanes = kNativeBytes / 4;
 inline constexpr int kParts = 64 / kNativeBytes;
 using NativeInts = NativeVector<float>::Bits;
+typedef std::uint32_t NativeUnsigned __attribute__((vector_size(kNativeBytes)));
+typedef std::uint16_t NativeHalves __attribute__((vector_size(kNativeBytes / 2)));
 
 struct f32x16 {
   NativeFloats part[kParts];
@@ -32,6 +35,27 @@ NRL_VEC_INLINE f32x16 load16(const float* p) {
 
 NRL_VEC_INLINE void store16(float* p, f32x16 v) {
   for (int i = 0; i < kParts; ++i) std::memcpy(p + i * kNativeLanes, &v.part[i], kNativeBytes);
+}
+
+/// bfloat16 storage is the upper half of a float.
+NRL_VEC_INLINE f32x16 load16(const bfloat16* p) {
+  f32x16 v;
+  for (int i = 0; i < kParts; ++i) {
+    NativeHalves half;
+    std::memcpy(&half, p + i * kNativeLanes, sizeof(half));
+    v.part[i] = reinterpret_cast<NativeFloats>(__builtin_convertvector(half, NativeUnsigned) << 16);
+  }
+  return v;
+}
+
+/// Rounds to nearest even, as bfloat16's constructor; NaN stays NaN.
+NRL_VEC_INLINE void store16(bfloat16* p, f32x16 v) {
+  for (int i = 0; i < kParts; ++i) {
+    const auto bits = reinterpret_cast<NativeUnsigned>(v.part[i]);
+    const NativeUnsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, nan = (bits >> 16) | 0x40u;
+    const auto half = __builtin_convertvector(v.part[i] == v.part[i] ? rounded : nan, NativeHalves);
+    std::memcpy(p + i * kNativeLanes, &half, sizeof(half));
+  }
 }
 
 NRL_VEC_INLINE f32x16 broadcast16(float value) {

@@ -28,8 +28,9 @@ struct LinearForwardArgs {
 inline constexpr std::int64_t kLinearBlockM = 256;  ///< rows of x that stay in the second-level cache
 inline constexpr std::int64_t kLinearTileN = 32;    ///< columns: whole cache lines of y, and rows of w in the first level
 
+inline std::int64_t num_linear_strips(std::int64_t N) { return (N + kLinearTileN - 1) / kLinearTileN; }  ///< tiles to a block of rows
 inline std::int64_t num_linear_tiles(std::int64_t M, std::int64_t N) {
-  return ((M + kLinearBlockM - 1) / kLinearBlockM) * ((N + kLinearTileN - 1) / kLinearTileN);
+  return (M + kLinearBlockM - 1) / kLinearBlockM * num_linear_strips(N);
 }
 
 template <class T, class O>
@@ -40,8 +41,8 @@ NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up and
-/// swiglu_forward of that. Work is cut into num_linear_swiglu_tiles(M, I) tiles; half
-/// of a tile's columns are gates, half are ups.
+/// swiglu_forward of that. Work is cut into num_linear_tiles(M, 2I) tiles; half of
+/// a tile's columns are gates, half are ups.
 template <class T>
 struct LinearSwigluArgs {
   const T* x;
@@ -53,10 +54,6 @@ struct LinearSwigluArgs {
   T* act;         ///< contiguous [M, I]
   std::int64_t M, I, K;
 };
-
-inline std::int64_t num_linear_swiglu_tiles(std::int64_t M, std::int64_t I) {
-  return ((M + kLinearBlockM - 1) / kLinearBlockM) * ((I + kLinearTileN / 2 - 1) / (kLinearTileN / 2));
-}
 
 template <class T>
 using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);

@@ -14,6 +14,10 @@ void check_matrix(const at::Tensor& t, const char* name, const char* op) {
                 " must be a CPU matrix with a contiguous last dimension, got shape ", t.sizes(), " on ", t.device().str());
 }
 
+bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
+  return !bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type());
+}
+
 /// How many tiles a thread should have at least: waking one costs some microseconds.
 std::int64_t tiles_at_least(std::int64_t M, std::int64_t K) {
   const std::int64_t work = K * kernels::kLinearTileN * std::min(M, kernels::kLinearBlockM);
@@ -35,7 +39,7 @@ void run_swiglu(kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at:
   const kernels::LinearSwigluArgs<T> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
                                           gate_up.defined() ? mutable_ptr<T>(gate_up) : nullptr, mutable_ptr<T>(act),
                                           x.size(0), act.size(1), x.size(1)};
-  parallel_tiles(kernels::num_linear_swiglu_tiles(args.M, args.I), tiles_at_least(args.M, args.K),
+  parallel_tiles(kernels::num_linear_tiles(args.M, 2 * args.I), tiles_at_least(args.M, args.K),
                  [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
 }
 
@@ -74,7 +78,7 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
   check_matrix(w, "w", "linear_forward");
   check_matrix(y, "y", "linear_forward");
   NRL_CHECK_ARG(x.size(1) == w.size(1) && y.size(0) == x.size(0) && y.size(1) == w.size(0) && x.scalar_type() == w.scalar_type() &&
-                    (!bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type())),
+                    fits(bias, w),
                 "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
   if (y.numel() == 0) return;
   const auto type = x.scalar_type(), out = y.scalar_type();
@@ -95,7 +99,7 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
   };
   NRL_CHECK_ARG(w.size(0) % 2 == 0 && x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type() && is(act, I) &&
                     (!gate_up.defined() || is(gate_up, 2 * I)) &&
-                    (!bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type())),
+                    fits(bias, w),
                 "linear_swiglu: x ", x.sizes(), ", w ", w.sizes(), ", act ", act.sizes(), " or their dtypes do not match");
   if (act.numel() == 0) return;
   switch (x.scalar_type()) {

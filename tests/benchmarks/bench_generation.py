@@ -22,12 +22,12 @@ def prompts(batch: int, vocab: int) -> torch.Tensor:
     return torch.randint(100, vocab - 100, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
 
 
-def stop_ids(folder: str, until_stop: bool) -> list[int]:
-    """Every token with a full stop or a line break in it, or none."""
+def stop_ids(folder: str) -> list[int]:
+    """Every token with a full stop or a line break in it."""
     from nemo_rl_cpp.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(folder)
-    return [i for i in range(49152) if set(".\n") & set(tokenizer.decode([i]))] if until_stop else []
+    return [i for i in range(49152) if set(".\n") & set(tokenizer.decode([i]))]
 
 
 def ours(folder: str, precision: str, stops: Sequence[int] = ()):
@@ -53,10 +53,12 @@ def transformers(folder: str, precision: str, stops: Sequence[int] = ()):
     settings = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW, pad_token_id=0)
     settings |= {"eos_token_id": list(stops)} if stops else {"min_new_tokens": NEW}
 
+    stop_tokens = torch.tensor(list(stops), dtype=torch.long)
+
     def run(ids) -> int:
         with torch.inference_mode():
             new = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, PROMPT:]
-        ends = torch.isin(new, torch.tensor(list(stops), dtype=torch.long)).long()
+        ends = torch.isin(new, stop_tokens).long()
         return int((ends.cumsum(1) - ends == 0).sum())  # up to a row's first end
 
     return run
@@ -80,7 +82,7 @@ def main() -> None:
     from nemo_rl_cpp.models.sources import resolve_model
 
     folder = str(resolve_model("smollm2-135m-instruct"))
-    stops = stop_ids(folder, arguments.until_stop)
+    stops = stop_ids(folder) if arguments.until_stop else []
     rows = []
     for precision in arguments.precision:
         sides = {"ours": ours(folder, precision, stops), "transformers": transformers(folder, precision, stops)}

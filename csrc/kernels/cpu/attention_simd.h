@@ -27,7 +27,6 @@ struct Simd<float> {
   using Vec = NativeFloats;
   typedef float Unaligned __attribute__((vector_size(kNativeBytes), aligned(4), may_alias));
   using Int = NativeVector<float>::Bits;
-  typedef std::uint32_t UInt __attribute__((vector_size(kNativeBytes)));
   typedef std::uint16_t Half __attribute__((vector_size(kNativeBytes / 2), aligned(2), may_alias));
 };
 
@@ -49,11 +48,7 @@ NRL_INLINE typename Simd<Real>::Vec splat(Real x) {
 
 NRL_INLINE FloatVec load(const float* p) { return *reinterpret_cast<const Simd<float>::Unaligned*>(p); }
 NRL_INLINE DoubleVec load(const double* p) { return *reinterpret_cast<const Simd<double>::Unaligned*>(p); }
-/// bfloat16 storage: the upper half of a float.
-NRL_INLINE FloatVec load(const std::uint16_t* p) {
-  const auto half = *reinterpret_cast<const Simd<float>::Half*>(p);
-  return reinterpret_cast<FloatVec>(__builtin_convertvector(half, Simd<float>::UInt) << 16);
-}
+NRL_INLINE FloatVec load(const std::uint16_t* p) { return widen(*reinterpret_cast<const Simd<float>::Half*>(p)); }
 
 /// The first n of a vector's lanes, zeros after them.
 template <class Elem>
@@ -65,13 +60,7 @@ NRL_INLINE auto load_partial(const Elem* p, int n) {
 
 NRL_INLINE void store(float* p, FloatVec v) { *reinterpret_cast<Simd<float>::Unaligned*>(p) = v; }
 NRL_INLINE void store(double* p, DoubleVec v) { *reinterpret_cast<Simd<double>::Unaligned*>(p) = v; }
-/// Rounds to nearest even; NaN stays NaN.
-NRL_INLINE void store(std::uint16_t* p, FloatVec v) {
-  const auto bits = reinterpret_cast<Simd<float>::UInt>(v);
-  const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Simd<float>::UInt nan = Simd<float>::UInt{} + 0x7fc0u;
-  *reinterpret_cast<Simd<float>::Half*>(p) = __builtin_convertvector(v == v ? rounded : nan, Simd<float>::Half);
-}
+NRL_INLINE void store(std::uint16_t* p, FloatVec v) { *reinterpret_cast<Simd<float>::Half*>(p) = narrow(v); }
 
 template <class Elem, class Vec>
 NRL_INLINE void store_partial(Elem* p, Vec v, int n) {

@@ -67,11 +67,6 @@ struct Ahead {
   std::int64_t step;
 };
 
-template <bool kValue>
-struct Constant {
-  static constexpr bool value = kValue;
-};
-
 /// 16 sums: 4 rows of x by 4 of w (kRows = 4), or 1 row by 16 (kRows = 1, stride 4): the same operations an output.
 template <class T, int kRows, bool kTail>
 [[gnu::always_inline]] inline void tile(const T* const* x, const T* const* w, std::int64_t K, Ahead ahead, typename Dot<T>::S::Scalar* out,
@@ -107,6 +102,7 @@ template <class T, int kRows, bool kTail>
 /// and the next sums' loads wait behind this one's products.
 template <class T>
 struct Columns {
+  using Element = T;
   const T* w[kLinearTileN];
   int count;  ///< sums beyond it are not computed, or dropped; w there must be readable all the same
 
@@ -122,13 +118,17 @@ struct Columns {
 template <class T>
 struct Next {
   const Columns<T>* columns = nullptr;
-  std::int64_t panels = 1;  ///< how many panels share the work
+  std::int64_t part = 0;  ///< bytes of four rows that fall to one panel
+  std::int64_t step = 0;  ///< of them, with every step along K
 
+  Next(const Columns<T>* next, std::int64_t rows, std::int64_t K) : columns(rows > 4 ? next : nullptr) {
+    if (!columns) return;
+    part = 4 * K * static_cast<std::int64_t>(sizeof(T)) / ((rows + 3) / 4);
+    step = part * Dot<T>::kStep / K;
+  }
   /// For columns [j, j + 4) of panel number `panel`: its part of their rows, which follow each other in memory.
-  Ahead part(std::int64_t panel, int j, std::int64_t K, const Columns<T>& current) const {
-    if (!columns) return {reinterpret_cast<const char*>(current.w[j]), 0};
-    const std::int64_t bytes = 4 * K * static_cast<std::int64_t>(sizeof(T)) / panels;
-    return {reinterpret_cast<const char*>(columns->w[j]) + panel * bytes, bytes * Dot<T>::kStep / K};
+  Ahead ahead(std::int64_t panel, int j, const Columns<T>& current) const {
+    return {reinterpret_cast<const char*>(columns ? columns->w[j] : current.w[j]) + panel * part, step};
   }
 };
 
@@ -141,26 +141,41 @@ template <class T, int kRows, bool kTail, class Store>
   const T* xs[kRows];
   for (int i = 0; i < kRows; ++i) xs[i] = x + (m + smaller(i, rows - 1)) * ldx;  // beyond `rows` the last again
   for (int j = 0; j < columns.count; j += kCols) {
-    tile<T, kRows, kTail>(xs, columns.w + j, K, next.part(number, j, K, columns), sums + j, kRows == 1 ? 4 : kLinearTileN);
+    tile<T, kRows, kTail>(xs, columns.w + j, K, next.ahead(number, j, columns), sums + j, kRows == 1 ? 4 : kLinearTileN);
   }
   for (int i = 0; i < rows; ++i) store(m + i, sums + i * kLinearTileN);
 }
 
-/// Rows [m0, m1) of x by a tile's columns; `after` are those of the next tile, or nullptr.
-template <class T, class Store>
-void tile_rows(const T* x, std::int64_t ldx, std::int64_t K, std::int64_t m0, std::int64_t m1, const Columns<T>& columns,
-               const Columns<T>* after, const Store& store) {
-  const Next<T> next{m1 - m0 > 4 ? after : nullptr, (m1 - m0 + 3) / 4};
-  const auto run = [&](auto tail) {
-    std::int64_t m = m0;
-    for (; m + 2 <= m1; m += 4)
-      panel<T, 4, tail.value>(x, ldx, K, m, static_cast<int>(smaller<std::int64_t>(4, m1 - m)), columns, next, (m - m0) / 4, store);
-    if (m < m1) panel<T, 1, tail.value>(x, ldx, K, m, 1, columns, next, 0, store);
-  };
-  if (K % Dot<T>::kStep == 0) {
-    run(Constant<false>());
-  } else {
-    run(Constant<true>());
+/// Rows [m0, m1) of x by a tile's columns.
+template <class T, bool kTail, class Store>
+void tile_rows(const T* x, std::int64_t ldx, std::int64_t K, std::int64_t m0, std::int64_t m1, const Columns<T>& columns, const Next<T>& next,
+               const Store& store) {
+  std::int64_t m = m0;
+  for (; m + 2 <= m1; m += 4)
+    panel<T, 4, kTail>(x, ldx, K, m, static_cast<int>(smaller<std::int64_t>(4, m1 - m)), columns, next, (m - m0) / 4, store);
+  if (m < m1) panel<T, 1, kTail>(x, ldx, K, m, 1, columns, next, 0, store);
+}
+
+/// Tiles [begin, end) of p.x by columns that lie `strips` to a block of rows: columns_of(strip), and what becomes of their sums,
+/// store_of(strip). `more`: the caller means to go on with tile `end`.
+template <class Args, class ColumnsOf, class StoreOf>
+void run_tiles(const Args& p, std::int64_t strips, std::int64_t begin, std::int64_t end, bool more, const ColumnsOf& columns_of,
+               const StoreOf& store_of) {
+  using Set = decltype(columns_of(begin));
+  using T = typename Set::Element;
+  Set sets[2];  // this tile's and the next one's, in turn
+  if (begin < end) sets[begin % 2] = columns_of(begin % strips);
+  for (std::int64_t t = begin; t < end; ++t) {
+    const std::int64_t m0 = t / strips * kLinearBlockM, m1 = smaller(m0 + kLinearBlockM, p.M);
+    const bool go_on = more || t + 1 < end;
+    const Set &columns = sets[t % 2], &after = sets[(t + 1) % 2];
+    if (go_on) sets[(t + 1) % 2] = columns_of((t + 1) % strips);
+    const Next<T> next(go_on && p.ldw == p.K ? &after : nullptr, m1 - m0, p.K);
+    if (p.K % Dot<T>::kStep == 0) {
+      tile_rows<T, false>(p.x, p.ldx, p.K, m0, m1, columns, next, store_of(t % strips));
+    } else {
+      tile_rows<T, true>(p.x, p.ldx, p.K, m0, m1, columns, next, store_of(t % strips));
+    }
   }
 }
 

@@ -37,25 +37,16 @@ struct StoreColumns {
 };
 
 template <class T, class O>
-Columns<T> columns_from(const LinearForwardArgs<T, O>& p, std::int64_t n0) {
-  Columns<T> columns;
-  columns.count = static_cast<int>(smaller<std::int64_t>(kLinearTileN, p.N - n0));
-  columns.set(0, kLinearTileN, p.w + n0 * p.ldw, p.ldw, columns.count);
-  return columns;
-}
-
-template <class T, class O>
 void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
-  const std::int64_t tiles_n = (p.N + kLinearTileN - 1) / kLinearTileN;
-  Columns<T> columns = columns_from(p, tile_begin % tiles_n * kLinearTileN), next;
-  for (std::int64_t t = tile_begin; t < tile_end; ++t) {
-    const std::int64_t m0 = t / tiles_n * kLinearBlockM, n0 = t % tiles_n * kLinearTileN;
-    const bool go_on = more || t + 1 < tile_end;
-    if (go_on) next = columns_from(p, (t + 1) % tiles_n * kLinearTileN);
-    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, go_on && p.ldw == p.K ? &next : nullptr,
-              StoreColumns<T, O>{p, n0, columns.count});
-    columns = next;
-  }
+  const auto count = [&](std::int64_t strip) { return static_cast<int>(smaller(kLinearTileN, p.N - strip * kLinearTileN)); };
+  const auto columns_of = [&](std::int64_t strip) {
+    Columns<T> columns;
+    columns.count = count(strip);
+    columns.set(0, kLinearTileN, p.w + strip * kLinearTileN * p.ldw, p.ldw, columns.count);
+    return columns;
+  };
+  const auto store_of = [&](std::int64_t strip) { return StoreColumns<T, O>{p, strip * kLinearTileN, count(strip)}; };
+  run_tiles(p, num_linear_strips(p.N), tile_begin, tile_end, more, columns_of, store_of);
 }
 
 }  // namespace

@@ -25,9 +25,7 @@ struct StoreSwiglu {
       put(up, p.gate_up + m * 2 * p.I + p.I + i0);
     }
   }
-  [[gnu::always_inline]] void round(const float* sums, const T* bias, T* out) const
-    requires(!std::is_same_v<T, double>)
-  {
+  [[gnu::always_inline]] void round(const float* sums, const T* bias, T* out) const {
     if (!bias) return store16(out, load16(sums));
     T at[kHalf];
     for (int j = 0; j < kHalf; ++j) at[j] = bias[j < count ? j : 0];
@@ -46,27 +44,17 @@ struct StoreSwiglu {
 };
 
 template <class T>
-Columns<T> columns_from(const LinearSwigluArgs<T>& p, std::int64_t i0) {
-  const int have = static_cast<int>(smaller<std::int64_t>(kHalf, p.I - i0));
-  Columns<T> columns;
-  columns.count = kLinearTileN;
-  columns.set(0, kHalf, p.w + i0 * p.ldw, p.ldw, have);
-  columns.set(kHalf, kHalf, p.w + (p.I + i0) * p.ldw, p.ldw, have);
-  return columns;
-}
-
-template <class T>
 void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
-  const std::int64_t tiles_n = (p.I + kHalf - 1) / kHalf;
-  Columns<T> columns = columns_from(p, tile_begin % tiles_n * kHalf), next;
-  for (std::int64_t t = tile_begin; t < tile_end; ++t) {
-    const std::int64_t m0 = t / tiles_n * kLinearBlockM, i0 = t % tiles_n * kHalf;
-    const bool go_on = more || t + 1 < tile_end;
-    if (go_on) next = columns_from(p, (t + 1) % tiles_n * kHalf);
-    tile_rows(p.x, p.ldx, p.K, m0, smaller(m0 + kLinearBlockM, p.M), columns, go_on && p.ldw == p.K ? &next : nullptr,
-              StoreSwiglu<T>{p, i0, static_cast<int>(smaller<std::int64_t>(kHalf, p.I - i0))});
-    columns = next;
-  }
+  const auto count = [&](std::int64_t strip) { return static_cast<int>(smaller<std::int64_t>(kHalf, p.I - strip * kHalf)); };
+  const auto columns_of = [&](std::int64_t strip) {
+    Columns<T> columns;
+    columns.count = kLinearTileN;
+    columns.set(0, kHalf, p.w + strip * kHalf * p.ldw, p.ldw, count(strip));
+    columns.set(kHalf, kHalf, p.w + (p.I + strip * kHalf) * p.ldw, p.ldw, count(strip));
+    return columns;
+  };
+  const auto store_of = [&](std::int64_t strip) { return StoreSwiglu<T>{p, strip * kHalf, count(strip)}; };
+  run_tiles(p, num_linear_strips(2 * p.I), tile_begin, tile_end, more, columns_of, store_of);
 }
 
 }  // namespace

@@ -35,6 +35,20 @@ struct NativeVector<double> {
 using NativeFloats = NativeVector<float>::Values;
 using NativeDoubles = NativeVector<double>::Values;
 
+using NativeUnsigned = std::uint32_t __attribute__((vector_size(kNativeBytes)));
+using NativeHalves = std::uint16_t __attribute__((vector_size(kNativeBytes / 2)));
+
+/// bfloat16 storage, the upper half of a float, to floats and back. narrow rounds to nearest even and keeps a NaN a NaN, as
+/// bfloat16's constructor does.
+[[gnu::always_inline]] inline NativeFloats widen(NativeHalves x) {
+  return reinterpret_cast<NativeFloats>(__builtin_convertvector(x, NativeUnsigned) << 16);
+}
+[[gnu::always_inline]] inline NativeHalves narrow(NativeFloats x) {
+  const auto bits = reinterpret_cast<NativeUnsigned>(x);
+  const NativeUnsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, nan = (bits >> 16) | 0x40u;
+  return __builtin_convertvector(x == x ? rounded : nan, NativeHalves);
+}
+
 /// a * b + c: fused where the capability has it, two roundings in the base build.
 [[gnu::always_inline]] inline NativeFloats fma(NativeFloats a, NativeFloats b, NativeFloats c) {
 #if defined(__AVX512F__)

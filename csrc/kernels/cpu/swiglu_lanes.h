@@ -2,7 +2,6 @@
 #pragma once
 #include <cmath>
 
-#include "common/bfloat16.h"
 #include "kernels/cpu/vec_math.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {

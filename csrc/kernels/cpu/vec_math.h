@@ -18,8 +18,6 @@ inline constexpr std::int64_t kLanes = 16;
 inline constexpr int kNativeLanes = kNativeBytes / 4;
 inline constexpr int kParts = 64 / kNativeBytes;
 using NativeInts = NativeVector<float>::Bits;
-typedef std::uint32_t NativeUnsigned __attribute__((vector_size(kNativeBytes)));
-typedef std::uint16_t NativeHalves __attribute__((vector_size(kNativeBytes / 2)));
 
 struct f32x16 {
   NativeFloats part[kParts];
@@ -37,24 +35,20 @@ NRL_VEC_INLINE void store16(float* p, f32x16 v) {
   for (int i = 0; i < kParts; ++i) std::memcpy(p + i * kNativeLanes, &v.part[i], kNativeBytes);
 }
 
-/// bfloat16 storage is the upper half of a float.
 NRL_VEC_INLINE f32x16 load16(const bfloat16* p) {
   f32x16 v;
   for (int i = 0; i < kParts; ++i) {
     NativeHalves half;
     std::memcpy(&half, p + i * kNativeLanes, sizeof(half));
-    v.part[i] = reinterpret_cast<NativeFloats>(__builtin_convertvector(half, NativeUnsigned) << 16);
+    v.part[i] = widen(half);
   }
   return v;
 }
 
-/// Rounds to nearest even, as bfloat16's constructor; NaN stays NaN.
 NRL_VEC_INLINE void store16(bfloat16* p, f32x16 v) {
   for (int i = 0; i < kParts; ++i) {
-    const auto bits = reinterpret_cast<NativeUnsigned>(v.part[i]);
-    const NativeUnsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, nan = (bits >> 16) | 0x40u;
-    const auto half = __builtin_convertvector(v.part[i] == v.part[i] ? rounded : nan, NativeHalves);
-    std::memcpy(p + i * kNativeLanes, &half, sizeof(half));
+    const NativeHalves half = narrow(v.part[i]);
+    std::memcpy(static_cast<void*>(p + i * kNativeLanes), &half, sizeof(half));
   }
 }
 

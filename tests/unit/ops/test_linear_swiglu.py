@@ -20,12 +20,16 @@ def test_linear_swiglu_has_the_bits_of_its_two_parts(M, I, K, dtype, bias):  # n
     gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)
     C.linear_forward(x, w, b, gate_up)
     C.swiglu_forward(gate_up, act)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        kept, joined, alone = torch.empty_like(gate_up), torch.empty_like(act), torch.empty_like(act)
-        C.linear_swiglu(x, w, b, kept, joined)
-        C.linear_swiglu(x, w, b, None, alone)
-        assert torch.equal(kept, gate_up) and torch.equal(joined, act) and torch.equal(alone, act)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            kept, joined, alone = torch.empty_like(gate_up), torch.empty_like(act), torch.empty_like(act)
+            C.linear_swiglu(x, w, b, kept, joined)
+            C.linear_swiglu(x, w, b, None, alone)
+            assert torch.equal(kept, gate_up) and torch.equal(joined, act) and torch.equal(alone, act)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_linear_swiglu_agrees_with_torch():

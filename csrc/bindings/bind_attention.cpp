@@ -59,31 +59,22 @@ void bind_attention(py::module_& m) {
       py::arg("qkv"), py::arg("out"), py::arg("d_out"), py::arg("lse"), py::arg("sequences"), py::arg("heads"),
       release_gil(), "d_qkv [T, (N+2K)*H] in d_out's dtype (qkv's, or float32 under bfloat16)");
   m.def(
-      "kv_cache_write",
-      [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads,
-         at::Tensor keys, at::Tensor values) {
-        ops::KvCacheLayer cache{std::move(keys), std::move(values)};
-        ops::kv_cache_write(qkv, slices_of(slices), heads, cache);
-      },
-      py::arg("qkv"), py::arg("slices"), py::arg("heads"), py::arg("keys"), py::arg("values"), release_gil(),
-      "Stores the new tokens; slices are (query_start, query_length, context_length, block_table)");
-  m.def(
       "attention_paged",
       [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads,
-         at::Tensor keys, at::Tensor values) {
+         at::Tensor cache) {
         at::Tensor out = at::empty({qkv.size(0), heads.num_heads * heads.head_dim}, qkv.options());
-        ops::attention_paged(qkv, slices_of(slices), heads, {std::move(keys), std::move(values)}, out);
+        ops::attention_paged(qkv, slices_of(slices), heads, cache, out);
         return out;
       },
-      py::arg("qkv"), py::arg("slices"), py::arg("heads"), py::arg("keys"), py::arg("values"), release_gil(),
-      "out [T, N*H] of new tokens over the cache");
+      py::arg("qkv"), py::arg("slices"), py::arg("heads"), py::arg("cache"), release_gil(),
+      "Stores the new tokens' keys and values in the cache; out [T, N*H] of the new tokens over it. Slices are (query_start, "
+      "query_length, context_length, block_table)");
   m.def(
       "kv_cache_copy",
-      [](at::Tensor keys, at::Tensor values, std::int64_t from, std::int64_t to, std::int64_t length) {
-        ops::KvCacheLayer cache{std::move(keys), std::move(values)};
+      [](at::Tensor cache, std::int64_t from, std::int64_t to, std::int64_t length) {
         ops::kv_cache_copy(cache, from, to, length);
       },
-      py::arg("keys"), py::arg("values"), py::arg("src"), py::arg("dst"), py::arg("length"), release_gil());
+      py::arg("cache"), py::arg("src"), py::arg("dst"), py::arg("length"), release_gil());
 }
 
 }  // namespace nemo_rl::bindings

@@ -50,9 +50,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
     for (auto& layer : cache_) ops::kv_cache_copy(layer, copy.from, copy.to, copy.length);
 
   const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor&) {
-    auto& cache = cache_[static_cast<std::size_t>(layer)];
-    ops::kv_cache_write(qkv, slices, heads_, cache);
-    ops::attention_paged(qkv, slices, heads_, cache, out);
+    ops::attention_paged(qkv, slices, heads_, cache_[static_cast<std::size_t>(layer)], out);
   };
   const auto h = decoder.forward(token_ids, positions, attention, workspace_);
 

@@ -22,7 +22,7 @@ class NativeModelRunner : public ModelRunner {
  private:
   std::shared_ptr<model::DecoderModel> model_;
   ops::AttentionHeads heads_;
-  std::vector<ops::KvCacheLayer> cache_;
+  std::vector<at::Tensor> cache_;  ///< of each layer
   model::Workspace workspace_;
 };
 

@@ -10,8 +10,8 @@
 // or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
 // Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
-// Cache: keys [num_blocks, K, H, kKeyTile] (transposed inside a block: lanes run over keys), values
-// [num_blocks, K, kKeyTile, H].
+// Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over keys), then
+// one of values [kKeyTile, H]: a decode step reads a block from its beginning to its end.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -98,18 +98,19 @@ struct PagedAttentionArgs {
   AttentionShape shape;
   const void* qkv = nullptr;
   const PagedSlice* slices = nullptr;
-  const void* keys = nullptr;
-  const void* values = nullptr;
+  void* cache = nullptr;
   void* out = nullptr;  ///< [T, N*H]
 };
 
 /// Work that one thread does in one go: the pairs (slice, kv head) = (i / K, i % K) for i in [pair_begin, pair_end), of
-/// each the query tokens [token_begin, min(token_end, query_length)).
+/// each the query tokens [token_begin, min(token_end, query_length)). `store`: puts the pairs' new keys and values into the
+/// cache first, all of them; items that share a pair find them there (kv_cache_write_slice).
 struct PagedItem {
   std::int64_t pair_begin = 0;
   std::int64_t pair_end = 0;
   std::int64_t token_begin = 0;
   std::int64_t token_end = 0;
+  bool store = false;
 };
 
 using PagedWorkspace = std::size_t(const AttentionShape& shape);
@@ -119,13 +120,11 @@ using PagedAttention = void(const PagedAttentionArgs& args, const PagedItem& ite
 NRL_DECLARE_CPU_KERNEL(attention_paged_item, PagedAttention);
 
 /// Stores the keys and values of one slice's new tokens, all kv heads.
-using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* keys,
-                          void* values);
+using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* cache);
 NRL_DECLARE_CPU_KERNEL(kv_cache_write_slice, KvCacheWrite);
 
 /// Copies the first `length` positions of block `from` into block `to`.
-using KvCacheCopy = void(const AttentionShape& shape, void* keys, void* values, std::int64_t from, std::int64_t to,
-                         std::int64_t length);
+using KvCacheCopy = void(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length);
 NRL_DECLARE_CPU_KERNEL(kv_cache_copy_block, KvCacheCopy);
 
 // ---------------------------------------------------------------- packed backward

@@ -85,17 +85,24 @@ std::int64_t paged_cost(const PagedSlice& s, const kernels::AttentionShape& shap
          2 * shape.head_dim;
 }
 
-/// Short work goes together until it makes an item; that of many query tokens is split by them.
-std::vector<kernels::PagedItem> paged_items(std::span<const PagedSlice> slices, const kernels::AttentionShape& shape,
-                                            std::int64_t cost) {
-  constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
+struct PagedWork {
   std::vector<kernels::PagedItem> items;
+  std::vector<std::size_t> split;  ///< slices that are cut into several items: the cache must hold their keys before
+};
+
+/// Short work goes together until it makes an item, whole slices where there are enough of them; that of many query tokens is
+/// split by them.
+PagedWork paged_work(std::span<const PagedSlice> slices, const kernels::AttentionShape& shape, std::int64_t cost) {
+  constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
+  PagedWork work;
   const std::int64_t kv_heads = shape.num_kv_heads, step = kernels::attention_query_tokens(shape.group());
   const std::int64_t enough = std::min(kItemCost, cost / (8 * at::get_num_threads()) + 1);
-  kernels::PagedItem run{0, 0, 0, all};
+  const bool whole = static_cast<std::int64_t>(slices.size()) >= 4 * at::get_num_threads();
+  kernels::PagedItem run{0, 0, 0, all, /*store=*/true};
   std::int64_t run_cost = 0;
   const auto close = [&](std::int64_t pair) {
-    if (run.pair_begin < pair) items.push_back({run.pair_begin, pair, 0, all});
+    run.pair_end = pair;
+    if (run.pair_begin < pair) work.items.push_back(run);
     run_cost = 0;
     run.pair_begin = pair;
   };
@@ -103,20 +110,21 @@ std::vector<kernels::PagedItem> paged_items(std::span<const PagedSlice> slices, 
     const PagedSlice& s = slices[pair / kv_heads];
     if (s.query_length <= 2 * step) {
       run_cost += paged_cost(s, shape);
-      if (run_cost >= enough) close(pair + 1);
+      if (run_cost >= enough && (!whole || pair % kv_heads == kv_heads - 1)) close(pair + 1);
       continue;
     }
     close(pair);
+    if (pair % kv_heads == 0) work.split.push_back(static_cast<std::size_t>(pair / kv_heads));
     for (std::int64_t token = 0; token < s.query_length;) {
       const std::int64_t next =
           std::min(s.query_length, (s.context_length + token) / step * step + 2 * step - s.context_length);
-      items.push_back({pair, pair + 1, token, next});
+      work.items.push_back({pair, pair + 1, token, next});
       token = next;
     }
     run.pair_begin = pair + 1;
   }
   close(static_cast<std::int64_t>(slices.size()) * kv_heads);
-  return items;
+  return work;
 }
 
 void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {
@@ -135,15 +143,12 @@ void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::
   }
 }
 
-void check_cache(const KvCacheLayer& cache, const kernels::AttentionShape& shape, at::ScalarType dtype) {
-  const auto check = [&](const char* name, const at::Tensor& x, std::int64_t a, std::int64_t b) {
-    NRL_CHECK_ARG(x.defined() && x.dim() == 4 && x.size(0) == cache.keys.size(0) && x.size(1) == shape.num_kv_heads &&
-                      x.size(2) == a && x.size(3) == b && x.scalar_type() == dtype && x.is_contiguous() && x.is_cpu(),
-                  "attention: cache ", name, " must be contiguous [num_blocks, ", shape.num_kv_heads, ", ", a, ", ", b,
-                  "] ", at::toString(dtype), " on CPU");
-  };
-  check("keys", cache.keys, shape.head_dim, kKeyTile);
-  check("values", cache.values, kKeyTile, shape.head_dim);
+void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, at::ScalarType dtype) {
+  const std::int64_t tile = shape.head_dim * kKeyTile;
+  NRL_CHECK_ARG(cache.defined() && cache.dim() == 4 && cache.size(1) == shape.num_kv_heads && cache.size(2) == 2 &&
+                    cache.size(3) == tile && cache.scalar_type() == dtype && cache.is_contiguous() && cache.is_cpu(),
+                "attention: the cache must be contiguous [num_blocks, ", shape.num_kv_heads, ", 2, ", tile, "] ",
+                at::toString(dtype), " on CPU");
 }
 
 }  // namespace
@@ -223,11 +228,9 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
                  [&](std::int64_t i) { kernels::attention_forward_item(args, items[i], thread_workspace(bytes)); });
 }
 
-KvCacheLayer kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype) {
-  KvCacheLayer cache{at::empty({num_blocks, heads.num_kv_heads, heads.head_dim, kKeyTile}, dtype),
-                     at::empty({num_blocks, heads.num_kv_heads, kKeyTile, heads.head_dim}, dtype)};
-  advise_huge_pages(cache.keys);
-  advise_huge_pages(cache.values);
+at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype) {
+  const auto cache = at::empty({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile}, dtype);
+  advise_huge_pages(cache);
   return cache;
 }
 
@@ -241,53 +244,40 @@ void advise_huge_pages(const at::Tensor& storage) {
 #endif
 }
 
-void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
-                    KvCacheLayer& cache) {
-  const kernels::AttentionShape shape = attention_shape(qkv, heads);
-  check_cache(cache, shape, qkv.scalar_type());
-  check_slices(slices, qkv.size(0), cache.keys.size(0));
-  const void* from = qkv.const_data_ptr();
-  void* keys = cache.keys.mutable_data_ptr();
-  void* values = cache.values.mutable_data_ptr();
-  parallel_items(static_cast<std::int64_t>(slices.size()),
-                 qkv.size(0) * heads.num_kv_heads * heads.head_dim > (1 << 12),
-                 [&](std::int64_t i) { kernels::kv_cache_write_slice(shape, from, slices[i], keys, values); });
-}
-
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
-                     const KvCacheLayer& cache, at::Tensor& out) {
+                     at::Tensor& cache, at::Tensor& out) {
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   check_cache(cache, shape, qkv.scalar_type());
-  check_slices(slices, qkv.size(0), cache.keys.size(0));
+  check_slices(slices, qkv.size(0), cache.size(0));
   check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type());
 
   std::int64_t cost = 0;
   for (const PagedSlice& s : slices) cost += paged_cost(s, shape) * shape.num_kv_heads;
-  const auto items = paged_items(slices, shape, cost);
+  const PagedWork work = paged_work(slices, shape, cost);
   const kernels::PagedAttentionArgs args{shape,
                                          qkv.const_data_ptr(),
                                          slices.data(),
-                                         cache.keys.const_data_ptr(),
-                                         cache.values.const_data_ptr(),
+                                         cache.mutable_data_ptr(),
                                          out.mutable_data_ptr()};
   const std::size_t bytes = kernels::attention_paged_workspace(shape);
-  parallel_items(static_cast<std::int64_t>(items.size()), cost > kSerialCost,
-                 [&](std::int64_t i) { kernels::attention_paged_item(args, items[i], thread_workspace(bytes)); });
+  const bool parallel = cost > kSerialCost;
+  parallel_items(static_cast<std::int64_t>(work.split.size()), parallel, [&](std::int64_t i) {
+    kernels::kv_cache_write_slice(shape, args.qkv, slices[work.split[i]], args.cache);
+  });
+  parallel_items(static_cast<std::int64_t>(work.items.size()), parallel,
+                 [&](std::int64_t i) { kernels::attention_paged_item(args, work.items[i], thread_workspace(bytes)); });
 }
 
-void kv_cache_copy(KvCacheLayer& cache, std::int64_t from, std::int64_t to, std::int64_t length) {
-  NRL_CHECK_ARG(cache.keys.dim() == 4 && cache.keys.size(3) == kKeyTile,
-                "kv_cache_copy: keys must be [num_blocks, K, H, ", kKeyTile, "]");
-  const kernels::AttentionShape shape{cache.keys.size(1), cache.keys.size(1), cache.keys.size(2), 1.0,
-                                      element_type(cache.keys.scalar_type())};
-  check_cache(cache, shape, cache.keys.scalar_type());
-  const std::int64_t blocks = cache.keys.size(0);
+void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length) {
+  NRL_CHECK_ARG(cache.dim() == 4 && cache.size(3) % kKeyTile == 0, "kv_cache_copy: the cache must be [num_blocks, K, 2, H*",
+                kKeyTile, "], got ", cache.sizes());
+  const kernels::AttentionShape shape{cache.size(1), cache.size(1), cache.size(3) / kKeyTile, 1.0, element_type(cache.scalar_type())};
+  check_cache(cache, shape, cache.scalar_type());
+  const std::int64_t blocks = cache.size(0);
   NRL_CHECK_ARG(from >= 0 && from < blocks && to >= 0 && to < blocks && length >= 0 && length <= kKeyTile,
                 "kv_cache_copy: ", length, " positions from block ", from, " to ", to, " of ", blocks, " blocks of ",
                 kKeyTile);
-  if (from != to)
-    kernels::kv_cache_copy_block(shape, cache.keys.mutable_data_ptr(), cache.values.mutable_data_ptr(), from, to,
-                                 length);
+  if (from != to) kernels::kv_cache_copy_block(shape, cache.mutable_data_ptr(), from, to, length);
 }
 
 }  // namespace nemo_rl::ops

@@ -22,15 +22,10 @@ struct AttentionHeads {
   double scale = 1.0;             ///< usually 1/sqrt(H)
 };
 
-/// Keys and values of one layer: keys [num_blocks, K, H, kKeyTile], values [num_blocks, K, kKeyTile, H], in qkv's
-/// dtype. Contents that were never written do not matter, not even NaN.
-struct KvCacheLayer {
-  at::Tensor keys;
-  at::Tensor values;
-};
-
-/// Storage for `num_blocks` blocks, in huge pages where the system grants them; contents are undefined.
-KvCacheLayer kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype);
+/// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of keys
+/// [H, kKeyTile] and one of values [kKeyTile, H], in qkv's dtype; in huge pages where the system grants them. Contents are
+/// undefined: what was never written does not matter, not even NaN.
+at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype);
 
 /// Asks for huge pages for storage that was just allocated and not yet touched: decode jumps from block to block, and
 /// each small page is a miss of the address cache.
@@ -53,16 +48,12 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
 void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
                         std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv);
 
-/// Stores keys and values of the slices' new tokens in the cache. Two slices must not write to the same block.
-void kv_cache_write(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
-                    KvCacheLayer& cache);
-
-/// out [T, N*H]: every slice's new tokens attend to all positions up to their own, read from the cache, where
-/// kv_cache_write has put the new ones before.
+/// Stores the keys and values of the slices' new tokens in the cache; out [T, N*H]: every new token attends to all positions
+/// up to its own. No slice may read positions that another one writes.
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
-                     const KvCacheLayer& cache, at::Tensor& out);
+                     at::Tensor& cache, at::Tensor& out);
 
 /// Copies the first `length` positions of block `from` into block `to`, all heads (copy-on-write).
-void kv_cache_copy(KvCacheLayer& cache, std::int64_t from, std::int64_t to, std::int64_t length);
+void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length);
 
 }  // namespace nemo_rl::ops

@@ -68,17 +68,16 @@ def bench_packed(model, shape, dtype, length, count, repeats):
 def bench_decode(model, shape, dtype, batch, length, repeats):
     n, k, h = shape
     blocks = -(-length // C.KEY_TILE)
-    keys = torch.randn(batch * blocks, k, h, C.KEY_TILE).to(dtype)
-    values = torch.randn(batch * blocks, k, C.KEY_TILE, h).to(dtype)
+    cache = torch.randn(batch * blocks, k, 2, h * C.KEY_TILE).to(dtype)
     order = torch.randperm(batch * blocks).tolist()
     slices = [(i, 1, length - 1, order[i * blocks : (i + 1) * blocks]) for i in range(batch)]
     qkv = torch.randn(batch, (n + 2 * k) * h).to(dtype)
     heads = C.AttentionHeads(n, k, h, h**-0.5)
-    target = torch.empty_like(keys)
+    target = torch.empty_like(cache)
     ours, copy = alternate(
-        4 * repeats, lambda: C.attention_paged(qkv, slices, heads, keys, values), lambda: target.copy_(keys)
+        4 * repeats, lambda: C.attention_paged(qkv, slices, heads, cache), lambda: target.copy_(cache)
     )
-    read, copied = 2 * batch * length * k * h * keys.element_size(), 2 * keys.nbytes
+    read, copied = 2 * batch * length * k * h * cache.element_size(), 2 * cache.nbytes
     return {
         "what": "decode", "model": model, "dtype": str(dtype).removeprefix("torch."),
         "tokens": f"{batch}x1 over {length}",

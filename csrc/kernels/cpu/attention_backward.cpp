@@ -82,16 +82,20 @@ struct BackwardRows : QueryRows<Real> {
   Real *log_sum, *dot;  ///< [rows]: log2 of the softmax's sum; d_out . out
 
   static std::int64_t own_reals(const AttentionShape& shape) {
-    const std::int64_t most = attention_query_tokens(shape.group()) * shape.group();
-    return round_up(most * (round_up(shape.head_dim, kNativeBytes / 4) + kTile + 2), 16);
+    const std::int64_t rows = attention_query_tokens(shape.group()) * shape.group();
+    return round_up(rows * (round_up(shape.head_dim, kNativeBytes / 4) + kTile + 2), 16);
+  }
+  static std::size_t rows_bytes(const AttentionShape& shape) {
+    return round_up(Base::bytes(shape, attention_query_tokens(shape.group())), 64);
   }
   static std::size_t bytes(const AttentionShape& shape) {
-    return round_up(Base::bytes(shape), 64) + own_reals(shape) * sizeof(Real);
+    return rows_bytes(shape) + own_reals(shape) * sizeof(Real);
   }
 
-  BackwardRows(const AttentionShape& shape, std::byte* workspace) : Base(shape, workspace) {
+  BackwardRows(const AttentionShape& shape, std::byte* workspace)
+      : Base(shape, workspace, attention_query_tokens(shape.group())) {
     const std::int64_t most = attention_query_tokens(group) * group;
-    d_out = reinterpret_cast<Real*>(workspace + round_up(Base::bytes(shape), 64));
+    d_out = reinterpret_cast<Real*>(workspace + rows_bytes(shape));
     d_scores = d_out + most * acc_stride;
     log_sum = d_scores + most * kTile;
     dot = log_sum + most;
@@ -103,7 +107,8 @@ struct BackwardRows : QueryRows<Real> {
                       const Real* lse, std::int64_t tokens, std::int64_t position) {
     const auto scale = static_cast<Real>(shape.scale * kLog2E);
     const std::int64_t out_stride = shape.num_heads * head_dim;
-    Base::begin(queries, shape.row_stride(), tokens, position, scale);
+    Base::place(tokens, position);
+    Base::begin(queries, shape.row_stride(), scale);
     Base::copy_rows(grad, out_stride, Real(1), d_out);
     for (std::int64_t token = 0, r = 0; token < tokens; ++token)
       for (std::int64_t i = 0; i < group; ++i, ++r) {

@@ -1,31 +1,50 @@
 // Causal attention, forward: packed sequences and sequences in a blocked cache run the same tiles.
 #include "kernels/cpu/attention_tile.h"
+#include "kernels/cpu/kv_cache_write.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
 namespace {
 
-/// Query tokens [begin, end) of one sequence over its tiles; `position` is that of token 0. `after`: tiles of what
-/// comes next, if anything does.
+/// Of a block of query tokens of one kv head, or of one token of every kv head.
+template <class Real>
+std::size_t query_rows_bytes(const AttentionShape& shape) {
+  const std::size_t block = QueryRows<Real>::bytes(shape, attention_query_tokens(shape.group()));
+  return round_up(larger<std::size_t>(block, shape.num_kv_heads * QueryRows<Real>::bytes(shape, 1)), 64);
+}
+
+/// Query tokens of one sequence: `first` points to the first one's first head, `position` is its own.
+template <class Elem, class Real>
+struct Queries {
+  const Elem* first;
+  std::int64_t position, begin, end;  ///< tokens [begin, end) after it
+  Elem* out;                          ///< of the first one
+  Real* lse;                          ///< likewise; nullptr: not wanted
+};
+
+/// Queries over the tiles of `heads` kv heads. Several heads go through the tiles side by side, for a single token only: then all
+/// that a block of the cache holds is read in one go, as the machine's own
+/// prefetching likes it.
 template <class Elem, class Real, class Tiles>
-void attend(QueryRows<Real>& block, const Tiles& tiles, const AttentionShape& shape, const Elem* queries,
-            std::int64_t position, std::int64_t begin, std::int64_t end, Elem* out, Real* lse, const Tiles* after) {
-  const std::int64_t most = attention_query_tokens(shape.group());
+void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tiles, std::int64_t heads, const Queries<Elem, Real>& queries) {
+  const std::int64_t most = heads > 1 ? 1 : attention_query_tokens(shape.group());
+  const std::int64_t size = QueryRows<Real>::bytes(shape, most);
   const auto scale = static_cast<Real>(shape.scale * kLog2E);
-  const std::int64_t out_stride = shape.num_heads * shape.head_dim;
-  for (std::int64_t token = begin; token < end;) {
+  const std::int64_t stride = shape.row_stride(), out_stride = shape.num_heads * shape.head_dim, head_step = shape.group() * shape.head_dim;
+  for (std::int64_t token = queries.begin; token < queries.end;) {
     // blocks end at multiples of `most`, so that only a block's last tile is cut by causality
-    const std::int64_t next = smaller(end, round_up(position + token + 1, most) - position);
-    block.begin(queries + token * shape.row_stride(), shape.row_stride(), next - token, position + token, scale);
-    for (std::int64_t t = 0, count = block.tiles(); t < count; ++t) {
-      if (t + 1 < count)
-        tiles.prefetch(t + 1);
-      else if (after != nullptr && next == end)
-        after->prefetch(0);
-      block.add_tile(t, tiles.key_tile(t), tiles.value_tile(t));
-    }
-    block.finish(out + token * out_stride, out_stride, lse == nullptr ? nullptr : lse + token * shape.num_heads,
-                 shape.num_heads);
+    const std::int64_t position = queries.position + token, next = smaller(queries.end, round_up(position + 1, most) - queries.position);
+    const auto rows_of = [&](std::int64_t head) {
+      QueryRows<Real> rows(shape, workspace + head * size, most);
+      rows.place(next - token, position);
+      return rows;
+    };
+    for (std::int64_t head = 0; head < heads; ++head) rows_of(head).begin(queries.first + token * stride + head * head_step, stride, scale);
+    for (std::int64_t t = 0, count = rows_of(0).tiles(); t < count; ++t)
+      for (std::int64_t head = 0; head < heads; ++head) rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
+    for (std::int64_t head = 0; head < heads; ++head)
+      rows_of(head).finish(queries.out + token * out_stride + head * head_step, out_stride,
+                           queries.lse == nullptr ? nullptr : queries.lse + token * shape.num_heads, shape.num_heads);
     token = next;
   }
 }
@@ -39,8 +58,7 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
   const Elem* keys = qkv + (shape.num_heads + item.kv_head) * head_dim;
   const Elem* values = keys + shape.num_kv_heads * head_dim;
 
-  QueryRows<Real> block(shape, workspace);
-  auto* key_tiles = reinterpret_cast<Real*>(workspace + round_up(QueryRows<Real>::bytes(shape), 64));
+  auto* key_tiles = reinterpret_cast<Real*>(workspace + query_rows_bytes<Real>(shape));
   const std::int64_t tile_size = head_dim * kTile;
   std::int64_t most_keys = 0;
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i)
@@ -63,10 +81,10 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
     packed = sequence.prefix_length / kTile;
     const std::int64_t out_offset = sequence.start * shape.num_heads + first_head;
     const PackedTiles<Real> tiles{key_tiles, value_tiles, tile_size};
-    attend(block, tiles, shape, qkv + sequence.start * stride + first_head * head_dim, sequence.prefix_length,
-           item.token_begin, end, static_cast<Elem*>(args.out) + out_offset * head_dim,
-           args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset,
-           static_cast<const PackedTiles<Real>*>(nullptr));
+    const Queries<Elem, Real> queries{qkv + sequence.start * stride + first_head * head_dim, sequence.prefix_length, item.token_begin, end,
+                                      static_cast<Elem*>(args.out) + out_offset * head_dim,
+                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
+    attend(shape, workspace, tiles, 1, queries);
   }
 }
 
@@ -75,26 +93,22 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
   using Real = typename RealOf<Elem>::type;
   const AttentionShape& shape = args.shape;
   const std::int64_t kv_heads = shape.num_kv_heads, head_dim = shape.head_dim, tile_size = head_dim * kTile;
+  const auto* qkv = static_cast<const Elem*>(args.qkv);
+  auto* cache = static_cast<Elem*>(args.cache);
   const auto tiles_of = [&](std::int64_t pair) {
-    return CachedTiles<Elem>{static_cast<const Elem*>(args.keys),
-                             static_cast<const Elem*>(args.values),
-                             args.slices[pair / kv_heads].block_table,
-                             kv_heads * tile_size,
-                             pair % kv_heads * tile_size,
-                             tile_size * static_cast<std::int64_t>(sizeof(Elem))};
+    return CachedTiles<Elem>{cache + pair % kv_heads * 2 * tile_size, args.slices[pair / kv_heads].block_table, kv_heads * 2 * tile_size,
+                             tile_size};
   };
-  QueryRows<Real> block(shape, workspace);
-  for (std::int64_t pair = item.pair_begin; pair < item.pair_end; ++pair) {
+  for (std::int64_t pair = item.pair_begin; pair < item.pair_end;) {
     const PagedSlice& slice = args.slices[pair / kv_heads];
-    const std::int64_t first_head = pair % kv_heads * shape.group();
-    const auto tiles = tiles_of(pair);
-    const bool more = pair + 1 < item.pair_end && args.slices[(pair + 1) / kv_heads].query_length > 0;
-    const auto after = more ? tiles_of(pair + 1) : tiles;
-    attend(block, tiles, shape,
-           static_cast<const Elem*>(args.qkv) + slice.query_start * shape.row_stride() + first_head * head_dim,
-           slice.context_length, item.token_begin, smaller(item.token_end, slice.query_length),
-           static_cast<Elem*>(args.out) + (slice.query_start * shape.num_heads + first_head) * head_dim,
-           static_cast<Real*>(nullptr), more ? &after : nullptr);
+    const std::int64_t kv_head = pair % kv_heads, first_head = kv_head * shape.group();
+    const std::int64_t heads = slice.query_length == 1 ? smaller(kv_heads - kv_head, item.pair_end - pair) : 1, next = pair + heads;
+    for (std::int64_t head = kv_head; item.store && head < kv_head + heads; ++head) write_head(shape, qkv, slice, head, cache);
+    const Queries<Elem, Real> queries{qkv + slice.query_start * shape.row_stride() + first_head * head_dim, slice.context_length,
+                                      item.token_begin, smaller(item.token_end, slice.query_length),
+                                      static_cast<Elem*>(args.out) + (slice.query_start * shape.num_heads + first_head) * head_dim, nullptr};
+    attend(shape, workspace, tiles_of(pair), heads, queries);
+    pair = next;
   }
 }
 
@@ -102,8 +116,7 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
 
 std::size_t attention_forward_workspace(const AttentionShape& shape, std::int64_t max_keys) {
   const bool wide = shape.type == ElementType::float64;
-  const std::size_t rows = wide ? QueryRows<double>::bytes(shape) : QueryRows<float>::bytes(shape);
-  return round_up(rows, 64) + 2 * round_up(max_keys, kTile) * shape.head_dim * (wide ? 8 : 4);
+  return (wide ? query_rows_bytes<double>(shape) : query_rows_bytes<float>(shape)) + 2 * round_up(max_keys, kTile) * shape.head_dim * (wide ? 8 : 4);
 }
 
 void attention_forward_item(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace) {
@@ -118,7 +131,7 @@ void attention_forward_item(const AttentionForwardArgs& args, const AttentionIte
 }
 
 std::size_t attention_paged_workspace(const AttentionShape& shape) {
-  return shape.type == ElementType::float64 ? QueryRows<double>::bytes(shape) : QueryRows<float>::bytes(shape);
+  return shape.type == ElementType::float64 ? query_rows_bytes<double>(shape) : query_rows_bytes<float>(shape);
 }
 
 void attention_paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {

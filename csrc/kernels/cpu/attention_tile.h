@@ -143,28 +143,33 @@ struct QueryRows {
   Real* max;              ///< [rows]
   Real* sum;              ///< [rows][W], lane-wise
 
-  static std::size_t bytes(const AttentionShape& shape) {
-    const std::int64_t rows = attention_query_tokens(shape.group()) * shape.group();
+  /// For blocks of at most `most` tokens.
+  static std::size_t bytes(const AttentionShape& shape, std::int64_t most) {
+    const std::int64_t rows = most * shape.group();
     const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
     return static_cast<std::size_t>(rows * (2 * stride + kTile + W) * sizeof(Real) + round_up(rows * sizeof(Real), 64));
   }
 
-  QueryRows(const AttentionShape& shape, std::byte* workspace) : head_dim(shape.head_dim), group(shape.group()) {
-    const std::int64_t most = attention_query_tokens(group) * group;
+  /// In workspace that may hold them already.
+  QueryRows(const AttentionShape& shape, std::byte* workspace, std::int64_t most) : head_dim(shape.head_dim), group(shape.group()) {
     acc_stride = round_up(head_dim, kNativeBytes / 4);
     q = reinterpret_cast<Real*>(workspace);
-    acc = q + most * acc_stride;
-    scores = acc + most * acc_stride;
-    sum = scores + most * kTile;
-    max = sum + most * W;
+    acc = q + most * group * acc_stride;
+    scores = acc + most * group * acc_stride;
+    sum = scores + most * group * kTile;
+    max = sum + most * group * W;
   }
 
-  /// Loads queries: `first` points to the first token's first head of the group; tokens are token_stride apart.
-  template <class Elem>
-  void begin(const Elem* first, std::int64_t token_stride, std::int64_t tokens_, std::int64_t position_, Real scale) {
+  /// Which tokens these are.
+  void place(std::int64_t tokens_, std::int64_t position_) {
     tokens = tokens_;
     rows = tokens * group;
     position = position_;
+  }
+
+  /// Loads their queries: `first` points to the first token's first head of the group; tokens are token_stride apart.
+  template <class Elem>
+  void begin(const Elem* first, std::int64_t token_stride, Real scale) {
     copy_rows(first, token_stride, scale, q);
     fill(acc, rows * acc_stride, Real(0));
     fill(sum, rows * W, Real(0));
@@ -291,30 +296,18 @@ struct PackedTiles {
   const Real* keys;
   const Real* values;
   std::int64_t tile_size;
-  const Real* key_tile(std::int64_t t) const { return keys + t * tile_size; }
-  const Real* value_tile(std::int64_t t) const { return values + t * tile_size; }
-  void prefetch(std::int64_t) const {}
+  const Real* key_tile(std::int64_t t, std::int64_t) const { return keys + t * tile_size; }
+  const Real* value_tile(std::int64_t t, std::int64_t) const { return values + t * tile_size; }
 };
 
-/// Tiles that lie in cache blocks.
+/// Tiles that lie in cache blocks, of the kv heads from some first one on.
 template <class Elem>
 struct CachedTiles {
-  const Elem* keys;
-  const Elem* values;
+  const Elem* first;  ///< that head's keys in block 0
   const std::int32_t* block_table;
-  std::int64_t block_size, tile_offset, tile_bytes;
-  std::int64_t offset(std::int64_t t) const { return block_table[t] * block_size + tile_offset; }
-  const Elem* key_tile(std::int64_t t) const { return keys + offset(t); }
-  const Elem* value_tile(std::int64_t t) const { return values + offset(t); }
-  /// Blocks lie anywhere, and the machine's own prefetchers stop at page ends: ask for every line of the next tile.
-  void prefetch(std::int64_t t) const {
-    const auto* k = reinterpret_cast<const char*>(key_tile(t));
-    const auto* v = reinterpret_cast<const char*>(value_tile(t));
-    for (std::int64_t i = 0; i < tile_bytes; i += 64) {
-      __builtin_prefetch(k + i);
-      __builtin_prefetch(v + i);
-    }
-  }
+  std::int64_t block_size, tile_size;
+  const Elem* key_tile(std::int64_t t, std::int64_t head) const { return first + block_table[t] * block_size + head * 2 * tile_size; }
+  const Elem* value_tile(std::int64_t t, std::int64_t head) const { return key_tile(t, head) + tile_size; }
 };
 
 /// The rows of one sequence's keys (or values) by absolute position: a shared prefix, then its own.

@@ -53,8 +53,8 @@ class Cache:
     def __init__(self, shape, dtype, blocks, seed):
         n, k, h = shape
         self.heads = heads_of(shape)
-        self.keys = torch.full((blocks, k, h, TILE), math.nan, dtype=dtype)
-        self.values = torch.full((blocks, k, TILE, h), math.nan, dtype=dtype)
+        self.storage = torch.full((blocks, k, 2, h * TILE), math.nan, dtype=dtype)
+        self.keys = self.storage[:, :, 0].unflatten(-1, (h, TILE))
         self.free = list(range(blocks))
         random.Random(seed).shuffle(self.free)
 
@@ -62,8 +62,7 @@ class Cache:
         return [self.free.pop() for _ in range(-(-length // TILE))]
 
     def run(self, qkv, slices):
-        C.kv_cache_write(qkv, slices, self.heads, self.keys, self.values)
-        return C.attention_paged(qkv, slices, self.heads, self.keys, self.values)
+        return C.attention_paged(qkv, slices, self.heads, self.storage)
 
 
 def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None):
@@ -237,7 +236,7 @@ def test_copied_block_serves_a_second_sequence(dtype):
     first = cache.table(prompt + more)
     cache.run(qkv[:prompt], [(0, prompt, 0, first)])
     second = [first[0], *cache.table(prompt + more - TILE)]
-    C.kv_cache_copy(cache.keys, cache.values, first[1], second[1], prompt - TILE)
+    C.kv_cache_copy(cache.storage, first[1], second[1], prompt - TILE)
     assert cache.keys[second[1], :, :, prompt - TILE :].isnan().all()
     got = cache.run(qkv[prompt:], [(0, more, prompt, first), (more, more, prompt, second)])
     want, _ = C.attention_forward(
@@ -261,8 +260,8 @@ def test_bad_arguments_are_value_errors():
         (lambda: C.attention_forward(qkv, [(0, 10, 0, 0)], C.AttentionHeads(4, 2, 12, 1.0)), "multiple of 8"),
         (lambda: cache.run(qkv, [(0, 33, 0, [0])]), "needs 2 cache blocks"),
         (lambda: cache.run(qkv, [(0, 33, 0, [0, 2])]), "names cache block 2 of 2"),
-        (lambda: cache.run(qkv.double(), [(0, 33, 0, [0, 1])]), "cache keys"),
-        (lambda: C.kv_cache_copy(cache.keys, cache.values, 0, 1, 33), "33 positions"),
+        (lambda: cache.run(qkv.double(), [(0, 33, 0, [0, 1])]), "cache must be"),
+        (lambda: C.kv_cache_copy(cache.storage, 0, 1, 33), "33 positions"),
     ]:
         with pytest.raises(ValueError, match=words):
             call()

@@ -67,16 +67,21 @@ struct Ahead {
   std::int64_t step;
 };
 
-/// 16 sums: 4 rows of x by 4 of w (kRows = 4), or 1 row by 16 (kRows = 1, stride 4): the same operations an output.
-template <class T, int kRows, bool kTail>
-[[gnu::always_inline]] inline void tile(const T* const* x, const T* const* w, std::int64_t K, Ahead ahead, typename Dot<T>::S::Scalar* out,
-                                        std::int64_t stride) {
+/// Elements of K in a part, where there are at least twice as many. Long rows go part by part, so that four rows of x stay in the
+/// first level while the columns pass by; the sums wait in memory meanwhile, lane by lane: the same bits.
+template <class T>
+constexpr std::int64_t kPart = 2048 / sizeof(T);
+
+/// 16 sums over steps [begin, end) of K: 4 rows of x by 4 of w (kRows = 4), or 1 row by 16 (kRows = 1, stride 4), the same
+/// operations an output. kResume: they go on from `held`; kSuspend: they are put there, and are not sums yet.
+template <class T, int kRows, bool kTail, bool kResume, bool kSuspend>
+[[gnu::always_inline]] inline void tile(const T* const* x, const T* const* w, std::int64_t begin, std::int64_t end, std::int64_t K,
+                                        Ahead ahead, typename Dot<T>::V* held, typename Dot<T>::S::Scalar* out, std::int64_t stride) {
   using D = Dot<T>;
   constexpr int kCols = 16 / kRows;
   typename D::V acc[16];
-  for (auto& v : acc) v = D::S::zero();
-  const std::int64_t whole = K / D::kStep * D::kStep;
-  for (std::int64_t k = 0; k < whole; k += D::kStep) {
+  for (int i = 0; i < 16; ++i) acc[i] = kResume ? held[i] : D::S::zero();
+  for (std::int64_t k = begin; k < end; k += D::kStep) {
     if constexpr (kRows > 1) {
       __builtin_prefetch(ahead.at, 0, 2);
       ahead.at += ahead.step;
@@ -88,11 +93,15 @@ template <class T, int kRows, bool kTail>
       for (int j = 0; j < kCols; ++j) acc[i * kCols + j] = D::mul_add(a, b[j], acc[i * kCols + j]);
     }
   }
+  if constexpr (kSuspend) {
+    for (int i = 0; i < 16; ++i) held[i] = acc[i];
+    return;
+  }
   if constexpr (kTail) {
-    const int rest = static_cast<int>(K - whole);
+    const int rest = static_cast<int>(K - end);
     for (int i = 0; i < kRows; ++i) {
-      const auto a = D::load(x[i] + whole, rest);
-      for (int j = 0; j < kCols; ++j) acc[i * kCols + j] = D::mul_add(a, D::load(w[j] + whole, rest), acc[i * kCols + j]);
+      const auto a = D::load(x[i] + end, rest);
+      for (int j = 0; j < kCols; ++j) acc[i * kCols + j] = D::mul_add(a, D::load(w[j] + end, rest), acc[i * kCols + j]);
     }
   }
   reduce_16<typename D::S>(acc, out, stride);
@@ -126,9 +135,9 @@ struct Next {
     part = 4 * K * static_cast<std::int64_t>(sizeof(T)) / ((rows + 3) / 4);
     step = part * Dot<T>::kStep / K;
   }
-  /// For columns [j, j + 4) of panel number `panel`: its part of their rows, which follow each other in memory.
-  Ahead ahead(std::int64_t panel, int j, const Columns<T>& current) const {
-    return {reinterpret_cast<const char*>(columns ? columns->w[j] : current.w[j]) + panel * part, step};
+  /// For columns [j, j + 4) of panel number `panel`, after `steps` along K: its part of their rows, which follow each other in memory.
+  Ahead ahead(std::int64_t panel, int j, const Columns<T>& current, std::int64_t steps) const {
+    return {reinterpret_cast<const char*>(columns ? columns->w[j] : current.w[j]) + panel * part + steps * step, step};
   }
 };
 
@@ -140,8 +149,20 @@ template <class T, int kRows, bool kTail, class Store>
   alignas(64) accumulate_t<T> sums[kRows * kLinearTileN];
   const T* xs[kRows];
   for (int i = 0; i < kRows; ++i) xs[i] = x + (m + smaller(i, rows - 1)) * ldx;  // beyond `rows` the last again
-  for (int j = 0; j < columns.count; j += kCols) {
-    tile<T, kRows, kTail>(xs, columns.w + j, K, next.ahead(number, j, columns), sums + j, kRows == 1 ? 4 : kLinearTileN);
+  const std::int64_t whole = K / Dot<T>::kStep * Dot<T>::kStep;
+  alignas(64) typename Dot<T>::V held[kRows * kLinearTileN];
+  const auto columns_of_part = [&]<bool kResume, bool kSuspend>(std::int64_t begin, std::int64_t end) {
+    for (int j = 0; j < columns.count; j += kCols)
+      tile<T, kRows, kTail, kResume, kSuspend>(xs, columns.w + j, begin, end, K, next.ahead(number, j, columns, begin / Dot<T>::kStep),
+                                               held + kRows * j, sums + j, kRows == 1 ? 4 : kLinearTileN);
+  };
+  if (kRows == 1 || whole < 2 * kPart<T>) {
+    columns_of_part.template operator()<false, false>(0, whole);
+  } else {
+    columns_of_part.template operator()<false, true>(0, kPart<T>);
+    std::int64_t k = kPart<T>;
+    for (; k + kPart<T> < whole; k += kPart<T>) columns_of_part.template operator()<true, true>(k, k + kPart<T>);
+    columns_of_part.template operator()<true, false>(k, whole);
   }
   for (int i = 0; i < rows; ++i) store(m + i, sums + i * kLinearTileN);
 }

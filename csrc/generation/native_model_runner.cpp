@@ -52,7 +52,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor&) {
     ops::attention_paged(qkv, slices, heads_, cache_[static_cast<std::size_t>(layer)], out);
   };
-  const auto h = decoder.forward(token_ids, positions, attention, workspace_);
+  const auto h = decoder.forward(token_ids, positions, attention, batch.logits_rows, workspace_);
 
   const auto R = static_cast<std::int64_t>(batch.logits_rows.size()), D = model_->config().hidden_size;
   const auto rows = workspace_.take("rows", {R, D}, h.scalar_type()), normed = workspace_.take("rows_normed", {R, D}, decoder.compute_dtype());

@@ -63,8 +63,8 @@ LayerActivations Decoder::buffers(std::int64_t layer, std::int64_t T, bool keep,
   return a;
 }
 
-void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
-                        const at::Tensor& h_out, Workspace& workspace, bool keep) {
+void Decoder::run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+                            Workspace& workspace) {
   const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
   const auto& c = config_;
   const std::int64_t T = a.h_in.size(0), Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
@@ -79,26 +79,49 @@ void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const A
   }
   ops::rope(a.qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions, rope_.cos(), rope_.sin());
   attention(layer, a.qkv, a.attn, a.lse);
+}
 
-  const at::Tensor& h_mid = keep ? a.h_mid : a.h_in;
-  if (keep) h_mid.copy_(a.h_in);
+/// The attention's output product and the MLP. h_mid holds the residual stream before the layer.
+void Decoder::run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, Workspace& workspace) {
+  const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
+  const std::int64_t T = h_mid.size(0);
+  const auto normed = workspace.take("normed", {T, config_.hidden_size}, compute_dtype());
   ops::linear_forward(a.attn, p.o_weight, optional(p.o_bias), h_mid, /*accumulate=*/true);
-  ops::rms_norm_forward(h_mid, p.post_norm, c.rms_norm_eps, normed, optional(a.rstd_mid));
-  const auto act = workspace.take("act", {T, c.intermediate_size}, compute_dtype());
+  ops::rms_norm_forward(h_mid, p.post_norm, config_.rms_norm_eps, normed, optional(a.rstd_mid));
+  const auto act = workspace.take("act", {T, config_.intermediate_size}, compute_dtype());
   ops::linear_swiglu(normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, act);
-  if (keep) h_out.copy_(h_mid);
+  if (!h_out.is_same(h_mid)) h_out.copy_(h_mid);
   ops::linear_forward(act, p.down_weight, optional(p.down_bias), h_out, /*accumulate=*/true);
 }
 
-at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, Workspace& workspace) {
+void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+                        const at::Tensor& h_out, Workspace& workspace, bool keep) {
+  run_attention(layer, positions, attention, a, workspace);
+  if (keep) a.h_mid.copy_(a.h_in);
+  run_mlp(layer, a, keep ? a.h_mid : a.h_in, h_out, workspace);
+}
+
+at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+                            std::span<const std::int64_t> rows, Workspace& workspace) {
   const std::int64_t T = token_ids.numel();
   rope_.reserve(T > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
   const auto h = workspace.take("h", {T, config_.hidden_size}, accumulate_dtype());
   ops::embedding_forward(parameters_.embedding, token_ids, h);
   auto a = buffers(0, T, false, workspace);
   a.h_in = h;
-  for (std::int64_t l = 0; l < config_.num_layers; ++l) run_layer(l, positions, attention, a, h, workspace, false);
-  return h;
+  const std::int64_t R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
+  for (std::int64_t l = 0; l < last || (l == last && R == T); ++l) run_layer(l, positions, attention, a, h, workspace, false);
+  if (R == T) return h;
+  run_attention(last, positions, attention, a, workspace);
+  if (R == 0) return h;
+  const auto index = at::from_blob(const_cast<std::int64_t*>(rows.data()), {R}, at::kLong);  // only read
+  auto attn = workspace.take("rows.attn", {R, config_.query_size()}, compute_dtype());
+  auto h_rows = workspace.take("rows.h", {R, config_.hidden_size}, accumulate_dtype());
+  at::index_select_out(attn, a.attn, 0, index);
+  at::index_select_out(h_rows, h, 0, index);
+  a.attn = attn;
+  run_mlp(last, a, h_rows, h_rows, workspace);
+  return h.index_copy_(0, index, h_rows);
 }
 
 at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,

@@ -5,6 +5,7 @@
 // type (float32, bfloat16, float64), A its accumulation type (float32, float32, float64). The residual stream is A.
 #pragma once
 #include <functional>
+#include <span>
 
 #include "model/parameters.h"
 #include "model/workspace.h"
@@ -54,8 +55,10 @@ class Decoder {
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
-  /// Residual stream [T, D] after the last layer, nothing kept. token_ids and positions are int64 [T].
-  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, Workspace& workspace);
+  /// Residual stream [T, D] after the last layer, nothing kept. token_ids and positions are int64 [T]. `rows`: those that will be
+  /// read; the others are not taken through the last layer once their keys and values are there.
+  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+                     std::span<const std::int64_t> rows, Workspace& workspace);
 
   /// The same, keeping what backward needs (only each layer's input when `checkpoint`: the rest is computed again).
   at::Tensor forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,
@@ -72,6 +75,8 @@ class Decoder {
  private:
   void run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out,
                  Workspace& workspace, bool keep);
+  void run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, Workspace& workspace);
+  void run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, Workspace& workspace);
   LayerActivations buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const;
   at::Tensor in_compute_dtype(const at::Tensor& dh, Workspace& workspace) const;
   void backward_mlp(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads, Workspace& workspace);

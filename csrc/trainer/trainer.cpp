@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "common/check.h"
 #include "ops/linear.h"
@@ -48,7 +49,7 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   pending_ = options.keep;
   const auto attention = attention_over(packed_.sequences, heads_of(decoder.config()));
   h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace())
-                    : decoder.forward(packed_.token_ids, packed_.positions, attention, model_->workspace());
+                    : decoder.forward(packed_.token_ids, packed_.positions, attention, packed_.query.rows, model_->workspace());
 }
 
 void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
@@ -98,7 +99,9 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
   const auto attention = attention_over(whole, heads_of(decoder.config()));
-  const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, model_->workspace());
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(T));
+  std::iota(rows.begin(), rows.end(), 0);
+  const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, rows, model_->workspace());
   const auto normed = at::empty(h.sizes(), h.options().dtype(decoder.compute_dtype()));
   decoder.final_norm(h, normed, at::Tensor());
   auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());

@@ -10,8 +10,8 @@
 namespace nemo_rl::kernels {
 
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; x and w row-major with unit stride along K.
-/// Work is cut into tiles: num_linear_tiles(M, N) of them, any range may be computed at a time; `more` says that the caller means
-/// to go on with tile_end, whose weights are then asked for.
+/// Work is cut into tiles: LinearTiles(M, N).count() of them, any range may be computed at a time; `more` says that the caller means
+/// to go on with tile_end and what follows it, whose weights are then asked for.
 template <class T, class O>
 struct LinearForwardArgs {
   const T* x;
@@ -28,10 +28,20 @@ struct LinearForwardArgs {
 inline constexpr std::int64_t kLinearBlockM = 256;  ///< rows of x that stay in the second-level cache
 inline constexpr std::int64_t kLinearTileN = 32;    ///< columns: whole cache lines of y, and rows of w in the first level
 
-inline std::int64_t num_linear_strips(std::int64_t N) { return (N + kLinearTileN - 1) / kLinearTileN; }  ///< tiles to a block of rows
-inline std::int64_t num_linear_tiles(std::int64_t M, std::int64_t N) {
-  return (M + kLinearBlockM - 1) / kLinearBlockM * num_linear_strips(N);
-}
+inline constexpr std::int64_t kLinearTileM = 32;    ///< rows: little enough that no thread waits long for another's last tile
+
+/// Where tile number t lies: tiles go down the rows of a block, then strip by strip through its columns, then block by block.
+struct LinearTiles {
+  std::int64_t strips, steps, blocks;  ///< strips of columns; tiles to a strip of a block; blocks of rows
+  LinearTiles(std::int64_t M, std::int64_t N)
+      : strips((N + kLinearTileN - 1) / kLinearTileN),
+        steps(((M < kLinearBlockM ? M : kLinearBlockM) + kLinearTileM - 1) / kLinearTileM),
+        blocks((M + kLinearBlockM - 1) / kLinearBlockM) {}
+  std::int64_t count() const { return strips * steps * blocks; }
+  std::int64_t strip(std::int64_t t) const { return t / steps % strips; }
+  std::int64_t block_row(std::int64_t t) const { return t / steps / strips * kLinearBlockM; }
+  std::int64_t row(std::int64_t t) const { return block_row(t) + t % steps * kLinearTileM; }
+};
 
 template <class T, class O>
 using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
@@ -41,8 +51,8 @@ NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up and
-/// swiglu_forward of that. Work is cut into num_linear_tiles(M, 2I) tiles; half of
-/// a tile's columns are gates, half are ups.
+/// swiglu_forward of that. Work is cut into the tiles of LinearTiles(M, 2I); half
+/// of a tile's columns are gates, half are ups.
 template <class T>
 struct LinearSwigluArgs {
   const T* x;

@@ -68,9 +68,9 @@ void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::
   const kernels::LinearForwardArgs<S, float> args{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr,
                                                   out, kTile, rows, columns, x.size(1), false};
   if constexpr (std::is_same_v<S, float>) {
-    kernels::linear_forward_f32(args, 0, kernels::num_linear_tiles(rows, columns), false);
+    kernels::linear_forward_f32(args, 0, kernels::LinearTiles(rows, columns).count(), false);
   } else {
-    kernels::linear_forward_bf16_f32(args, 0, kernels::num_linear_tiles(rows, columns), false);
+    kernels::linear_forward_bf16_f32(args, 0, kernels::LinearTiles(rows, columns).count(), false);
   }
 }
 

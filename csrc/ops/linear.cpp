@@ -20,7 +20,7 @@ bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
 
 /// How many tiles a thread should have at least: waking one costs some microseconds.
 std::int64_t tiles_at_least(std::int64_t M, std::int64_t K) {
-  const std::int64_t work = K * kernels::kLinearTileN * std::min(M, kernels::kLinearBlockM);
+  const std::int64_t work = K * kernels::kLinearTileN * std::min(M, kernels::kLinearTileM);
   return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
 }
 
@@ -29,7 +29,7 @@ void run(kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Te
          const at::Tensor& y, bool accumulate) {
   const kernels::LinearForwardArgs<T, O> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
                                               mutable_ptr<O>(y), y.stride(0), x.size(0), w.size(0), x.size(1), accumulate};
-  parallel_tiles(kernels::num_linear_tiles(args.M, args.N), tiles_at_least(args.M, args.K),
+  parallel_tiles(kernels::LinearTiles(args.M, args.N).count(), tiles_at_least(args.M, args.K),
                  [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
 }
 
@@ -39,7 +39,7 @@ void run_swiglu(kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at:
   const kernels::LinearSwigluArgs<T> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
                                           gate_up.defined() ? mutable_ptr<T>(gate_up) : nullptr, mutable_ptr<T>(act),
                                           x.size(0), act.size(1), x.size(1)};
-  parallel_tiles(kernels::num_linear_tiles(args.M, 2 * args.I), tiles_at_least(args.M, args.K),
+  parallel_tiles(kernels::LinearTiles(args.M, 2 * args.I).count(), tiles_at_least(args.M, args.K),
                  [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
 }
 

@@ -167,35 +167,37 @@ template <class T, int kRows, bool kTail, class Store>
   for (int i = 0; i < rows; ++i) store(m + i, sums + i * kLinearTileN);
 }
 
-/// Rows [m0, m1) of x by a tile's columns.
+/// Rows [m0, m1) of x by a tile's columns; the first panel has number `number`.
 template <class T, bool kTail, class Store>
 void tile_rows(const T* x, std::int64_t ldx, std::int64_t K, std::int64_t m0, std::int64_t m1, const Columns<T>& columns, const Next<T>& next,
-               const Store& store) {
+               std::int64_t number, const Store& store) {
   std::int64_t m = m0;
-  for (; m + 2 <= m1; m += 4)
-    panel<T, 4, kTail>(x, ldx, K, m, static_cast<int>(smaller<std::int64_t>(4, m1 - m)), columns, next, (m - m0) / 4, store);
+  for (; m + 2 <= m1; m += 4, ++number)
+    panel<T, 4, kTail>(x, ldx, K, m, static_cast<int>(smaller<std::int64_t>(4, m1 - m)), columns, next, number, store);
   if (m < m1) panel<T, 1, kTail>(x, ldx, K, m, 1, columns, next, 0, store);
 }
 
-/// Tiles [begin, end) of p.x by columns that lie `strips` to a block of rows: columns_of(strip), and what becomes of their sums,
-/// store_of(strip). `more`: the caller means to go on with tile `end`.
+/// Tiles [begin, end) of p.x by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller means to go
+/// on with tile `end` and what follows.
 template <class Args, class ColumnsOf, class StoreOf>
-void run_tiles(const Args& p, std::int64_t strips, std::int64_t begin, std::int64_t end, bool more, const ColumnsOf& columns_of,
+void run_tiles(const Args& p, const LinearTiles& tiles, std::int64_t begin, std::int64_t end, bool more, const ColumnsOf& columns_of,
                const StoreOf& store_of) {
   using Set = decltype(columns_of(begin));
   using T = typename Set::Element;
-  Set sets[2];  // this tile's and the next one's, in turn
-  if (begin < end) sets[begin % 2] = columns_of(begin % strips);
+  Set sets[2];  // this strip's columns and the next one's, in turn
+  if (begin < end) sets[begin / tiles.steps % 2] = columns_of(tiles.strip(begin));
   for (std::int64_t t = begin; t < end; ++t) {
-    const std::int64_t m0 = t / strips * kLinearBlockM, m1 = smaller(m0 + kLinearBlockM, p.M);
-    const bool go_on = more || t + 1 < end;
-    const Set &columns = sets[t % 2], &after = sets[(t + 1) % 2];
-    if (go_on) sets[(t + 1) % 2] = columns_of((t + 1) % strips);
-    const Next<T> next(go_on && p.ldw == p.K ? &after : nullptr, m1 - m0, p.K);
+    const std::int64_t strip = tiles.strip(t), m_block = tiles.block_row(t), m0 = tiles.row(t);
+    const std::int64_t m1 = smaller(m0 + kLinearTileM, p.M), rows = smaller(p.M - m_block, kLinearBlockM);
+    const std::int64_t turn = t / tiles.steps;
+    const Set &columns = sets[turn % 2], &after = sets[(turn + 1) % 2];
+    const bool go_on = more || (turn + 1) * tiles.steps < end;
+    if (go_on && (t == begin || t % tiles.steps == 0)) sets[(turn + 1) % 2] = columns_of((strip + 1) % tiles.strips);
+    const Next<T> next(go_on && p.ldw == p.K ? &after : nullptr, rows, p.K);
     if (p.K % Dot<T>::kStep == 0) {
-      tile_rows<T, false>(p.x, p.ldx, p.K, m0, m1, columns, next, store_of(t % strips));
+      tile_rows<T, false>(p.x, p.ldx, p.K, m0, m1, columns, next, (m0 - m_block) / 4, store_of(strip));
     } else {
-      tile_rows<T, true>(p.x, p.ldx, p.K, m0, m1, columns, next, store_of(t % strips));
+      tile_rows<T, true>(p.x, p.ldx, p.K, m0, m1, columns, next, (m0 - m_block) / 4, store_of(strip));
     }
   }
 }

@@ -46,7 +46,7 @@ void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, s
     return columns;
   };
   const auto store_of = [&](std::int64_t strip) { return StoreColumns<T, O>{p, strip * kLinearTileN, count(strip)}; };
-  run_tiles(p, num_linear_strips(p.N), tile_begin, tile_end, more, columns_of, store_of);
+  run_tiles(p, LinearTiles(p.M, p.N), tile_begin, tile_end, more, columns_of, store_of);
 }
 
 }  // namespace

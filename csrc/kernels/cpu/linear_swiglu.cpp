@@ -54,7 +54,7 @@ void linear_swiglu(const LinearSwigluArgs<T>& p, std::int64_t tile_begin, std::i
     return columns;
   };
   const auto store_of = [&](std::int64_t strip) { return StoreSwiglu<T>{p, strip * kHalf, count(strip)}; };
-  run_tiles(p, num_linear_strips(2 * p.I), tile_begin, tile_end, more, columns_of, store_of);
+  run_tiles(p, LinearTiles(p.M, 2 * p.I), tile_begin, tile_end, more, columns_of, store_of);
 }
 
 }  // namespace

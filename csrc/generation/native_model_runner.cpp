@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <cstring>
 
 #include "common/check.h"
 #include "ops/linear.h"
@@ -54,13 +53,9 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   };
   const auto h = decoder.forward(token_ids, positions, attention, batch.logits_rows, workspace_);
 
-  const auto R = static_cast<std::int64_t>(batch.logits_rows.size()), D = model_->config().hidden_size;
-  const auto rows = workspace_.take("rows", {R, D}, h.scalar_type()), normed = workspace_.take("rows_normed", {R, D}, decoder.compute_dtype());
-  const auto bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
-  for (std::int64_t r = 0; r < R; ++r)
-    std::memcpy(static_cast<char*>(rows.data_ptr()) + static_cast<std::size_t>(r) * bytes,
-                static_cast<const char*>(h.const_data_ptr()) + static_cast<std::size_t>(batch.logits_rows[static_cast<std::size_t>(r)]) * bytes, bytes);
-  decoder.final_norm(rows, normed, at::Tensor());
+  const auto R = h.size(0);
+  const auto normed = workspace_.take("rows.normed", h.sizes(), decoder.compute_dtype());
+  decoder.final_norm(h, normed, at::Tensor());
   const auto logits = workspace_.take("logits", {R, vocab_size()}, at::kFloat);
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits);
   return logits;

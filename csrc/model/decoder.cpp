@@ -110,10 +110,8 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   auto a = buffers(0, T, false, workspace);
   a.h_in = h;
   const std::int64_t R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
-  for (std::int64_t l = 0; l < last || (l == last && R == T); ++l) run_layer(l, positions, attention, a, h, workspace, false);
-  if (R == T) return h;
+  for (std::int64_t l = 0; l < last; ++l) run_layer(l, positions, attention, a, h, workspace, false);
   run_attention(last, positions, attention, a, workspace);
-  if (R == 0) return h;
   const auto index = at::from_blob(const_cast<std::int64_t*>(rows.data()), {R}, at::kLong);  // only read
   auto attn = workspace.take("rows.attn", {R, config_.query_size()}, compute_dtype());
   auto h_rows = workspace.take("rows.h", {R, config_.hidden_size}, accumulate_dtype());
@@ -121,7 +119,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   at::index_select_out(h_rows, h, 0, index);
   a.attn = attn;
   run_mlp(last, a, h_rows, h_rows, workspace);
-  return h.index_copy_(0, index, h_rows);
+  return h_rows;
 }
 
 at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,

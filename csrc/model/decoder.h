@@ -55,8 +55,8 @@ class Decoder {
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
-  /// Residual stream [T, D] after the last layer, nothing kept. token_ids and positions are int64 [T]. `rows`: those that will be
-  /// read; the others are not taken through the last layer once their keys and values are there.
+  /// Residual stream [R, D] after the last layer of the R rows that are wanted, nothing kept. token_ids and positions are int64
+  /// [T]. The other rows stop once the last layer has their keys and values.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                      std::span<const std::int64_t> rows, Workspace& workspace);
 

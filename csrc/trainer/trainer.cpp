@@ -48,8 +48,13 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   packed_ = pack_batch(batch, samples, options.share_prefix);
   pending_ = options.keep;
   const auto attention = attention_over(packed_.sequences, heads_of(decoder.config()));
-  h_ = options.keep ? decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace())
-                    : decoder.forward(packed_.token_ids, packed_.positions, attention, packed_.query.rows, model_->workspace());
+  auto& wanted = packed_.query.rows;
+  if (options.keep) {
+    h_ = decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace());
+  } else {
+    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, wanted, model_->workspace());
+    std::iota(wanted.begin(), wanted.end(), 0);  // h_ holds these rows alone
+  }
 }
 
 void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,

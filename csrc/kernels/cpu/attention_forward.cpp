@@ -23,8 +23,7 @@ struct Queries {
 };
 
 /// Queries over the tiles of `heads` kv heads. Several heads go through the tiles side by side, for a single token only: then all
-/// that a block of the cache holds is read in one go, as the machine's own
-/// prefetching likes it.
+/// that a block of the cache holds is read in one go, as the machine's own prefetching likes it.
 template <class Elem, class Real, class Tiles>
 void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tiles, std::int64_t heads, const Queries<Elem, Real>& queries) {
   const std::int64_t most = heads > 1 ? 1 : attention_query_tokens(shape.group());

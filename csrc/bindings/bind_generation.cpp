@@ -100,15 +100,26 @@ GenerationArrays arrays_from(const std::vector<Generation>& generations) {
   return out;
 }
 
-/// Runs without the GIL and takes it once a step to let Python see signals; a KeyboardInterrupt reaches the caller.
-GenerationArrays generate(Engine& engine, const at::Tensor& prompt_ids, const at::Tensor& prompt_offsets, const RequestArrays& arrays) {
+/// Runs without the GIL and takes it once a step to let Python see signals, and for `on_finished(requests, token_ids)` where it is
+/// given; a KeyboardInterrupt, or what that raises, reaches the caller.
+GenerationArrays generate(Engine& engine, const at::Tensor& prompt_ids, const at::Tensor& prompt_offsets, const RequestArrays& arrays,
+                          const py::object& on_finished) {
   try {
     py::gil_scoped_release no_gil;
     const auto interrupted = [] {
       py::gil_scoped_acquire gil;
       return PyErr_CheckSignals() != 0;
     };
-    return arrays_from(engine.generate(split(prompt_ids, prompt_offsets), requests_from(arrays), interrupted));
+    Finished finished;
+    if (!on_finished.is_none()) {
+      finished = [&](const std::vector<std::int64_t>& requests, const std::vector<const std::vector<std::int64_t>*>& token_ids) {
+        py::gil_scoped_acquire gil;
+        py::list ids;
+        for (const auto* tokens : token_ids) ids.append(py::cast(*tokens));
+        on_finished(requests, ids);
+      };
+    }
+    return arrays_from(engine.generate(split(prompt_ids, prompt_offsets), requests_from(arrays), interrupted, finished));
   } catch (const GenerationInterrupted&) {
     throw py::error_already_set();
   }
@@ -236,7 +247,7 @@ void bind_engine(py::module_& m) {
            [](Engine& self, const std::vector<std::string>& table) { self.set_token_bytes(std::make_shared<const TokenBytes>(table)); },
            py::arg("token_bytes"))
       .def("set_max_cache_bytes", &Engine::set_max_cache_bytes, py::arg("max_cache_bytes"))
-      .def("generate", &generate, py::arg("prompt_ids"), py::arg("prompt_offsets"), py::arg("requests"))
+      .def("generate", &generate, py::arg("prompt_ids"), py::arg("prompt_offsets"), py::arg("requests"), py::arg("on_finished") = py::none())
       .def("release_cache", &Engine::release_cache, release_gil())
       .def_property_readonly("cache_blocks", &Engine::cache_blocks)
       .def_property_readonly("metrics", [](const Engine& self) { return metrics_dict(self.metrics()); })

@@ -51,11 +51,12 @@ void Engine::set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes) {
 }
 
 std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
-                                         const std::function<bool()>& interrupted) {
+                                         const std::function<bool()>& interrupted, const Finished& finished) {
   NRL_CHECK(!busy_, "generate() was called while another generate() of this engine runs");
   struct Emptied {  // also when something throws
     Engine& engine;
     ~Emptied() {
+      engine.just_finished_.clear();
       engine.scheduler_.reset();
       engine.sequences_.clear();
       engine.groups_.clear();
@@ -67,6 +68,7 @@ std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int6
   while (scheduler_->has_unfinished()) {
     if (interrupted && interrupted()) throw GenerationInterrupted();
     step();
+    if (finished && !just_finished_.empty() && scheduler_->has_unfinished()) tell(finished);
   }
   NRL_CHECK(scheduler_->blocks().num_used() == 0, scheduler_->blocks().num_used(), " cache blocks were not given back");
   std::vector<Generation> out;
@@ -75,6 +77,16 @@ std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int6
     out.push_back({std::move(s->generated), std::move(s->logprobs), std::move(s->entropies), s->finish_reason});
   }
   return out;
+}
+
+void Engine::tell(const Finished& finished) {
+  std::vector<std::int64_t> requests;
+  std::vector<const std::vector<std::int64_t>*> token_ids;
+  for (const Sequence* s : just_finished_) {
+    requests.push_back(s->id);
+    token_ids.push_back(&s->generated);
+  }
+  finished(requests, token_ids);
 }
 
 void Engine::check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const {
@@ -191,6 +203,7 @@ std::vector<Engine::Draw> Engine::draws_of(const StepPlan& plan) const {
 }
 
 void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits) {
+  just_finished_.clear();
   if (plan.batch.logits_rows.empty()) return;
   NRL_CHECK(logits.defined() && logits.dim() == 2 && logits.size(0) == static_cast<std::int64_t>(plan.batch.logits_rows.size()) &&
                 logits.size(1) == runner_->vocab_size(),
@@ -205,6 +218,7 @@ void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits) {
     NRL_CHECK(sampled[i].token >= 0, "the model's logits are not finite for request ", s.id, " (draw ", s.key.draw_id, ", sample ",
               s.key.sample, ") at position ", s.length());
     s.append(sampled[i], *token_bytes_);
+    if (s.finished()) just_finished_.push_back(&s);
   }
   metrics_.generated_tokens += static_cast<std::int64_t>(draws.size());
 }

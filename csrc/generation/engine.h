@@ -55,6 +55,9 @@ class GenerationInterrupted : public std::runtime_error {
   GenerationInterrupted() : std::runtime_error("generation was interrupted") {}
 };
 
+/// Requests (by index) that have ended, and the tokens of each.
+using Finished = std::function<void(const std::vector<std::int64_t>& requests, const std::vector<const std::vector<std::int64_t>*>& token_ids)>;
+
 class Engine {
  public:
   Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::shared_ptr<const TokenBytes> token_bytes);
@@ -63,11 +66,12 @@ class Engine {
   /// One Generation for every request, in order. Requests of one prompt share its prefill. A prompt that fills
   /// max_model_len yields an empty generation that ended by length.
   ///
-  /// `interrupted` (may be null) is asked once a step. Throws ValueError for an empty prompt, a token id outside the
+  /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests have just
+  /// ended, with their tokens, unless none is left. Throws ValueError for an empty prompt, a token id outside the
   /// vocabulary, max_new_tokens < 1, bad sampling parameters, stop strings without token bytes, or a sequence that cannot
   /// fit the cache; RuntimeError for logits that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
   std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
-                                   const std::function<bool()>& interrupted);
+                                   const std::function<bool()>& interrupted, const Finished& finished = {});
 
   /// Frees the cache; the next generate() allocates it again.
   void release_cache();
@@ -90,6 +94,7 @@ class Engine {
   void step();
   std::vector<Draw> draws_of(const StepPlan& plan) const;
   void append_sampled(const StepPlan& plan, const at::Tensor& logits);
+  void tell(const Finished& finished);
 
   std::shared_ptr<ModelRunner> runner_;
   EngineConfig config_;
@@ -101,6 +106,7 @@ class Engine {
   std::unique_ptr<Scheduler> scheduler_;
   std::vector<std::unique_ptr<PromptGroup>> groups_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
+  std::vector<const Sequence*> just_finished_;  // by the last step
 };
 
 }  // namespace nemo_rl::generation

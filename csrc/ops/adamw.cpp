@@ -61,8 +61,10 @@ double l2_norm(const at::Tensor& x) {
 void round_weights(const at::Tensor& weights, const at::Tensor& compute) {
   NRL_CHECK(weights.numel() == compute.numel() && weights.scalar_type() == at::kFloat && compute.scalar_type() == at::kBFloat16,
             "round_weights: float32 to bfloat16 of the same length");
-  at::parallel_for(0, weights.numel(), kBlock, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) mutable_ptr<bfloat16>(compute)[i] = bfloat16(ptr<float>(weights)[i]);
+  const float* const from = ptr<float>(weights);
+  bfloat16* const to = mutable_ptr<bfloat16>(compute);
+  at::parallel_for(0, weights.numel(), kBlock, [=](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) to[i] = bfloat16(from[i]);
   });
 }
 

@@ -7,6 +7,7 @@ from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
 from nemo_rl_cpp.utils.interrupts import GracefulStop
 from nemo_rl_cpp.utils.logger import Logger
 from nemo_rl_cpp.utils.memory import PhaseMemory
@@ -33,13 +34,14 @@ class RunServices:
     progress: Progress | None = None
     report: ReportWriter | None = None
     memory: PhaseMemory | None = None
+    trace: ChromeTrace | None = None
     stop: GracefulStop = field(default_factory=GracefulStop)
     timeout: TimeoutChecker = field(default_factory=lambda: TimeoutChecker(None))
     history: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for observer in (self.progress, self.memory):
+        for observer in (self.progress, self.memory, self.trace):
             if observer is not None:
                 self.timer.subscribe(observer)
 

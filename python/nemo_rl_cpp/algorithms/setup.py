@@ -6,6 +6,7 @@ threads, and the checkpoint to resume from is known before the model is loaded.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
@@ -24,6 +25,7 @@ from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
 from nemo_rl_cpp.utils.interrupts import GracefulStop
 from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.utils.memory import PhaseMemory
@@ -172,7 +174,9 @@ def make_services(
     progress_mode: str | None = None,
 ) -> RunServices:  # fmt: skip
     """What watches and keeps the run."""
-    report = None
+    report = trace = None
+    if logger is not None and config.logger.chrome_trace:
+        trace = ChromeTrace(Path(logger.log_dir) / f"trace_from_step_{state.step + 1}.json", title)
     if logger is not None and config.logger.report:
         report = ReportWriter(logger.log_dir, config, schema_defaults(config), total_steps=loop.max_num_steps, title=title)
     return RunServices(
@@ -181,6 +185,7 @@ def make_services(
         progress=Progress(loop.max_num_steps, state.step, progress_mode),
         report=report,
         memory=PhaseMemory(),
+        trace=trace,
         stop=GracefulStop(),
         timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
     )

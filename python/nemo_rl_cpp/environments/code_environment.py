@@ -54,6 +54,8 @@ class CodeEnvironment(VerifyingEnvironment):
 
     Refuses to start where a protection is missing (SandboxUnavailableError). Metrics: `num_<reason>` for every reason that a
     program did not pass (see `code_verifier.REASONS`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
+
+    Programs wait until generation has ended: their time limits would count the processor time that it takes from them.
     """
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:

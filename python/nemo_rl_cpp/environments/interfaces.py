@@ -41,6 +41,10 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. An object made directly works in its place.
     """
 
+    scores_rows_alone: bool = False
+    """Whether a conversation's answer depends on that conversation only. True lets rollouts call `step` with some of a
+    batch's rows while the others are still generated."""
+
     @abc.abstractmethod
     def step(
         self, message_log_batch: "list[LLMMessageLogType]", metadata: list[MetadataT]

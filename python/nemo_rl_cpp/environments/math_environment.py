@@ -58,6 +58,7 @@ class BaseMathEnvironment(VerifyingEnvironment):
         "english_multichoice": EnglishMultichoiceVerifyWorker,
         "multilingual_multichoice": MultilingualMultichoiceVerifyWorker,
     }
+    scores_rows_alone = True
     _IMPLEMENTATIONS = ("hf_math_verify", "dapo_math_verify")
 
     def __init__(self, cfg: MathEnvConfig) -> None:

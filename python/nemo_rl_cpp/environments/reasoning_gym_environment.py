@@ -33,6 +33,8 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
     cfg: answer_format "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of `PoolOptions`.
     """
 
+    scores_rows_alone = True
+
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")

@@ -15,6 +15,7 @@ from nemo_rl_cpp.experience.async_rollouts import (
     run_sample_multi_turn_rollout,
 )
 from nemo_rl_cpp.experience.conversations import Conversations
+from nemo_rl_cpp.experience.early_scoring import EarlyScoring
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.turns import append_observation, attach_responses, calculate_rewards, generate_responses
 
@@ -74,7 +75,8 @@ def run_multi_turn_rollout(
     Messages are appended to the rows' message logs in place. The result has, besides the input's keys,
     `total_reward` float32 [B] (summed over turns; components under `reward/<name>`) and `truncated` bool [B]: a
     response ran out of room, or an observation did not fit. `draw_ids`, `sample_index` and `stream` of the batch go
-    to the engine. `deduplicate_multimodal_data` concerns images only, which this package does not have.
+    to the engine. Environments that score rows alone do so while other rows are still generated, where the engine says
+    which have ended. `deduplicate_multimodal_data` concerns images only, which this package does not have.
 
     Returns (batch, rollout metrics with those of the environments).
     """
@@ -83,7 +85,9 @@ def run_multi_turn_rollout(
         if not conversations.active:
             break
         turn = conversations.begin()
-        conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy))
-        conversations.observe(turn, calculate_rewards(turn.active, task_to_env))
+        early = EarlyScoring(turn.active, tokenizer, task_to_env)
+        beside = {"on_finished": early.finished} if early.useful and getattr(policy_generation, "reports_finished", False) else {}
+        conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))
+        conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))
     batch = conversations.finish()
     return batch, rollout_metrics(conversations.stats) | environment_metrics(task_to_env)

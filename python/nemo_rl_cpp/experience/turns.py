@@ -9,6 +9,7 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.remote import call_remote
+from nemo_rl_cpp.experience.early_scoring import visible
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
@@ -64,23 +65,28 @@ def attach_responses(
 
 
 def calculate_rewards(
-    batch: "BatchedDataDict[DatumSpec]", task_to_env: dict[str, EnvironmentInterface]
+    batch: "BatchedDataDict[DatumSpec]",
+    task_to_env: dict[str, EnvironmentInterface],
+    begun: Sequence[tuple[list[int], Any]] = (),
 ) -> EnvironmentReturn:
     """Lets every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
 
     Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
-    dictionary of them when the environments give components.
+    dictionary of them when the environments give components. `begun`: rows whose answers are on their way already, with
+    those answers (`EarlyScoring`).
 
     Raises ValueError for a task without an environment, or when some environments give components and others do not.
     """
     rows_of: dict[str, list[int]] = {}
+    asked = {row for rows, _ in begun for row in rows}
     for row, task in enumerate(batch["task_name"]):
         if task not in task_to_env:
             raise ValueError(f"No environment found for task type: {task}; there are environments for {sorted(map(str, task_to_env))}")
-        rows_of.setdefault(task, []).append(row)
-    started = []
+        if row not in asked:
+            rows_of.setdefault(task, []).append(row)
+    started = list(begun)
     for task, rows in rows_of.items():
-        logs = [[{key: m[key] for key in ("role", "content")} for m in batch["message_log"][row]] for row in rows]
+        logs = [visible(batch["message_log"][row]) for row in rows]
         infos = [batch["extra_env_info"][row] for row in rows]
         started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
     # an environment may answer with a plain tuple of the same six things

@@ -304,3 +304,28 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_place(monkeypatc
     monkeypatch.setattr(f"{__name__}.logits_after", lambda tokens: torch.full((VOCABULARY,), float("nan")) if len(tokens) == 5 else torch.zeros(VOCABULARY))
     with pytest.raises(RuntimeError, match="not finite for request 0 .draw 0, sample 0. at position 5"):
         make().generate(batch([[3, 4]]))
+
+
+def test_on_finished_is_told_of_each_response_once_and_before_the_end():
+    rows = [[2 + i % 5, 3 + i] for i in range(12)]
+    data = batch(rows, stop_strings=[["ab"]] * 12)
+    model, told = PythonModel(), []
+    generation = make(model, max_new_tokens=12, max_batch_size=5)
+    out = generation.generate(data, on_finished=lambda ended, ids: told.append((len(model.steps), ended, ids)))
+    expected = dict(enumerate(responses(data, out)))
+    seen = [(row, ids) for _, ended, all_ids in told for row, ids in zip(ended, all_ids, strict=True)]
+    assert len(dict(seen)) == len(seen) >= 6 and all(expected[row] == ids for row, ids in seen)
+    assert all(step < len(model.steps) for step, _, _ in told)  # the last step's responses come with the result
+    assert responses(data, make(max_new_tokens=12, max_batch_size=5).generate(data)) == list(expected.values())
+
+
+def test_what_on_finished_raises_ends_the_generation():
+    generation = make(max_new_tokens=4, max_batch_size=2)
+
+    def refuse(rows, token_ids):
+        raise LookupError("no more")
+
+    data = batch([[2], [3], [4], [5]])
+    with pytest.raises(LookupError, match="no more"):
+        generation.generate(data, on_finished=refuse)
+    assert [len(new) for new in responses(data, generation.generate(data))] == [4] * 4

@@ -161,6 +161,9 @@ def should_use_async_rollouts(generation_config: "GenerationConfig | None") -> b
 class GenerationInterface(ABC):
     """A generation engine. Only what every engine can do is abstract; the rest says that it cannot."""
 
+    reports_finished = False
+    """Whether `generate` takes `on_finished`, a callable that is told of responses as they end."""
+
     @abstractmethod
     def generate(
         self, data: "BatchedDataDict[GenerationDatumSpec]", greedy: bool

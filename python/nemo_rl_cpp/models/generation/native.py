@@ -71,14 +71,22 @@ class NativeGeneration(GenerationInterface):
 
     # ---- generating
 
+    reports_finished = True
+
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """A response for every row; keys of `data` and of the result as in `GenerationDatumSpec`, `GenerationOutputSpec`.
 
         `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
         Rows of the stream "val" use val_temperature, val_top_p and val_top_k where these are set. A prompt that leaves
         no room under max_model_len gets an empty response that counts as truncated.
+
+        `on_finished(rows, token_ids)` is called between two steps of the engine with the rows whose responses have just
+        ended and these responses, each row once, those of the last step excepted; what it raises ends the generation.
 
         Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
         RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
@@ -87,7 +95,7 @@ class NativeGeneration(GenerationInterface):
         stream = _stream(data.get("stream"), len(lengths))
         prompts = _distinct_prompts(ids, lengths)
         generated = self._engine.generate(
-            prompts.ids, prompts.offsets, self._requests(data, prompts.index, lengths, greedy, stream)
+            prompts.ids, prompts.offsets, self._requests(data, prompts.index, lengths, greedy, stream), on_finished
         )
         return self._output(ids, lengths, generated)
 

@@ -1,5 +1,7 @@
 """GRPO from random weights to a solved task, and what must hold on the way: exactness, splits, faults."""
 
+import json
+
 import pytest
 import tiny
 import torch
@@ -33,6 +35,19 @@ def test_metrics_of_exact_steps(tmp_path):
         assert 0 <= row["zero_std_groups"] <= 8
         assert row["approx_entropy"] > 0 and row["grad_norm"] > 0 and row["lr"] > 0
     assert len({row["weights/digest"] for row in run.history}) == 4
+
+
+def test_a_timeline_on_request(tmp_path):
+    """The stages of every step lie within it, and the file lies beside the other logs."""
+    run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
+    (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
+    assert trace.name == "trace_from_step_1.json" and trace.parent == run.parts.run.trace.path.parent
+    stages = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
+    steps = [event for event in stages if event["name"] == "total_step_time"]
+    assert len(steps) == 3
+    for step in steps:
+        inside = [e for e in stages if e is not step and step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 2]
+        assert {"generation", "policy_training", "advantage_calculation"} <= {event["name"] for event in inside}
 
 
 @pytest.mark.parametrize("updates", [1, 4])

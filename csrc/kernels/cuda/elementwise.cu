@@ -64,6 +64,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// y = bias in every row, or y + bias.
+template <class T, class O>
+__global__ void __launch_bounds__(kThreads) bias_rows_kernel(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate) {
+  const std::int64_t items = rows * N;
+  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < items; i += std::int64_t{kThreads} * gridDim.x) {
+    O& to = y[i / N * stride + i % N];
+    to = static_cast<O>(accumulate ? widen(to) + widen(bias[i % N]) : widen(bias[i % N]));
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float> p, std::int64_t n, bool vectors) {
   const AdamWConstants<float> c = adamw_constants(p);
   const std::int64_t chunks = (n + kEight - 1) / kEight;
@@ -112,6 +122,13 @@ cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_u
   return cudaGetLastError();
 }
 
+template <class T, class O>
+cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate, cudaStream_t stream) {
+  if (rows * N == 0) return cudaSuccess;
+  bias_rows_kernel<T, O><<<grid_for(rows * N, kThreads), kThreads, 0, stream>>>(bias, y, stride, rows, N, accumulate);
+  return cudaGetLastError();
+}
+
 cudaError_t adamw_launch(const AdamWArgs<float>& p, std::int64_t n, cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
   const bool vectors = vectorizable(p.grads, 0) && vectorizable(p.weights, 0) && vectorizable(p.exp_avg, 0) && vectorizable(p.exp_avg_sq, 0) &&
@@ -120,6 +137,9 @@ cudaError_t adamw_launch(const AdamWArgs<float>& p, std::int64_t n, cudaStream_t
   return cudaGetLastError();
 }
 
+template cudaError_t bias_rows_launch(const float*, float*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
+template cudaError_t bias_rows_launch(const bfloat16*, float*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
+template cudaError_t bias_rows_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
 template cudaError_t rope_launch(const RopeArgs<float>&, std::int64_t, cudaStream_t);
 template cudaError_t rope_launch(const RopeArgs<bfloat16>&, std::int64_t, cudaStream_t);
 template cudaError_t swiglu_forward_launch(const float*, float*, std::int64_t, std::int64_t, cudaStream_t);

@@ -20,6 +20,9 @@ template <class T>
 cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, cudaStream_t stream);
 template <class T>
 cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, cudaStream_t stream);
+/// y[r, :] = bias, or y[r, :] + bias where `accumulate`: what a product with a bias is then added to.
+template <class T, class O>
+cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate, cudaStream_t stream);
 cudaError_t adamw_launch(const AdamWArgs<float>& args, std::int64_t n, cudaStream_t stream);
 
 // ---- RMS norm (rms_norm.cu); `groups` is the outer size

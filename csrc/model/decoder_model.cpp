@@ -7,18 +7,31 @@
 namespace nemo_rl::model {
 namespace {
 
-at::Tensor zeros(const ParameterLayout& layout, at::ScalarType dtype) { return at::zeros({layout.total}, dtype); }
+at::Tensor zeros(const ParameterLayout& layout, at::ScalarType dtype, at::Device device) {
+  return at::zeros({layout.total}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+/// The device with its index: "cuda" is the current one.
+at::Device checked(at::Device device, at::ScalarType dtype) {
+  NRL_CHECK_ARG(device.is_cpu() || device.is_cuda(), "a model lies on the CPU or on a CUDA device, not on ", device.str());
+  NRL_CHECK_ARG(device.is_cpu() || dtype == at::kFloat || dtype == at::kBFloat16, "a model on ", device.str(), " computes in float32 or bfloat16, not ",
+                c10::toString(dtype), "; set policy.precision");
+  return at::empty({0}, at::TensorOptions().device(device)).device();
+}
 
 }  // namespace
 
-DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable)
-    : layout_(config), trainable_(trainable), decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype))) {
+DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device)
+    : layout_(config),
+      trainable_(trainable),
+      decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype)))),
+      workspace_(decoder_.device()) {
   NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble, "a model computes in float32, bfloat16 or float64, not ",
                 c10::toString(dtype));
   if (dtype != at::kBFloat16) {
     masters_ = decoder_.parameters().flat;
   } else if (trainable) {
-    masters_ = zeros(layout_, at::kFloat);
+    masters_ = zeros(layout_, at::kFloat, decoder_.device());
   }
 }
 

@@ -104,8 +104,8 @@ def prompts_per_round(loop: Any) -> int:
 
 
 def make_cluster(config: Any) -> RayVirtualCluster:
-    """The devices of the section `cluster`: one, this process."""
-    return RayVirtualCluster([config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=False, name="train_cluster")
+    """The devices of the section `cluster`: one, a GPU where there is one, else the CPU."""
+    return RayVirtualCluster([config.cluster.gpus_per_node] * config.cluster.num_nodes, name="train_cluster")
 
 
 def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None) -> Any:

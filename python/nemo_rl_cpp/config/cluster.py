@@ -10,7 +10,7 @@ from .base import Int, Positive, Section, key, no_effect
 class ClusterConfig(Section):
     """How many devices, and who runs them."""
 
-    gpus_per_node: Positive = key(1, "devices of a machine; only 1 is supported yet (a CPU counts as one)")
+    gpus_per_node: Positive = key(1, "devices of a machine; only 1 is supported yet: a GPU where there is one, else the CPU")
     num_nodes: Positive = key(1, "machines; only 1 is supported yet")
     executor: Literal["auto", "in_process", "ray"] = key(
         "auto", "in_process: everything in this process; ray is not supported yet"

@@ -53,13 +53,14 @@ void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w
                                         const PairValues& d_values, const at::Tensor& d_x, const at::Tensor& d_w) {
   const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
   if (U == 0) return;
+  const at::Tensor d_unfiltered = scoring.filters(V) ? d_values.unfiltered : at::Tensor();  // else the caller has added it to the other
   const auto pairs = device_pairs(x, wanted, scoring);
   for (std::int64_t start = 0; start < U; start += chunk) {
     const std::int64_t count = std::min(chunk, U - start);
     const auto rows = x.narrow(0, start, count);
     const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)), d_logits = device_scratch(d_logits_, {count, V}, x.options());
     ops::linear_forward(rows, w, std::nullopt, logits);
-    ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs, d_values.unfiltered, d_logits);
+    ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs, d_unfiltered, d_logits);
     ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
   }

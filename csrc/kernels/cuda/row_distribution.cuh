@@ -13,6 +13,7 @@ namespace nemo_rl::kernels {
 constexpr int kRowThreads = 512;
 constexpr int kDigits = 16;  // of the threshold search: four bits a pass
 
+static_assert(kRowThreads / kWarp <= kDigits, "the words of one row also take a number from every warp");
 struct RowScratch {
   double doubles[kRowThreads / kWarp];
   float floats[kRowThreads / kWarp];

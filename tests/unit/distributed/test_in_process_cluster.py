@@ -51,3 +51,13 @@ def test_worker_group_runs_in_this_process():
     with pytest.raises(ValueError, match="one entry a worker"):
         group.run_all_workers_multiple_data("add", [1, 2])
     assert group.shutdown() and group.shutdown()
+
+
+@pytest.mark.parametrize(
+    "usable, use_gpus, precision, device",
+    [(True, True, "bfloat16", "cuda"), (True, True, "float32", "cuda"), (True, True, "float64", "cpu"), (True, False, "float32", "cpu"),
+     (False, True, "float32", "cpu")],
+)  # fmt: skip
+def test_models_lie_on_a_gpu_where_one_can_be_used(monkeypatch, usable, use_gpus, precision, device):
+    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: usable)
+    assert RayVirtualCluster([1], use_gpus=use_gpus).device(precision) == device

@@ -211,7 +211,8 @@ void bind_model_runner(py::module_& m) {
       .def("release_cache", &ModelRunner::release_cache, release_gil())
       .def("forward", &ModelRunner::forward, py::arg("batch"), release_gil());
   py::class_<NativeModelRunner, ModelRunner, std::shared_ptr<NativeModelRunner>>(m, "NativeModelRunner", "Reads a DecoderModel's weights in place")
-      .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"));
+      .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
+      .def_property_readonly("device", [](const NativeModelRunner& self) { return self.device().str(); });
 }
 
 void bind_engine(py::module_& m) {

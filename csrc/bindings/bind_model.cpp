@@ -25,10 +25,11 @@ model::ModelConfig config_from(const py::dict& d) {
 void bind_decoder_model(py::module_& m) {
   using model::DecoderModel;
   py::class_<DecoderModel, std::shared_ptr<DecoderModel>>(m, "DecoderModel", "Weights of one model; see csrc/model/decoder_model.h")
-      .def(py::init([](const py::dict& config, at::ScalarType dtype, bool trainable) {
-             return std::make_shared<DecoderModel>(config_from(config), dtype, trainable);
+      .def(py::init([](const py::dict& config, at::ScalarType dtype, bool trainable, const std::string& device) {
+             return std::make_shared<DecoderModel>(config_from(config), dtype, trainable, at::Device(device));
            }),
-           py::arg("config"), py::arg("dtype"), py::arg("trainable"))
+           py::arg("config"), py::arg("dtype"), py::arg("trainable"), py::arg("device") = "cpu")
+      .def_property_readonly("device", [](const DecoderModel& self) { return self.device().str(); })
       .def_property_readonly("layout",
                              [](const DecoderModel& self) {
                                py::list specs;

@@ -1,7 +1,8 @@
 // bfloat16 storage for torch-free kernels: the bits are at::BFloat16's, the arithmetic is float32.
 #pragma once
-#include <bit>
 #include <cstdint>
+
+#include "common/host_device.h"
 
 namespace nemo_rl {
 
@@ -10,12 +11,12 @@ struct bfloat16 {
 
   bfloat16() = default;
   /// Rounds to nearest even; NaN stays NaN.
-  explicit bfloat16(float value) {
-    const auto u = std::bit_cast<std::uint32_t>(value);
+  NRL_HOST_DEVICE explicit bfloat16(float value) {
+    const auto u = __builtin_bit_cast(std::uint32_t, value);
     bits = (u & 0x7fffffffu) > 0x7f800000u ? static_cast<std::uint16_t>((u >> 16) | 0x40u)
                                           : static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
   }
-  explicit operator float() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+  NRL_HOST_DEVICE explicit operator float() const { return __builtin_bit_cast(float, static_cast<std::uint32_t>(bits) << 16); }
 };
 
 /// The type in which sums over values of type T are kept.

@@ -9,7 +9,7 @@
 
 namespace nemo_rl::generation {
 
-NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {
+NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)), workspace_(model_->device()) {
   const auto& c = model_->config();
   NRL_CHECK_ARG(!c.value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble, "generation samples from float32 logits: use float32 or bfloat16");
@@ -27,7 +27,7 @@ std::int64_t NativeModelRunner::bytes_per_block() const {
 void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   cache_.clear();
   for (std::int64_t l = 0; l < model_->config().num_layers; ++l)
-    cache_.push_back(ops::kv_cache_allocate(num_blocks, heads_, model_->decoder().compute_dtype()));
+    cache_.push_back(ops::kv_cache_allocate(num_blocks, heads_, model_->decoder().compute_dtype(), model_->device()));
 }
 
 void NativeModelRunner::release_cache() {

@@ -18,6 +18,7 @@ class NativeModelRunner : public ModelRunner {
   void allocate_cache(std::int64_t num_blocks) override;
   void release_cache() override;
   at::Tensor forward(const ForwardBatch& batch) override;
+  at::Device device() const { return model_->device(); }
 
  private:
   std::shared_ptr<model::DecoderModel> model_;

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "common/cpu_capability.h"
+#include "common/host_device.h"
 
 namespace nemo_rl::kernels {
 
@@ -53,8 +54,8 @@ struct AttentionShape {
   double scale = 1.0;             ///< natural scale of the scores, usually 1/sqrt(H)
   ElementType type = ElementType::float32;
 
-  std::int64_t group() const { return num_heads / num_kv_heads; }
-  std::int64_t row_stride() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  NRL_HOST_DEVICE std::int64_t group() const { return num_heads / num_kv_heads; }
+  NRL_HOST_DEVICE std::int64_t row_stride() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
 /// Query tokens that go through the tiles together: a power of two <= kKeyTile, about 128 rows with all heads of a

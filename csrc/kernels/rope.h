@@ -4,6 +4,7 @@
 
 #include "common/bfloat16.h"
 #include "common/cpu_capability.h"
+#include "common/host_device.h"
 
 namespace nemo_rl::kernels {
 
@@ -19,6 +20,13 @@ struct RopeArgs {
   std::int64_t heads, H;
   bool inverse;
 };
+/// The pair (a, b) turned by the angle with this cosine and sine.
+template <class A>
+NRL_INLINE void rope_rotate(A a, A b, A cos, A sin, A& first, A& second) {
+  first = a * cos - b * sin;
+  second = b * cos + a * sin;
+}
+
 template <class T>
 using Rope = void(const RopeArgs<T>&, std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(rope_f32, Rope<float>);

@@ -16,8 +16,8 @@ std::optional<at::Tensor> optional(const at::Tensor& t) { return t.defined() ? s
 
 }  // namespace
 
-RopeTable::RopeTable(const ModelConfig& config)
-    : inv_freq_(config.rope_inv_freq), attention_factor_(config.rope_attention_factor) {
+RopeTable::RopeTable(const ModelConfig& config, at::Device device)
+    : inv_freq_(config.rope_inv_freq), attention_factor_(config.rope_attention_factor), device_(device) {
   NRL_CHECK_ARG(static_cast<std::int64_t>(inv_freq_.size()) == config.head_dim / 2, "rope_inv_freq has ", inv_freq_.size(),
                 " entries, expected head_dim / 2 = ", config.head_dim / 2);
 }
@@ -34,12 +34,12 @@ void RopeTable::reserve(std::int64_t positions) {
       cos.data_ptr<float>()[p * half + i] = static_cast<float>(std::cos(static_cast<double>(angle)) * attention_factor_);
       sin.data_ptr<float>()[p * half + i] = static_cast<float>(std::sin(static_cast<double>(angle)) * attention_factor_);
     }
-  cos_ = cos;
-  sin_ = sin;
+  cos_ = cos.to(device_);
+  sin_ = sin.to(device_);
 }
 
 Decoder::Decoder(ModelConfig config, DecoderParameters parameters)
-    : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_) {}
+    : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_, device()) {}
 
 LayerActivations Decoder::buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const {
   const auto S = compute_dtype(), A = accumulate_dtype();
@@ -110,9 +110,10 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   auto a = buffers(0, T, false, workspace);
   a.h_in = h;
   const std::int64_t R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
-  for (std::int64_t l = 0; l < last; ++l) run_layer(l, positions, attention, a, h, workspace, false);
-  run_attention(last, positions, attention, a, workspace);
-  const auto index = at::from_blob(const_cast<std::int64_t*>(rows.data()), {R}, at::kLong);  // only read
+  const auto places = positions.to(device());
+  for (std::int64_t l = 0; l < last; ++l) run_layer(l, places, attention, a, h, workspace, false);
+  run_attention(last, places, attention, a, workspace);
+  const auto index = at::from_blob(const_cast<std::int64_t*>(rows.data()), {R}, at::kLong).to(device());  // only read
   auto attn = workspace.take("rows.attn", {R, config_.query_size()}, compute_dtype());
   auto h_rows = workspace.take("rows.h", {R, config_.hidden_size}, accumulate_dtype());
   at::index_select_out(attn, a.attn, 0, index);
@@ -127,7 +128,7 @@ at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor&
   const std::int64_t T = token_ids.numel(), D = config_.hidden_size;
   rope_.reserve(T > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
   token_ids_ = token_ids;
-  positions_ = positions;
+  positions_ = positions.to(device());
   checkpoint_ = checkpoint;
   saved_.clear();
   auto h = workspace.take("h0", {T, D}, accumulate_dtype());
@@ -136,7 +137,7 @@ at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor&
     auto a = buffers(checkpoint ? 0 : l, T, true, workspace);
     a.h_in = h;
     h = workspace.take("h" + std::to_string(l + 1), {T, D}, accumulate_dtype());
-    run_layer(l, positions, attention, a, h, workspace, true);
+    run_layer(l, positions_, attention, a, h, workspace, true);
     saved_.push_back(std::move(a));
   }
   return h;

@@ -35,7 +35,7 @@ using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Te
 /// cos and sin of every position [P, H/2] float32, grown as positions come.
 class RopeTable {
  public:
-  explicit RopeTable(const ModelConfig& config);
+  RopeTable(const ModelConfig& config, at::Device device);
   void reserve(std::int64_t positions);
   const at::Tensor& cos() const { return cos_; }
   const at::Tensor& sin() const { return sin_; }
@@ -43,6 +43,7 @@ class RopeTable {
  private:
   std::vector<double> inv_freq_;
   double attention_factor_;
+  at::Device device_;
   at::Tensor cos_, sin_;
 };
 
@@ -52,11 +53,12 @@ class Decoder {
 
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
+  at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
   /// Residual stream [R, D] after the last layer of the R rows that are wanted, nothing kept. token_ids and positions are int64
-  /// [T]. The other rows stop once the last layer has their keys and values.
+  /// [T] on the CPU, wherever the parameters are. The other rows stop once the last layer has their keys and values.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                      std::span<const std::int64_t> rows, Workspace& workspace);
 

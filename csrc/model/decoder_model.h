@@ -13,12 +13,14 @@ class DecoderModel {
  public:
   /// `dtype`: float32, bfloat16 or float64. A bfloat16 model that is trained keeps float32 master weights beside the
   /// rounded copy it computes with; a frozen one only the copy.
-  DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable);
+  /// Weights, workspace and what is computed with them lie on `device`: the CPU or a CUDA device (float32 and bfloat16).
+  DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device = at::kCPU);
 
   const ModelConfig& config() const { return decoder_.config(); }
   const ParameterLayout& layout() const { return layout_; }
   Decoder& decoder() { return decoder_; }
   Workspace& workspace() { return workspace_; }
+  at::Device device() const { return decoder_.device(); }
   bool trainable() const { return trainable_; }
   /// What the optimizer updates: float32 (float64) masters; the compute weights themselves unless dtype is bfloat16.
   const at::Tensor& masters() const { return masters_; }

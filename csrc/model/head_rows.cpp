@@ -14,6 +14,11 @@ void for_each_row(const TokenQuery& query, F&& copy) {
   for (std::size_t u = 0; u < query.rows.size(); ++u) copy(u, static_cast<std::size_t>(query.rows[u]));
 }
 
+/// The wanted rows on h's device.
+at::Tensor rows_of(const TokenQuery& query, const at::Tensor& h) {
+  return at::from_blob(const_cast<std::int64_t*>(query.rows.data()), {static_cast<std::int64_t>(query.rows.size())}, at::kLong).to(h.device());
+}
+
 }  // namespace
 
 void HeadRows::gather(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, Workspace& workspace) {
@@ -21,10 +26,14 @@ void HeadRows::gather(const Decoder& decoder, const at::Tensor& h, const TokenQu
   hidden_ = workspace.take("head.hidden", {U, D}, h.scalar_type());
   normed_ = workspace.take("head.normed", {U, D}, decoder.compute_dtype());
   rstd_ = workspace.take("head.rstd", {U, 1}, h.scalar_type());
-  const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
-  auto* to = static_cast<char*>(hidden_.data_ptr());
-  const auto* from = static_cast<const char*>(h.const_data_ptr());
-  for_each_row(query, [&](std::size_t u, std::size_t row) { std::memcpy(to + u * bytes, from + row * bytes, bytes); });
+  if (h.is_cuda()) {
+    at::index_select_out(hidden_, h, 0, rows_of(query, h));
+  } else {
+    const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
+    auto* to = static_cast<char*>(hidden_.data_ptr());
+    const auto* from = static_cast<const char*>(h.const_data_ptr());
+    for_each_row(query, [&](std::size_t u, std::size_t row) { std::memcpy(to + u * bytes, from + row * bytes, bytes); });
+  }
   decoder.final_norm(hidden_, normed_, rstd_);
 }
 
@@ -37,6 +46,7 @@ at::Tensor HeadRows::backward(const Decoder& decoder, const at::Tensor& h, const
   ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);
   const auto dh = workspace.take("dh", h.sizes(), h.scalar_type());
   dh.zero_();
+  if (h.is_cuda()) return dh.index_copy_(0, rows_of(query, h), d_hidden);  // each row once
   const std::size_t bytes = static_cast<std::size_t>(h.size(1)) * c10::elementSize(h.scalar_type());
   auto* to = static_cast<char*>(dh.data_ptr());
   const auto* from = static_cast<const char*>(d_hidden.const_data_ptr());

@@ -1,5 +1,6 @@
 #include "model/value_head.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 
 #include "ops/linear.h"
@@ -10,6 +11,10 @@ at::Tensor ValueHead::forward(const Decoder& decoder, const at::Tensor& h, const
   rows_.gather(decoder, h, query, workspace);
   const auto by_row = workspace.take("head.values", {rows_.size(), 1}, decoder.accumulate_dtype());
   ops::linear_forward(rows_.normed(), decoder.parameters().lm_head, std::nullopt, by_row);
+  if (h.is_cuda()) {
+    const auto index = at::from_blob(const_cast<std::int64_t*>(query.pair_row.data()), {static_cast<std::int64_t>(query.pair_row.size())}, at::kLong);
+    return by_row.view({-1}).index_select(0, index.to(h.device()));
+  }
   auto values = at::empty({static_cast<std::int64_t>(query.pair_row.size())}, h.options());
   AT_DISPATCH_FLOATING_TYPES(decoder.accumulate_dtype(), "value_head", [&] {
     const auto* from = by_row.const_data_ptr<scalar_t>();
@@ -22,10 +27,12 @@ at::Tensor ValueHead::forward(const Decoder& decoder, const at::Tensor& h, const
 at::Tensor ValueHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_values,
                                const DecoderParameters& grads, Workspace& workspace) {
   // Sums of a row's pairs in the accumulation type; rounded once to the compute type that the products read.
-  const auto sums = workspace.take("head.d_values", {rows_.size(), 1}, decoder.accumulate_dtype());
+  const auto sums = d_values.is_cuda() ? at::zeros({rows_.size(), 1}, decoder.accumulate_dtype())
+                                       : workspace.take("head.d_values", {rows_.size(), 1}, decoder.accumulate_dtype());
+  const auto by_pair = d_values.cpu();  // a handful of numbers, summed in their order on the CPU
   sums.zero_();
   AT_DISPATCH_FLOATING_TYPES(decoder.accumulate_dtype(), "value_head", [&] {
-    const auto* from = d_values.const_data_ptr<scalar_t>();
+    const auto* from = by_pair.const_data_ptr<scalar_t>();
     auto* to = sums.data_ptr<scalar_t>();
     for (std::size_t i = 0; i < query.pair_row.size(); ++i) to[query.pair_row[i]] += from[i];
   });

@@ -117,6 +117,7 @@ at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at
 void VocabularyHead::forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                              const PairValues& values, RowSums* sums, const at::Tensor& entropy) {
   check(x, w, wanted);
+  if (x.is_cuda()) return forward_on_device(x, w, wanted, scoring, values, entropy);
   if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return forward_rows(x, w, wanted, scoring, values, sums, entropy);
   score_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {0, x.size(0)}, nullptr, ops::mutable_ptr<float>(values.logprobs), sums, entropy);
 }
@@ -159,6 +160,7 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
                                       const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w) {
   check(x, w, wanted);
   NRL_CHECK_ARG(!scoring.filters(w.size(0)) && x.scalar_type() != at::kDouble, "forward_backward takes no filter and no float64");
+  if (x.is_cuda()) return forward_backward_on_device(x, w, wanted, scoring, logprobs, loss, d_x, d_w);
   const std::int64_t U = x.size(0), V = w.size(0), tiles = (V + kTile - 1) / kTile;
   const std::int64_t chunk = std::clamp(kFusedLogits / (tiles * kTile) / kRowBlock * kRowBlock, kRowBlock, kFusedRows);
   const float temperature = static_cast<float>(scoring.temperature);
@@ -211,6 +213,7 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
 void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                               const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
   check(x, w, wanted);
+  if (x.is_cuda()) return backward_on_device(x, w, wanted, scoring, d_values, d_x, d_w);
   if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
   for (std::int64_t start = 0, U = x.size(0); start < U; start += kBackwardRows)
     backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {start, std::min(kBackwardRows, U - start)}, nullptr,

@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "kernels/sampling.h"
 #include "model/filtered_row.h"
 
 namespace nemo_rl::model {
@@ -31,6 +32,7 @@ struct RowSums {
 /// theirs; both arrays start at pair `begin`.
 using PairLoss = std::function<void(std::int64_t begin, std::int64_t end, const float* logprobs, float* d_logprobs)>;
 
+/// On a CUDA device the tensors lie there, targets on the CPU, and nothing is kept in `sums`: a backward computes them again.
 class VocabularyHead {
  public:
   /// Log-probabilities of the targets after the rows x [U, D], as the sampler reports them under `scoring`: -inf where its
@@ -65,6 +67,19 @@ class VocabularyHead {
                       const float* d_logprobs, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
   void backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
                      const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w);
+  // On a CUDA device: chunks of whole rows of logits, whatever the scoring (vocabulary_head_device.cpp).
+  struct DevicePairs {
+    at::Tensor first, targets;
+    kernels::SamplingRule rule;
+  };
+  DevicePairs device_pairs(const at::Tensor& x, const RowTargets& wanted, const TokenScoring& scoring) const;
+  void forward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& values,
+                         const at::Tensor& entropy);
+  void backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
+                          const at::Tensor& d_x, const at::Tensor& d_w);
+  void forward_backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                  const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w);
+  at::Tensor device_scratch(at::Tensor& buffer, at::IntArrayRef shape, const at::TensorOptions& options);
   void chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
                       const at::Tensor& logits, const at::Tensor& d_logits) const;
   at::Tensor logits_, d_logits_;

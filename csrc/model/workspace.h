@@ -10,13 +10,16 @@ namespace nemo_rl::model {
 
 class Workspace {
  public:
+  explicit Workspace(at::Device device = at::kCPU) : device_(device) {}
+  at::Device device() const { return device_; }
+
   /// A tensor of this shape and dtype under `name`; contents are undefined. A second call with the same name may return
   /// the same memory, whatever the shape.
   at::Tensor take(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) {
     std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (auto n : shape) bytes *= n;
     auto& buffer = buffers_[name];
-    if (!buffer.defined() || buffer.numel() < bytes) buffer = at::empty({bytes + bytes / 8 + 64}, at::kByte);
+    if (!buffer.defined() || buffer.numel() < bytes) buffer = at::empty({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_));
     return buffer.narrow(0, 0, bytes).view(dtype).view(shape);
   }
   void clear() { buffers_.clear(); }
@@ -27,6 +30,7 @@ class Workspace {
   }
 
  private:
+  at::Device device_;
   std::map<std::string, at::Tensor> buffers_;
 };
 

@@ -1,5 +1,6 @@
 #include "ops/adamw.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <cmath>
@@ -9,6 +10,10 @@
 #include "ops/kernel_types.h"
 
 namespace nemo_rl::ops {
+
+CudaSlot<AdamWLauncher> adamw_step_cuda("adamw_step");
+CudaSlot<double(const at::Tensor&)> l2_norm_cuda("l2_norm");
+
 namespace {
 
 constexpr std::int64_t kBlock = 16384;
@@ -35,6 +40,7 @@ void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Te
   const std::int64_t n = weights.numel();
   NRL_CHECK(grads.numel() == n && exp_avg.numel() == n && exp_avg_sq.numel() == n && (!compute || compute->numel() == n),
             "adamw_step: buffers of different length");
+  if (weights.is_cuda()) return adamw_step_cuda.get(weights)(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale);
   if (weights.scalar_type() == at::kDouble) {
     step_flat(kernels::adamw_f64, arguments<double>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
   } else {
@@ -44,6 +50,7 @@ void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Te
 }
 
 double l2_norm(const at::Tensor& x) {
+  if (x.is_cuda()) return l2_norm_cuda.get(x)(x);
   const std::int64_t n = x.numel(), blocks = (n + kBlock - 1) / kBlock;
   std::vector<double> parts(static_cast<std::size_t>(blocks));
   at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -61,6 +68,10 @@ double l2_norm(const at::Tensor& x) {
 void round_weights(const at::Tensor& weights, const at::Tensor& compute) {
   NRL_CHECK(weights.numel() == compute.numel() && weights.scalar_type() == at::kFloat && compute.scalar_type() == at::kBFloat16,
             "round_weights: float32 to bfloat16 of the same length");
+  if (weights.is_cuda()) {
+    compute.copy_(weights);
+    return;
+  }
   const float* const from = ptr<float>(weights);
   bfloat16* const to = mutable_ptr<bfloat16>(compute);
   at::parallel_for(0, weights.numel(), kBlock, [=](std::int64_t begin, std::int64_t end) {

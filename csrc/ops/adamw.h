@@ -1,8 +1,8 @@
 // AdamW on flat buffers, and the gradient norm.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <optional>
+
+#include "ops/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -24,5 +24,10 @@ double l2_norm(const at::Tensor& x);
 
 /// compute = weights rounded to bfloat16.
 void round_weights(const at::Tensor& weights, const at::Tensor& compute);
+
+using AdamWLauncher = void(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                           const std::optional<at::Tensor>& compute, const AdamWSettings& settings, std::int64_t step, double grad_scale);
+extern CudaSlot<AdamWLauncher> adamw_step_cuda;
+extern CudaSlot<double(const at::Tensor& x)> l2_norm_cuda;
 
 }  // namespace nemo_rl::ops

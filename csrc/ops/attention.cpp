@@ -14,6 +14,11 @@
 #include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
+
+decltype(attention_forward_cuda) attention_forward_cuda("attention_forward");
+decltype(attention_paged_cuda) attention_paged_cuda("attention_paged");
+decltype(kv_cache_copy_cuda) kv_cache_copy_cuda("kv_cache_copy");
+
 namespace {
 
 // Multiply-adds below which waking other threads costs more than it saves, and those of a good work item.
@@ -143,12 +148,12 @@ void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::
   }
 }
 
-void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, at::ScalarType dtype) {
+void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, at::ScalarType dtype, at::Device device) {
   const std::int64_t tile = shape.head_dim * kKeyTile;
   NRL_CHECK_ARG(cache.defined() && cache.dim() == 4 && cache.size(1) == shape.num_kv_heads && cache.size(2) == 2 &&
-                    cache.size(3) == tile && cache.scalar_type() == dtype && cache.is_contiguous() && cache.is_cpu(),
+                    cache.size(3) == tile && cache.scalar_type() == dtype && cache.is_contiguous() && cache.device() == device,
                 "attention: the cache must be contiguous [num_blocks, ", shape.num_kv_heads, ", 2, ", tile, "] ",
-                at::toString(dtype), " on CPU");
+                at::toString(dtype), " on ", device.str());
 }
 
 }  // namespace
@@ -159,17 +164,17 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
   NRL_CHECK_ARG(heads.head_dim > 0 && heads.head_dim % 8 == 0 && heads.head_dim <= 256, "attention: head_dim is ",
                 heads.head_dim, "; expected a multiple of 8 up to 256");
   const std::int64_t columns = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim;
-  NRL_CHECK_ARG(qkv.dim() == 2, "attention: qkv must be [T, ", columns, "]");
-  check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type());
+  NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns, "] on the CPU or a CUDA device");
+  check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type())};
 }
 
 void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
-                  at::ScalarType dtype) {
+                  at::ScalarType dtype, at::Device device) {
   NRL_CHECK_ARG(x.defined() && x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns &&
-                    x.scalar_type() == dtype && x.is_contiguous() && x.is_cpu(),
+                    x.scalar_type() == dtype && x.is_contiguous() && x.device() == device,
                 "attention: ", name, " must be contiguous [", tokens, ", ", columns, "] ", at::toString(dtype),
-                " on CPU");
+                " on ", device.str());
 }
 
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens) {
@@ -205,9 +210,9 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
                        at::Tensor& out, at::Tensor& lse) {
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   const std::int64_t tokens = qkv.size(0);
-  check_matrix("out", out, tokens, heads.num_heads * heads.head_dim, qkv.scalar_type());
+  check_matrix("out", out, tokens, heads.num_heads * heads.head_dim, qkv.scalar_type(), qkv.device());
   if (lse.defined())
-    check_matrix("lse", lse, tokens, heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+    check_matrix("lse", lse, tokens, heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, qkv.device());
   check_sequences(sequences, tokens);
 
   std::int64_t max_keys = 0, covered = 0, pairs = 0;
@@ -220,6 +225,7 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
     out.zero_();
     if (lse.defined()) lse.zero_();
   }
+  if (qkv.is_cuda()) return attention_forward_cuda.get(qkv)(qkv, sequences, shape, out, lse);
   const kernels::AttentionForwardArgs args{shape, qkv.const_data_ptr(), sequences.data(), out.mutable_data_ptr(),
                                            lse.defined() ? lse.mutable_data_ptr() : nullptr};
   const auto items = forward_items(sequences, shape);
@@ -228,9 +234,9 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
                  [&](std::int64_t i) { kernels::attention_forward_item(args, items[i], thread_workspace(bytes)); });
 }
 
-at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype) {
-  const auto cache = at::empty({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile}, dtype);
-  advise_huge_pages(cache);
+at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype, at::Device device) {
+  const auto cache = at::empty({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile}, at::TensorOptions().dtype(dtype).device(device));
+  if (cache.is_cpu()) advise_huge_pages(cache);
   return cache;
 }
 
@@ -247,9 +253,10 @@ void advise_huge_pages(const at::Tensor& storage) {
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
                      at::Tensor& cache, at::Tensor& out) {
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
-  check_cache(cache, shape, qkv.scalar_type());
+  check_cache(cache, shape, qkv.scalar_type(), qkv.device());
   check_slices(slices, qkv.size(0), cache.size(0));
-  check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type());
+  check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type(), qkv.device());
+  if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, slices, shape, cache, out);
 
   std::int64_t cost = 0;
   for (const PagedSlice& s : slices) cost += paged_cost(s, shape) * shape.num_kv_heads;
@@ -272,11 +279,12 @@ void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::i
   NRL_CHECK_ARG(cache.dim() == 4 && cache.size(3) % kKeyTile == 0, "kv_cache_copy: the cache must be [num_blocks, K, 2, H*",
                 kKeyTile, "], got ", cache.sizes());
   const kernels::AttentionShape shape{cache.size(1), cache.size(1), cache.size(3) / kKeyTile, 1.0, element_type(cache.scalar_type())};
-  check_cache(cache, shape, cache.scalar_type());
+  check_cache(cache, shape, cache.scalar_type(), cache.device());
   const std::int64_t blocks = cache.size(0);
   NRL_CHECK_ARG(from >= 0 && from < blocks && to >= 0 && to < blocks && length >= 0 && length <= kKeyTile,
                 "kv_cache_copy: ", length, " positions from block ", from, " to ", to, " of ", blocks, " blocks of ",
                 kKeyTile);
+  if (from != to && cache.is_cuda()) return kv_cache_copy_cuda.get(cache)(cache, shape, from, to, length);
   if (from != to) kernels::kv_cache_copy_block(shape, cache.mutable_data_ptr(), from, to, length);
 }
 

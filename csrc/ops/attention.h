@@ -2,11 +2,11 @@
 // arithmetic: for every sequence and query row they give the same bits, whatever the split into chunks, batch, prefix
 // sharing and threads. kernels/attention.h holds the formula and the layouts.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <span>
+#include <vector>
 
 #include "kernels/attention.h"
+#include "ops/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -25,7 +25,7 @@ struct AttentionHeads {
 /// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of keys
 /// [H, kKeyTile] and one of values [kKeyTile, H], in qkv's dtype; in huge pages where the system grants them. Contents are
 /// undefined: what was never written does not matter, not even NaN.
-at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype);
+at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype, at::Device device = at::kCPU);
 
 /// Asks for huge pages for storage that was just allocated and not yet touched: decode jumps from block to block, and
 /// each small page is a miss of the address cache.
@@ -55,5 +55,19 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
 
 /// Copies the first `length` positions of block `from` into block `to`, all heads (copy-on-write).
 void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length);
+
+using kernels::AttentionShape;
+extern CudaSlot<void(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionShape& shape, const at::Tensor& out,
+                     const at::Tensor& lse)>
+    attention_forward_cuda;
+/// owner[i]: the sequence that owns i's prefix, i itself where it has none.
+extern CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                     std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner, const AttentionShape& shape,
+                     const at::Tensor& d_qkv)>
+    attention_backward_cuda;
+extern CudaSlot<void(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionShape& shape, const at::Tensor& cache,
+                     const at::Tensor& out)>
+    attention_paged_cuda;
+extern CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to, std::int64_t length)> kv_cache_copy_cuda;
 
 }  // namespace nemo_rl::ops

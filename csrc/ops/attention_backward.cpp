@@ -8,6 +8,9 @@
 #include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
+
+decltype(attention_backward_cuda) attention_backward_cuda("attention_backward");
+
 namespace {
 
 using kernels::AttentionBackwardJob;
@@ -104,15 +107,17 @@ void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::
   NRL_CHECK_ARG(grad_dtype == dtype || (dtype == at::kBFloat16 && grad_dtype == at::kFloat),
                 "attention_backward: d_out is ", at::toString(grad_dtype), "; expected qkv's ", at::toString(dtype),
                 dtype == at::kBFloat16 ? " or Float" : "");
-  check_matrix("out", out, tokens, columns, dtype);
-  check_matrix("d_out", d_out, tokens, columns, grad_dtype);
-  check_matrix("lse", lse, tokens, heads.num_heads, dtype == at::kDouble ? at::kDouble : at::kFloat);
-  check_matrix("d_qkv", d_qkv, tokens, qkv.size(1), grad_dtype);
-  const Plan plan = make_plan(sequences, check_sequences(sequences, tokens), shape);
+  check_matrix("out", out, tokens, columns, dtype, qkv.device());
+  check_matrix("d_out", d_out, tokens, columns, grad_dtype, qkv.device());
+  check_matrix("lse", lse, tokens, heads.num_heads, dtype == at::kDouble ? at::kDouble : at::kFloat, qkv.device());
+  check_matrix("d_qkv", d_qkv, tokens, qkv.size(1), grad_dtype, qkv.device());
+  const auto owner = check_sequences(sequences, tokens);
 
   std::int64_t covered = 0;
   for (const AttentionSequence& s : sequences) covered += s.length;
   if (covered < tokens) d_qkv.zero_();
+  if (qkv.is_cuda()) return attention_backward_cuda.get(qkv)(qkv, out, d_out, lse, sequences, owner, shape, d_qkv);
+  const Plan plan = make_plan(sequences, owner, shape);
   const at::Tensor partials = at::empty({plan.partial_size}, lse.options());
   kernels::AttentionBackwardArgs args{shape,
                                       grad_dtype == at::kBFloat16 ? kernels::ElementType::bfloat16

@@ -7,16 +7,16 @@
 
 namespace nemo_rl::ops {
 
-/// Shape of `qkv` [T, (N+2K)*H] on CPU, contiguous.
+/// Shape of `qkv` [T, (N+2K)*H] on the CPU or a CUDA device, contiguous.
 kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHeads& heads);
 
 /// Own rows within [0, T) without overlap, prefixes at the beginning of a sequence without prefix. Returns for each
 /// sequence the index of the one that owns its prefix (its own index if it has none).
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens);
 
-/// [T, columns], contiguous, on CPU.
+/// [T, columns], contiguous, on `device`.
 void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
-                  at::ScalarType dtype);
+                  at::ScalarType dtype, at::Device device);
 
 /// Scored (query, key) pairs of own tokens [begin, end).
 inline std::int64_t attention_pairs(std::int64_t prefix, std::int64_t begin, std::int64_t end) {

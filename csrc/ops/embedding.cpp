@@ -5,9 +5,16 @@
 #include "ops/kernel_types.h"
 
 namespace nemo_rl::ops {
+
+CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_forward_cuda("embedding_forward");
+CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_backward_cuda("embedding_backward");
+CudaSlot<void(const at::Tensor&, const at::Tensor&)> add_column_sums_cuda("add_column_sums");
+
 namespace {
 
 void check_ids(const at::Tensor& token_ids, std::int64_t rows, const char* op) {
+  NRL_CHECK_ARG(token_ids.is_cpu() && token_ids.scalar_type() == at::kLong && token_ids.is_contiguous(), op, ": token ids must be int64 on the CPU, got ",
+                token_ids.scalar_type(), " on ", token_ids.device());
   const auto* ids = ptr<std::int64_t>(token_ids);
   for (std::int64_t t = 0; t < token_ids.numel(); ++t)
     NRL_CHECK_ARG(ids[t] >= 0 && ids[t] < rows, op, ": token id ", ids[t], " at position ", t, " is outside the vocabulary of ", rows,
@@ -18,6 +25,7 @@ void check_ids(const at::Tensor& token_ids, std::int64_t rows, const char* op) {
 
 void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
   check_ids(token_ids, table.size(0), "embedding_forward");
+  if (table.is_cuda()) return embedding_forward_cuda.get(table)(table, token_ids, h);
   const std::int64_t D = table.size(1);
   const auto* ids = ptr<std::int64_t>(token_ids);
   dispatch_floating(table.scalar_type(), "embedding_forward", [&](auto tag) {
@@ -35,6 +43,7 @@ void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, con
 
 void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table) {
   check_ids(token_ids, d_table.size(0), "embedding_backward");
+  if (dh.is_cuda()) return embedding_backward_cuda.get(dh)(dh, token_ids, d_table);
   const std::int64_t D = d_table.size(1);
   const auto* ids = ptr<std::int64_t>(token_ids);
   dispatch_floating(d_table.scalar_type(), "embedding_backward", [&](auto tag) {
@@ -50,6 +59,7 @@ void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const
 }
 
 void add_column_sums(const at::Tensor& x, const at::Tensor& out) {
+  if (x.is_cuda()) return add_column_sums_cuda.get(x)(x, out);
   const std::int64_t T = x.size(0), C = x.size(1);
   dispatch_floating(x.scalar_type(), "add_column_sums", [&](auto tag) {
     using X = decltype(tag);

@@ -1,10 +1,11 @@
 // Token embedding, its gradient, and column sums for bias gradients.
 #pragma once
-#include <ATen/core/Tensor.h>
+#include "ops/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
-/// h[t] = table[token_ids[t]], widened to h's dtype (float32 for a bfloat16 table).
+/// h[t] = table[token_ids[t]], widened to h's dtype (float32 for a bfloat16 table). token_ids are int64 [T] on the CPU, where they
+/// are checked, also for a table on a CUDA device.
 void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h);
 
 /// d_table[token_ids[t]] += dh[t], in the order of t for every row: the sum does not depend on threads.
@@ -12,5 +13,9 @@ void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const
 
 /// out[c] += sum over the rows of x [T, C] (the gradient of a bias), in blocks of fixed size.
 void add_column_sums(const at::Tensor& x, const at::Tensor& out);
+
+extern CudaSlot<void(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h)> embedding_forward_cuda;
+extern CudaSlot<void(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table)> embedding_backward_cuda;
+extern CudaSlot<void(const at::Tensor& x, const at::Tensor& out)> add_column_sums_cuda;
 
 }  // namespace nemo_rl::ops

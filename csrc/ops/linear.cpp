@@ -1,17 +1,24 @@
 #include "ops/linear.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include "kernels/linear.h"
 #include "ops/kernel_types.h"
 #include "ops/parallel_items.h"
+#include "ops/swiglu.h"
 
 namespace nemo_rl::ops {
+
+CudaSlot<LinearForwardLauncher> linear_forward_cuda("linear_forward");
+CudaSlot<GemmLauncher> linear_backward_cuda("linear_backward");
+
 namespace {
 
-void check_matrix(const at::Tensor& t, const char* name, const char* op) {
-  NRL_CHECK_ARG(t.dim() == 2 && t.stride(1) == 1 && t.device().is_cpu(), op, ": ", name,
-                " must be a CPU matrix with a contiguous last dimension, got shape ", t.sizes(), " on ", t.device().str());
+void check_matrix(const at::Tensor& t, const at::Tensor& like, const char* name, const char* op) {
+  NRL_CHECK_ARG(t.dim() == 2 && t.stride(1) == 1 && t.device() == like.device() && (t.is_cpu() || t.is_cuda()), op, ": ", name,
+                " must be a matrix with a contiguous last dimension on the CPU or, as all operands, on ", like.device().str(), ", got shape ", t.sizes(),
+                " on ", t.device().str());
 }
 
 bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
@@ -52,9 +59,9 @@ void run_gemm(kernels::Gemm<T, O>* kernel, const at::Tensor& a, bool transposed,
 }
 
 void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate, const char* op) {
-  check_matrix(a, "the first operand", op);
-  check_matrix(b, "the second operand", op);
-  check_matrix(c, "the result", op);
+  check_matrix(a, a, "the first operand", op);
+  check_matrix(b, a, "the second operand", op);
+  check_matrix(c, a, "the result", op);
   const auto rows = transposed ? a.size(1) : a.size(0), terms = transposed ? a.size(0) : a.size(1);
   NRL_CHECK_ARG(b.size(0) == terms && c.size(0) == rows && c.size(1) == b.size(1) && a.scalar_type() == b.scalar_type(), op,
                 ": shapes ", a.sizes(), ", ", b.sizes(), " -> ", c.sizes(), " or dtypes do not match");
@@ -63,6 +70,7 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
     if (!accumulate) c.zero_();
     return;
   }
+  if (a.is_cuda()) return linear_backward_cuda.get(a)(a, transposed, b, c, accumulate, op);
   const auto type = a.scalar_type(), out = c.scalar_type();
   if (type == at::kFloat && out == at::kFloat) return run_gemm<float, float>(kernels::gemm_f32, a, transposed, b, c, accumulate);
   if (type == at::kDouble && out == at::kDouble) return run_gemm<double, double>(kernels::gemm_f64, a, transposed, b, c, accumulate);
@@ -74,13 +82,14 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
 }  // namespace
 
 void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
-  check_matrix(x, "x", "linear_forward");
-  check_matrix(w, "w", "linear_forward");
-  check_matrix(y, "y", "linear_forward");
+  check_matrix(x, x, "x", "linear_forward");
+  check_matrix(w, x, "w", "linear_forward");
+  check_matrix(y, x, "y", "linear_forward");
   NRL_CHECK_ARG(x.size(1) == w.size(1) && y.size(0) == x.size(0) && y.size(1) == w.size(0) && x.scalar_type() == w.scalar_type() &&
                     fits(bias, w),
                 "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
   if (y.numel() == 0) return;
+  if (x.is_cuda()) return linear_forward_cuda.get(x)(x, w, bias, y, accumulate);
   const auto type = x.scalar_type(), out = y.scalar_type();
   if (type == at::kFloat && out == at::kFloat) return run<float, float>(kernels::linear_forward_f32, x, w, bias, y, accumulate);
   if (type == at::kDouble && out == at::kDouble) return run<double, double>(kernels::linear_forward_f64, x, w, bias, y, accumulate);
@@ -91,8 +100,8 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
                    const at::Tensor& act) {
-  check_matrix(x, "x", "linear_swiglu");
-  check_matrix(w, "w", "linear_swiglu");
+  check_matrix(x, x, "x", "linear_swiglu");
+  check_matrix(w, x, "w", "linear_swiglu");
   const std::int64_t M = x.size(0), I = w.size(0) / 2;
   const auto is = [&](const at::Tensor& t, std::int64_t columns) {
     return t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.sizes() == at::IntArrayRef({M, columns});
@@ -102,6 +111,11 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
                     fits(bias, w),
                 "linear_swiglu: x ", x.sizes(), ", w ", w.sizes(), ", act ", act.sizes(), " or their dtypes do not match");
   if (act.numel() == 0) return;
+  if (x.is_cuda()) {  // the two ops, by definition the same bits
+    const auto both = gate_up.defined() ? gate_up : at::empty({M, 2 * I}, act.options());
+    linear_forward(x, w, bias, both);
+    return swiglu_forward(both, act);
+  }
   switch (x.scalar_type()) {
     case at::kFloat: return run_swiglu<float>(kernels::linear_swiglu_f32, x, w, bias, gate_up, act);
     case at::kDouble: return run_swiglu<double>(kernels::linear_swiglu_f64, x, w, bias, gate_up, act);

@@ -1,8 +1,8 @@
 // The one seam of matrix products: forward, gradient of the input, gradient of the weight.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <optional>
+
+#include "ops/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -23,5 +23,12 @@ void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::
 
 /// dw[N, K] += dy[M, N]^T · x[M, K]; dw is float32 (float64 for float64 operands).
 void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& dw);
+
+using LinearForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
+                                   bool accumulate);
+extern CudaSlot<LinearForwardLauncher> linear_forward_cuda;
+/// c (+)= a · b or a^T · b, for both backward products.
+using GemmLauncher = void(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate, const char* op);
+extern CudaSlot<GemmLauncher> linear_backward_cuda;
 
 }  // namespace nemo_rl::ops

@@ -7,6 +7,10 @@
 #include "ops/kernel_types.h"
 
 namespace nemo_rl::ops {
+
+CudaSlot<RmsNormForwardLauncher> rms_norm_forward_cuda("rms_norm_forward");
+CudaSlot<RmsNormBackwardLauncher> rms_norm_backward_cuda("rms_norm_backward");
+
 namespace {
 
 constexpr std::int64_t kRowBlock = 64;  // rows whose share of dw is summed at once
@@ -48,6 +52,7 @@ void check(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
 
 void rms_norm_forward(const at::Tensor& x, const at::Tensor& w, double eps, const at::Tensor& y, const std::optional<at::Tensor>& rstd) {
   check(x, w, y);
+  if (x.is_cuda()) return rms_norm_forward_cuda.get(x)(x, w, eps, y, rstd);
   const auto in = x.scalar_type(), type = w.scalar_type();
   if (type == at::kFloat && in == at::kFloat) return forward<float, float>(kernels::rms_norm_forward_f32, x, w, eps, y, rstd);
   if (type == at::kDouble && in == at::kDouble) return forward<double, double>(kernels::rms_norm_forward_f64, x, w, eps, y, rstd);
@@ -59,6 +64,7 @@ void rms_norm_forward(const at::Tensor& x, const at::Tensor& w, double eps, cons
 void rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd, const at::Tensor& dx,
                        bool accumulate, const at::Tensor& dw) {
   check(x, w, dx);
+  if (x.is_cuda()) return rms_norm_backward_cuda.get(x)(dy, x, w, rstd, dx, accumulate, dw);
   const auto in = x.scalar_type(), type = w.scalar_type(), grad = dy.scalar_type();
   if (type == at::kFloat && in == at::kFloat && grad == at::kFloat)
     return backward<float, float, float>(kernels::rms_norm_backward_f32, dy, x, w, rstd, dx, accumulate, dw);

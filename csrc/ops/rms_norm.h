@@ -1,8 +1,8 @@
 // Root-mean-square normalisation with its gradient.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <optional>
+
+#include "ops/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -14,5 +14,11 @@ void rms_norm_forward(const at::Tensor& x, const at::Tensor& w, double eps, cons
 /// fixed size that are added in order, so it does not depend on threads.
 void rms_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd, const at::Tensor& dx,
                        bool accumulate, const at::Tensor& dw);
+
+using RmsNormForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, double eps, const at::Tensor& y, const std::optional<at::Tensor>& rstd);
+using RmsNormBackwardLauncher = void(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd, const at::Tensor& dx,
+                                     bool accumulate, const at::Tensor& dw);
+extern CudaSlot<RmsNormForwardLauncher> rms_norm_forward_cuda;
+extern CudaSlot<RmsNormBackwardLauncher> rms_norm_backward_cuda;
 
 }  // namespace nemo_rl::ops

@@ -1,6 +1,6 @@
 // Rotary position embedding in place.
 #pragma once
-#include <ATen/core/Tensor.h>
+#include "ops/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -8,5 +8,9 @@ namespace nemo_rl::ops {
 /// (positions [T] int64; cos, sin float32 [max position + 1, H/2]). `inverse` is the backward pass.
 void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions, const at::Tensor& cos, const at::Tensor& sin,
           bool inverse = false);
+
+using RopeLauncher = void(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions, const at::Tensor& cos,
+                          const at::Tensor& sin, bool inverse);
+extern CudaSlot<RopeLauncher> rope_cuda;
 
 }  // namespace nemo_rl::ops

@@ -8,6 +8,12 @@
 #include "common/check.h"
 
 namespace nemo_rl::ops {
+
+decltype(sample_rows_cuda) sample_rows_cuda("sample_rows");
+decltype(score_rows_cuda) score_rows_cuda("score_rows");
+decltype(score_pairs_cuda) score_pairs_cuda("score_pairs");
+decltype(pairs_gradient_cuda) pairs_gradient_cuda("pairs_gradient");
+
 namespace {
 
 at::Tensor checked_logits(const at::Tensor& logits) {
@@ -15,7 +21,7 @@ at::Tensor checked_logits(const at::Tensor& logits) {
                 "logits: given ", logits.dim(), " dimensions of ", logits.scalar_type(), ", expected float32 [R, V]");
   NRL_CHECK_ARG(logits.size(1) >= 1 && logits.size(1) <= kernels::kMaxVocab,
                 "logits: a vocabulary of ", logits.size(1), ", expected 1 to ", kernels::kMaxVocab);
-  return logits.to(at::kCPU).contiguous();
+  return logits.contiguous();
 }
 
 }  // namespace
@@ -46,6 +52,7 @@ std::vector<SampledToken> sample_rows(const at::Tensor& logits, const std::vecto
     NRL_CHECK_ARG(draw.uniform >= 0 && draw.uniform < 1, "uniform = ", draw.uniform, ": expected [0, 1)");
     check_rule(draw.rule);
   }
+  if (x.is_cuda()) return sample_rows_cuda.get(x)(x, draws, with_entropy);
   const float* data = x.const_data_ptr<float>();
   std::vector<SampledToken> out(draws.size());
   at::parallel_for(0, static_cast<std::int64_t>(draws.size()), 1, [&](std::int64_t begin, std::int64_t end) {
@@ -70,6 +77,7 @@ std::vector<SampledToken> score_rows(const at::Tensor& logits, const at::Tensor&
   for (std::int64_t r = 0; r < R; ++r) {
     NRL_CHECK_ARG(tokens[r] >= 0 && tokens[r] < V, "token_ids[", r, "] = ", tokens[r], " with a vocabulary of ", V);
   }
+  if (x.is_cuda()) return score_rows_cuda.get(x)(x, ids, rule, with_entropy);
   const float* data = x.const_data_ptr<float>();
   std::vector<SampledToken> out(R);
   at::parallel_for(0, R, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -79,6 +87,16 @@ std::vector<SampledToken> score_rows(const at::Tensor& logits, const at::Tensor&
     }
   });
   return out;
+}
+
+void score_pairs(const at::Tensor& logits, const PairQuery& query, const at::Tensor& logprobs, const at::Tensor& unfiltered, const at::Tensor& entropy) {
+  check_rule(query.rule);
+  score_pairs_cuda.get(logits)(checked_logits(logits), query, logprobs, unfiltered, entropy);
+}
+
+void pairs_gradient(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g, const at::Tensor& g_unfiltered, const at::Tensor& d_logits) {
+  check_rule(query.rule);
+  pairs_gradient_cuda.get(logits)(checked_logits(logits), query, g, g_unfiltered, d_logits);
 }
 
 }  // namespace nemo_rl::ops

@@ -6,6 +6,10 @@
 #include "ops/kernel_types.h"
 
 namespace nemo_rl::ops {
+
+CudaSlot<void(const at::Tensor&, const at::Tensor&)> swiglu_forward_cuda("swiglu_forward");
+CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> swiglu_backward_cuda("swiglu_backward");
+
 namespace {
 
 void check(const at::Tensor& gate_up, const at::Tensor& act) {
@@ -23,6 +27,7 @@ void over_rows(const at::Tensor& act, F&& f) {
 
 void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act) {
   check(gate_up, act);
+  if (act.is_cuda()) return swiglu_forward_cuda.get(act)(gate_up, act);
   const std::int64_t I = act.size(1);
   dispatch_floating(act.scalar_type(), "swiglu_forward", [&](auto tag) {
     using T = decltype(tag);
@@ -39,6 +44,7 @@ void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act) {
 void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up) {
   check(gate_up, d_act);
   check(d_gate_up, d_act);
+  if (d_act.is_cuda()) return swiglu_backward_cuda.get(d_act)(d_act, gate_up, d_gate_up);
   const std::int64_t I = d_act.size(1);
   dispatch_floating(d_act.scalar_type(), "swiglu_backward", [&](auto tag) {
     using T = decltype(tag);

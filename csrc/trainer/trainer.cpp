@@ -23,8 +23,10 @@ model::Attention attention_over(const std::vector<ops::AttentionSequence>& seque
   };
 }
 
+/// `pairs` may lie on another device where they are only read.
 template <class F>
-void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at::Tensor& pairs, F&& f) {
+void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at::Tensor& pairs_anywhere, F&& f) {
+  const at::Tensor pairs = pairs_anywhere.cpu();
   AT_DISPATCH_FLOATING_TYPES(pairs.scalar_type(), "for_each_pair", [&] {
     auto* full = padded.data_ptr<scalar_t>();
     auto* flat = pairs.data_ptr<scalar_t>();
@@ -35,8 +37,8 @@ void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at
 constexpr auto to_padded = [](auto& full, auto& pair) { full = pair; };
 
 void check_result(const at::Tensor& out, const PaddedBatch& batch, at::ScalarType dtype) {
-  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == dtype, "the results need a contiguous ",
-                c10::toString(dtype), " tensor of shape ", batch.input_ids.sizes());
+  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == dtype && out.is_cpu(), "the results need a contiguous ",
+                c10::toString(dtype), " CPU tensor of shape ", batch.input_ids.sizes());
 }
 
 }  // namespace
@@ -98,7 +100,7 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
 }
 
 at::Tensor Trainer::logits(const at::Tensor& token_ids) {
-  NRL_CHECK_ARG(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong && token_ids.numel() > 0, "token_ids must be int64 [T], T >= 1, got ",
+  NRL_CHECK_ARG(token_ids.is_cpu() && token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong && token_ids.numel() > 0, "token_ids must be int64 [T], T >= 1, got ",
                 token_ids.sizes());
   auto& decoder = model_->decoder();
   const std::int64_t T = token_ids.numel();
@@ -123,9 +125,9 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
   auto& decoder = model_->decoder();
   auto& workspace = model_->workspace();
   const auto pairs_of = [&](const at::Tensor& padded) {
-    const auto pairs = at::empty({static_cast<std::int64_t>(packed_.places.size())}, h_.options());
+    const auto pairs = at::empty({static_cast<std::int64_t>(packed_.places.size())}, h_.options().device(at::kCPU));
     for_each_pair(packed_, padded, pairs, [](auto& full, auto& pair) { pair = full; });
-    return pairs;
+    return pairs.to(h_.device());
   };
   model::PairValues d_values{pairs_of(d_out), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};
   if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size)) d_values.logprobs += d_values.unfiltered;

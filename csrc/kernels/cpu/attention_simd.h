@@ -12,6 +12,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm inside GCC 12's own _mm512_reduce_max_ps
 #endif
 
+#undef NRL_INLINE  // members too, where `static` would mean something else
 #define NRL_INLINE inline __attribute__((always_inline))
 
 namespace nemo_rl::kernels {

@@ -16,8 +16,10 @@ void rope(const RopeArgs<T>& p, std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = 0; i < half; ++i) {
         const A a = static_cast<A>(x[i]), b = static_cast<A>(x[i + half]);
         const A c = static_cast<A>(cos[i]), s = sign * static_cast<A>(sin[i]);
-        x[i] = static_cast<T>(a * c - b * s);
-        x[i + half] = static_cast<T>(b * c + a * s);
+        A first, second;
+        rope_rotate(a, b, c, s, first, second);
+        x[i] = static_cast<T>(first);
+        x[i + half] = static_cast<T>(second);
       }
     }
   }

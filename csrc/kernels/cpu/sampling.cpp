@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kernels/cpu/vec_math.h"
+#include "kernels/token_order.h"
 
 // No std:: algorithm here: a template compiled for one CPU capability must not be what the linker keeps for another.
 
@@ -11,14 +12,6 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 constexpr float kInf = __builtin_inff();
-
-/// Unsigned integers in the order of the floats; -0 equals +0.
-std::uint32_t order_of(float z) {
-  z += 0.0f;
-  std::uint32_t bits;
-  std::memcpy(&bits, &z, sizeof(bits));
-  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
-}
 
 bool above(const FilterCandidate& a, const FilterCandidate& b) {
   return a.order != b.order ? a.order > b.order : a.id > b.id;

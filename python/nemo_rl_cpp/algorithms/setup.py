@@ -19,7 +19,7 @@ from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.utils import setup_response_data
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
@@ -106,8 +106,10 @@ def prompts_per_round(loop: Any) -> int:
 
 
 def make_cluster(config: Any) -> RayVirtualCluster:
-    """The devices of the section `cluster`: one, this process."""
-    return RayVirtualCluster([config.cluster.gpus_per_node] * config.cluster.num_nodes, use_gpus=False, name="train_cluster")
+    """The devices of the section `cluster`: one. ValueError where `cluster.device` asks for a GPU that cannot be used."""
+    cluster = config.cluster
+    use_gpus = check_device(cluster.device) == "cuda"
+    return RayVirtualCluster([cluster.gpus_per_node] * cluster.num_nodes, use_gpus=use_gpus, name="train_cluster")
 
 
 def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None) -> Any:

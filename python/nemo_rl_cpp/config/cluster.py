@@ -11,6 +11,7 @@ class ClusterConfig(Section):
     """How many devices, and who runs them."""
 
     gpus_per_node: Positive = key(1, "devices of a machine; only 1 is supported yet (a CPU counts as one)")
+    device: Literal["cpu", "cuda"] = key("cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU")
     num_nodes: Positive = key(1, "machines; only 1 is supported yet")
     executor: Literal["auto", "in_process", "ray"] = key(
         "auto", "in_process: everything in this process; ray is not supported yet"

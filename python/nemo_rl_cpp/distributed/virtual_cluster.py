@@ -18,6 +18,25 @@ def init_ray(log_dir: str | None = None) -> None:
     """Starts what workers need to be started with. The in-process executor starts none, so there is nothing to do."""
 
 
+def cuda_usable() -> bool:
+    """Whether models can lie on a GPU: torch sees one and this package was built with its CUDA kernels."""
+    import importlib.util
+
+    import torch
+
+    return torch.cuda.is_available() and importlib.util.find_spec("nemo_rl_cpp._cuda") is not None
+
+
+def check_device(device: str) -> str:
+    """`cluster.device` as it is. Raises ValueError where it asks for a GPU that cannot be used."""
+    if device == "cuda" and not cuda_usable():
+        raise ValueError(
+            "cluster.device is cuda, but torch sees no GPU or this package was built without its CUDA kernels: set "
+            "cluster.device=cpu, or build with NEMO_RL_CUDA=on where torch.cuda.is_available()"
+        )
+    return device
+
+
 class RayVirtualCluster:
     """One device, seen as a cluster of one node with one worker. Names and arguments are NeMo RL's.
 
@@ -56,6 +75,11 @@ class RayVirtualCluster:
     def world_size(self) -> int:
         """Number of workers: 1."""
         return 1
+
+    def device(self, precision: str = "float32") -> str:
+        """Where models lie: "cuda" when the cluster uses GPUs, one can be used and `precision` is computed there (float32,
+        bfloat16); else "cpu". CUDA_VISIBLE_DEVICES hides GPUs."""
+        return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def node_count(self) -> int:
         """Number of nodes: 1."""

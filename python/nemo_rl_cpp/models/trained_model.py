@@ -25,7 +25,7 @@ class TrainedModel:
 
     Args:
         section: the configuration section, "policy" or "value"; error messages name its keys.
-        cluster: one device (`RayVirtualCluster` of world size 1) or None.
+        cluster: one device (`RayVirtualCluster` of world size 1), which says where the model lies; None: on the CPU.
         config: that section.
         tokenizer: saved beside the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
@@ -42,6 +42,7 @@ class TrainedModel:
         if cluster is not None and cluster.world_size() != 1:
             raise ValueError(f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
         self.section, self.config, self.tokenizer = section, config, tokenizer
+        self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = open_model_folder(config.model_name, config.hf_config_overrides, seed=seed)
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model)
@@ -53,12 +54,12 @@ class TrainedModel:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
-        model = C.DecoderModel(native_config(folder.config, value_head=self.value_head), DTYPES[self.config.precision], trainable)
+        model = C.DecoderModel(native_config(folder.config, value_head=self.value_head), DTYPES[self.config.precision], trainable, self.device)
         folder.fill(model)
         return model
 
     def _load_from(self, weights_path: str | Path) -> Any:
-        model = C.DecoderModel(native_config(self.folder.config, value_head=self.value_head), DTYPES[self.config.precision], True)
+        model = C.DecoderModel(native_config(self.folder.config, value_head=self.value_head), DTYPES[self.config.precision], True, self.device)
         load_weights(model, weights_path)
         return model
 
@@ -181,10 +182,10 @@ class TrainedModel:
     # ---- the rest of the interfaces ---------------------------------------------------------------------------------
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do on the CPU: weights, gradients and optimizer state stay where they are."""
+        """Nothing to do: weights, gradients and optimizer state stay where they are."""
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do on the CPU."""
+        """Nothing to do: they stay there."""
 
     def shutdown(self) -> bool:
         self.model.release_workspace()

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, init_ray
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
 
@@ -51,3 +51,22 @@ def test_worker_group_runs_in_this_process():
     with pytest.raises(ValueError, match="one entry a worker"):
         group.run_all_workers_multiple_data("add", [1, 2])
     assert group.shutdown() and group.shutdown()
+
+
+@pytest.mark.parametrize(
+    "usable, use_gpus, precision, device",
+    [(True, True, "bfloat16", "cuda"), (True, True, "float32", "cuda"), (True, True, "float64", "cpu"), (True, False, "float32", "cpu"),
+     (False, True, "float32", "cpu")],
+)  # fmt: skip
+def test_models_lie_on_a_gpu_where_one_can_be_used(monkeypatch, usable, use_gpus, precision, device):
+    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: usable)
+    assert RayVirtualCluster([1], use_gpus=use_gpus).device(precision) == device
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error_that_names_the_key(monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: False)
+    assert check_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*cluster.device=cpu"):
+        check_device("cuda")
+    monkeypatch.setattr("nemo_rl_cpp.distributed.virtual_cluster.cuda_usable", lambda: True)
+    assert check_device("cuda") == "cuda"

@@ -55,6 +55,7 @@ class NativeGeneration(GenerationInterface):
         self.tokenizer = tokenizer
         self.seed = int(seed) & 0xFFFFFFFF
         self.max_model_len = int(max_model_len or _get(_get(config, "vllm_cfg"), "max_model_len") or 0)
+        self._runner = runner
         self._vocab_size = runner.vocab_size()
         self._digest = digest
         self._stop_token_ids = _stop_token_ids(config, tokenizer)
@@ -206,7 +207,15 @@ class NativeGeneration(GenerationInterface):
     def _limit_cache(self) -> None:
         """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
         gigabytes = _get(self.config, "kv_cache_gb")
-        self._engine.set_max_cache_bytes(int(gigabytes * 1e9) if gigabytes else max(_free_bytes() // 2, 1))
+        self._engine.set_max_cache_bytes(int(gigabytes * 1e9) if gigabytes else max(self._free_bytes() // 2, 1))
+
+    def _free_bytes(self) -> int:
+        """Memory that can still be taken where the keys and values lie: the GPU's, or this machine's."""
+        device = torch.device(getattr(self._runner, "device", "cpu"))
+        if device.type != "cuda":
+            return _free_bytes()
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def weight_digest(self) -> str:
         """Digest of the weights that the engine reads. RuntimeError when it was made without one."""

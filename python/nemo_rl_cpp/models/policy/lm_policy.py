@@ -143,4 +143,4 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         return NativeGeneration(runner, generation_config or self.config.generation, self.tokenizer, digest=self.weight_digest, **options)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Nothing to do on the CPU."""
+        """Nothing to do: weights and workspace stay where they are."""

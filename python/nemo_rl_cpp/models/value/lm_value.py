@@ -93,7 +93,7 @@ class Value(TrainedModel, ValueInterface):
         }
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do on the CPU."""
+        """Nothing to do: weights and workspace stay where they are."""
 
     def saved_config(self) -> dict[str, Any]:
         """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""

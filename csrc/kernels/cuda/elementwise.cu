@@ -1,0 +1,150 @@
+// Rotary embedding, gated activation and AdamW on CUDA: every thread does eight neighbouring values.
+#include "kernels/cuda/model_launchers.h"
+#include "kernels/cuda/vector_access.cuh"
+#include "kernels/elementwise_math.h"
+
+namespace nemo_rl::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> p, std::int64_t tokens, bool vectors) {
+  const std::int64_t half = p.H / 2, chunks = (half + kEight - 1) / kEight, items = tokens * p.heads * chunks;
+  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
+    const std::int64_t i = item % chunks * kEight, head = item / chunks % p.heads, t = item / chunks / p.heads, n = half - i;
+    T* const x = p.x + t * p.stride_x + head * p.H + i;
+    float a[kEight], b[kEight], c[kEight], s[kEight];
+    load8(x, n, vectors, a);
+    load8(x + half, n, vectors, b);
+    load8(p.cos + p.positions[t] * half + i, n, vectors, c);
+    load8(p.sin + p.positions[t] * half + i, n, vectors, s);
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) rope_rotate(a[k], b[k], c[k], p.inverse ? -s[k] : s[k], a[k], b[k]);
+    store8(x, n, vectors, a);
+    store8(x + half, n, vectors, b);
+  }
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, bool vectors) {
+  const std::int64_t chunks = (I + kEight - 1) / kEight, items = tokens * chunks;
+  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
+    const std::int64_t i = item % chunks * kEight, t = item / chunks, n = I - i;
+    float g[kEight], u[kEight];
+    load8(gate_up + t * 2 * I + i, n, vectors, g);
+    load8(gate_up + t * 2 * I + I + i, n, vectors, u);
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) g[k] = g[k] * sigmoid(g[k]) * u[k];
+    store8(act + t * I + i, n, vectors, g);
+  }
+}
+
+/// d_gate_up may be gate_up: a thread reads its values before it writes them.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward_kernel(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, bool vectors) {
+  const std::int64_t chunks = (I + kEight - 1) / kEight, items = tokens * chunks;
+  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
+    const std::int64_t i = item % chunks * kEight, t = item / chunks, n = I - i;
+    float d[kEight], g[kEight], u[kEight];
+    load8(d_act + t * I + i, n, vectors, d);
+    load8(gate_up + t * 2 * I + i, n, vectors, g);
+    load8(gate_up + t * 2 * I + I + i, n, vectors, u);
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) {
+      const float s = sigmoid(g[k]), d_up = d[k] * g[k] * s;
+      g[k] = d[k] * u[k] * s * (1.0f + g[k] * (1.0f - s));
+      u[k] = d_up;
+    }
+    store8(d_gate_up + t * 2 * I + i, n, vectors, g);
+    store8(d_gate_up + t * 2 * I + I + i, n, vectors, u);
+  }
+}
+
+/// y = bias in every row, or y + bias.
+template <class T, class O>
+__global__ void __launch_bounds__(kThreads) bias_rows_kernel(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate) {
+  const std::int64_t items = rows * N;
+  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < items; i += std::int64_t{kThreads} * gridDim.x) {
+    O& to = y[i / N * stride + i % N];
+    to = static_cast<O>(accumulate ? widen(to) + widen(bias[i % N]) : widen(bias[i % N]));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float> p, std::int64_t n, bool vectors) {
+  const AdamWConstants<float> c = adamw_constants(p);
+  const std::int64_t chunks = (n + kEight - 1) / kEight;
+  for (std::int64_t chunk = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; chunk < chunks; chunk += std::int64_t{kThreads} * gridDim.x) {
+    const std::int64_t i = chunk * kEight, left = n - i;
+    float g[kEight], w[kEight], m[kEight], v[kEight];
+    load8(p.grads + i, left, vectors, g);
+    load8(p.weights + i, left, vectors, w);
+    load8(p.exp_avg + i, left, vectors, m);
+    load8(p.exp_avg_sq + i, left, vectors, v);
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) adamw_update(c, g[k], w[k], m[k], v[k]);
+    store8(p.weights + i, left, vectors, w);
+    store8(p.exp_avg + i, left, vectors, m);
+    store8(p.exp_avg_sq + i, left, vectors, v);
+    if (p.compute) store8(p.compute + i, left, vectors, w);
+  }
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t rope_launch(const RopeArgs<T>& p, std::int64_t tokens, cudaStream_t stream) {
+  const std::int64_t half = p.H / 2, items = tokens * p.heads * ((half + kEight - 1) / kEight);
+  if (items == 0) return cudaSuccess;
+  const bool vectors = half % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.cos, half) && vectorizable(p.sin, half);
+  rope_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(p, tokens, vectors);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, cudaStream_t stream) {
+  const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
+  if (items == 0) return cudaSuccess;
+  const bool vectors = vectorizable(gate_up, I) && vectorizable(act, I);
+  swiglu_forward_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(gate_up, act, I, tokens, vectors);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, cudaStream_t stream) {
+  const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
+  if (items == 0) return cudaSuccess;
+  const bool vectors = vectorizable(d_act, I) && vectorizable(gate_up, I) && vectorizable(d_gate_up, I);
+  swiglu_backward_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(d_act, gate_up, d_gate_up, I, tokens, vectors);
+  return cudaGetLastError();
+}
+
+template <class T, class O>
+cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate, cudaStream_t stream) {
+  if (rows * N == 0) return cudaSuccess;
+  bias_rows_kernel<T, O><<<grid_for(rows * N, kThreads), kThreads, 0, stream>>>(bias, y, stride, rows, N, accumulate);
+  return cudaGetLastError();
+}
+
+cudaError_t adamw_launch(const AdamWArgs<float>& p, std::int64_t n, cudaStream_t stream) {
+  if (n == 0) return cudaSuccess;
+  const bool vectors = vectorizable(p.grads, 0) && vectorizable(p.weights, 0) && vectorizable(p.exp_avg, 0) && vectorizable(p.exp_avg_sq, 0) &&
+                       (p.compute == nullptr || vectorizable(p.compute, 0));
+  adamw_kernel<<<grid_for((n + kEight - 1) / kEight, kThreads), kThreads, 0, stream>>>(p, n, vectors);
+  return cudaGetLastError();
+}
+
+template cudaError_t bias_rows_launch(const float*, float*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
+template cudaError_t bias_rows_launch(const bfloat16*, float*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
+template cudaError_t bias_rows_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
+template cudaError_t rope_launch(const RopeArgs<float>&, std::int64_t, cudaStream_t);
+template cudaError_t rope_launch(const RopeArgs<bfloat16>&, std::int64_t, cudaStream_t);
+template cudaError_t swiglu_forward_launch(const float*, float*, std::int64_t, std::int64_t, cudaStream_t);
+template cudaError_t swiglu_forward_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, cudaStream_t);
+template cudaError_t swiglu_backward_launch(const float*, const float*, float*, std::int64_t, std::int64_t, cudaStream_t);
+template cudaError_t swiglu_backward_launch(const bfloat16*, const bfloat16*, bfloat16*, std::int64_t, std::int64_t, cudaStream_t);
+
+}  // namespace nemo_rl::kernels

@@ -1,0 +1,92 @@
+// The head on a CUDA device: whole rows of logits for as many rows at a time as fit a fixed budget. The product has the engine's own
+// shape (all of the vocabulary), so a row of logits has the engine's bits.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "model/vocabulary_head.h"
+#include "ops/linear.h"
+#include "ops/sampling.h"
+
+namespace nemo_rl::model {
+namespace {
+
+constexpr std::int64_t kDeviceLogits = std::int64_t{1} << 27;  // 512 MiB of float32
+
+std::int64_t rows_at_once(std::int64_t V) { return std::max<std::int64_t>(1, kDeviceLogits / V); }
+
+at::Tensor on_device(const std::int64_t* values, std::int64_t n, const at::Tensor& like) {
+  return at::from_blob(const_cast<std::int64_t*>(values), {n}, at::kLong).to(like.device());  // only read
+}
+
+}  // namespace
+
+at::Tensor VocabularyHead::device_scratch(at::Tensor& buffer, at::IntArrayRef shape, const at::TensorOptions& options) {
+  const std::int64_t n = shape[0] * shape[1];
+  if (!buffer.defined() || buffer.options().device() != options.device() || buffer.dtype() != options.dtype() || buffer.numel() < n)
+    buffer = at::empty({n}, options);
+  return buffer.narrow(0, 0, n).view(shape);
+}
+
+VocabularyHead::DevicePairs VocabularyHead::device_pairs(const at::Tensor& x, const RowTargets& wanted, const TokenScoring& scoring) const {
+  return {on_device(wanted.first, x.size(0) + 1, x), on_device(wanted.targets, wanted.first[x.size(0)], x),
+          {static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false}};
+}
+
+void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                       const PairValues& values, const at::Tensor& entropy) {
+  const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
+  NRL_CHECK_ARG(!(entropy.defined() && scoring.filters(V)), "the head gives the entropy of an unfiltered distribution only");
+  if (U == 0) return;
+  const auto pairs = device_pairs(x, wanted, scoring);
+  for (std::int64_t start = 0; start < U; start += chunk) {
+    const std::int64_t count = std::min(chunk, U - start);
+    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat));
+    ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
+    ops::score_pairs(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, values.logprobs, values.unfiltered,
+                     entropy.defined() ? entropy.narrow(0, start, count) : at::Tensor());
+  }
+}
+
+void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                        const PairValues& d_values, const at::Tensor& d_x, const at::Tensor& d_w) {
+  const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
+  if (U == 0) return;
+  const at::Tensor d_unfiltered = scoring.filters(V) ? d_values.unfiltered : at::Tensor();  // else the caller has added it to the other
+  const auto pairs = device_pairs(x, wanted, scoring);
+  for (std::int64_t start = 0; start < U; start += chunk) {
+    const std::int64_t count = std::min(chunk, U - start);
+    const auto rows = x.narrow(0, start, count);
+    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)), d_logits = device_scratch(d_logits_, {count, V}, x.options());
+    ops::linear_forward(rows, w, std::nullopt, logits);
+    ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs, d_unfiltered, d_logits);
+    ops::linear_backward_weight(d_logits, rows, d_w);
+    ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
+  }
+}
+
+void VocabularyHead::forward_backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
+                                                const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w) {
+  const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
+  if (U == 0) return;
+  const auto pairs = device_pairs(x, wanted, scoring);
+  const auto gradient = at::zeros_like(logprobs);
+  for (std::int64_t start = 0; start < U; start += chunk) {
+    const std::int64_t count = std::min(chunk, U - start), begin = wanted.first[start], end = wanted.first[start + count];
+    const auto rows = x.narrow(0, start, count);
+    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)), d_logits = device_scratch(d_logits_, {count, V}, x.options());
+    const ops::PairQuery query{pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule};
+    ops::linear_forward(rows, w, std::nullopt, logits);
+    ops::score_pairs(logits, query, logprobs, {}, {});
+    // the loss sees a few numbers, on the CPU, where the rest of its inputs are
+    const auto seen = logprobs.narrow(0, begin, end - begin).cpu(), d_seen = at::zeros_like(seen);
+    loss(begin, end, seen.const_data_ptr<float>(), d_seen.mutable_data_ptr<float>());
+    gradient.narrow(0, begin, end - begin).copy_(d_seen);
+    ops::pairs_gradient(logits, query, gradient, {}, d_logits);
+    ops::linear_backward_weight(d_logits, rows, d_w);
+    ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
+  }
+}
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,179 @@
+// Attention on CUDA: cuts sequences into the blocks of query tokens and of keys that the kernels take, and brings that list to the
+// device. All layers of a forward ask for the same list, which is uploaded once.
+#include <algorithm>
+
+#include "kernels/cuda/attention_launchers.h"
+#include "ops/attention.h"
+#include "ops/cuda_launch.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+using kernels::AttentionBlock;
+using kernels::AttentionKeyBlock;
+using kernels::AttentionRows;
+
+void check_shape(const at::Tensor& qkv, const AttentionShape& shape, std::int64_t most_rows) {
+  NRL_CHECK_ARG(shape.type != kernels::ElementType::float64, "attention: float64 is computed on the CPU only; qkv is on ", qkv.device().str());
+  NRL_CHECK_ARG(shape.group() <= most_rows, "attention on CUDA: ", shape.num_heads, " heads of size ", shape.head_dim, " share ", shape.num_kv_heads,
+                " key/value heads; at most ", most_rows, " may share one");
+  NRL_CHECK(reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0, "attention on CUDA: qkv must begin at a multiple of 16 bytes");
+}
+
+/// Own tokens of every sequence, at most `rows` rows of a group a block; long sequences' last blocks first, since they take longest.
+std::vector<AttentionBlock> packed_blocks(std::span<const AttentionSequence> sequences, std::int64_t rows_of_tokens) {
+  std::vector<AttentionBlock> blocks;
+  for (const AttentionSequence& s : sequences)
+    for (std::int64_t token = 0; token < s.length; token += rows_of_tokens)
+      blocks.push_back({s.start + token, std::min(rows_of_tokens, s.length - token), s.prefix_length + token, s.prefix_start, s.prefix_length, s.start, 0});
+  std::stable_sort(blocks.begin(), blocks.end(), [](const auto& a, const auto& b) { return a.position + a.tokens > b.position + b.tokens; });
+  return blocks;
+}
+
+void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionShape& shape, const at::Tensor& out,
+                               const at::Tensor& lse) {
+  static thread_local UploadedArray<AttentionBlock> uploaded;
+  const CudaLaunch launch(qkv, "attention_forward");
+  const std::int64_t rows = kernels::attention_block_rows(AttentionRows::many, shape.head_dim);
+  check_shape(qkv, shape, rows);
+  const auto blocks = packed_blocks(sequences, rows / shape.group());
+  kernels::AttentionCudaArgs args;
+  args.shape = shape;
+  args.qkv = qkv.const_data_ptr();
+  args.blocks = static_cast<const AttentionBlock*>(uploaded.get(blocks, qkv).const_data_ptr());
+  args.num_blocks = static_cast<std::int64_t>(blocks.size());
+  args.out = out.data_ptr();
+  args.lse = lse.defined() ? mutable_ptr<float>(lse) : nullptr;
+  launch.check(kernels::attention_forward_launch(args, AttentionRows::many, launch.stream));
+}
+
+// ---------------------------------------------------------------- blocked cache
+
+/// What the kernels know of a step's slices.
+struct PagedPlan {
+  std::vector<AttentionBlock> blocks[2];    ///< for AttentionRows::few and many
+  std::vector<std::int64_t> slots;          ///< [T] where each row's key goes
+  std::vector<std::int32_t> block_tables;   ///< one after the other
+};
+
+PagedPlan paged_plan(std::span<const PagedSlice> slices, const AttentionShape& shape, std::int64_t tokens) {
+  PagedPlan plan;
+  plan.slots.assign(static_cast<std::size_t>(tokens), -1);
+  for (const PagedSlice& s : slices) {
+    const auto table = static_cast<std::int64_t>(plan.block_tables.size());
+    plan.block_tables.insert(plan.block_tables.end(), s.block_table, s.block_table + s.block_table_length);
+    const auto kind = s.query_length * shape.group() <= kernels::attention_block_rows(AttentionRows::few, shape.head_dim) ? AttentionRows::few : AttentionRows::many;
+    const std::int64_t step = kernels::attention_block_rows(kind, shape.head_dim) / shape.group();
+    for (std::int64_t token = 0; token < s.query_length; token += step)
+      plan.blocks[static_cast<int>(kind)].push_back({s.query_start + token, std::min(step, s.query_length - token), s.context_length + token, 0, 0, 0, table});
+    for (std::int64_t token = 0; token < s.query_length; ++token) {
+      const std::int64_t position = s.context_length + token;
+      plan.slots[static_cast<std::size_t>(s.query_start + token)] = s.block_table[position / kKeyTile] * kKeyTile + position % kKeyTile;
+    }
+  }
+  return plan;
+}
+
+void attention_paged_on_cuda(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionShape& shape, const at::Tensor& cache,
+                             const at::Tensor& out) {
+  static thread_local UploadedArray<AttentionBlock> uploaded[2];
+  static thread_local UploadedArray<std::int64_t> uploaded_slots;
+  static thread_local UploadedArray<std::int32_t> uploaded_tables;
+  const CudaLaunch launch(qkv, "attention_paged");
+  check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape.head_dim));
+  const PagedPlan plan = paged_plan(slices, shape, qkv.size(0));
+  const auto* slots = static_cast<const std::int64_t*>(uploaded_slots.get(plan.slots, qkv).const_data_ptr());
+  launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), slots, qkv.size(0), cache.data_ptr(), launch.stream));
+  kernels::AttentionCudaArgs args;
+  args.shape = shape;
+  args.qkv = qkv.const_data_ptr();
+  args.cache = cache.const_data_ptr();
+  args.block_tables = static_cast<const std::int32_t*>(uploaded_tables.get(plan.block_tables, qkv).const_data_ptr());
+  args.out = out.data_ptr();
+  for (const auto kind : {AttentionRows::few, AttentionRows::many}) {
+    const auto& blocks = plan.blocks[static_cast<int>(kind)];
+    if (blocks.empty()) continue;
+    args.blocks = static_cast<const AttentionBlock*>(uploaded[static_cast<int>(kind)].get(blocks, qkv).const_data_ptr());
+    args.num_blocks = static_cast<std::int64_t>(blocks.size());
+    launch.check(kernels::attention_forward_launch(args, kind, launch.stream));
+  }
+}
+
+void kv_cache_copy_on_cuda(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to, std::int64_t length) {
+  const CudaLaunch launch(cache, "kv_cache_copy");
+  NRL_CHECK_ARG(shape.type != kernels::ElementType::float64, "kv_cache_copy: float64 is computed on the CPU only");
+  launch.check(kernels::kv_cache_copy_launch(shape, cache.data_ptr(), from, to, length, launch.stream));
+}
+
+// ---------------------------------------------------------------- backward
+
+/// Tiles of every sequence's own keys, those with most queries first, and of each owner the sequences that share its prefix.
+std::vector<AttentionKeyBlock> key_blocks(std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner,
+                                          std::vector<std::int64_t>& sharers) {
+  const auto count = static_cast<std::int64_t>(sequences.size());
+  std::vector<std::int64_t> first(static_cast<std::size_t>(count) + 1, 0);
+  const auto shares = [&](std::int64_t i) { return owner[static_cast<std::size_t>(i)] != i && sequences[static_cast<std::size_t>(i)].length > 0; };
+  for (std::int64_t i = 0; i < count; ++i)
+    if (shares(i)) ++first[static_cast<std::size_t>(owner[static_cast<std::size_t>(i)]) + 1];
+  for (std::int64_t i = 0; i < count; ++i) first[static_cast<std::size_t>(i) + 1] += first[static_cast<std::size_t>(i)];
+  sharers.resize(static_cast<std::size_t>(first.back()));
+  auto next = first;
+  for (std::int64_t i = 0; i < count; ++i)
+    if (shares(i)) sharers[static_cast<std::size_t>(next[static_cast<std::size_t>(owner[static_cast<std::size_t>(i)])]++)] = i;
+  std::vector<std::pair<std::int64_t, AttentionKeyBlock>> by_cost;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const AttentionSequence& s = sequences[static_cast<std::size_t>(i)];
+    const std::int64_t begin = first[static_cast<std::size_t>(i)], end = first[static_cast<std::size_t>(i) + 1];
+    std::int64_t shared = 0;
+    for (std::int64_t j = begin; j < end; ++j) shared += sequences[static_cast<std::size_t>(sharers[static_cast<std::size_t>(j)])].length;
+    for (std::int64_t key = 0; key < s.length; key += kKeyTile) by_cost.push_back({s.length - key + shared, {i, key, begin, end}});
+  }
+  std::stable_sort(by_cost.begin(), by_cost.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<AttentionKeyBlock> blocks;
+  for (const auto& [cost, block] : by_cost) blocks.push_back(block);
+  return blocks;
+}
+
+void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                                std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner, const AttentionShape& shape,
+                                const at::Tensor& d_qkv) {
+  static thread_local UploadedArray<AttentionBlock> uploaded;
+  static thread_local UploadedArray<AttentionKeyBlock> uploaded_keys;
+  static thread_local UploadedArray<AttentionSequence> uploaded_sequences;
+  static thread_local UploadedArray<std::int64_t> uploaded_sharers;
+  const CudaLaunch launch(qkv, "attention_backward");
+  const std::int64_t rows = kernels::attention_backward_rows(shape.head_dim);
+  check_shape(qkv, shape, rows);
+  NRL_CHECK_ARG(d_out.scalar_type() == qkv.scalar_type(), "attention_backward on CUDA: d_out is ", c10::toString(d_out.scalar_type()), "; expected qkv's ",
+                c10::toString(qkv.scalar_type()));
+  NRL_CHECK(reinterpret_cast<std::uintptr_t>(d_out.const_data_ptr()) % 16 == 0, "attention_backward: d_out must begin at a multiple of 16 bytes");
+  std::vector<std::int64_t> sharers;
+  const auto keys = key_blocks(sequences, owner, sharers);
+  const auto blocks = packed_blocks(sequences, rows / shape.group());
+  const auto dots = launch.scratch(qkv.size(0) * shape.num_heads, at::kFloat);
+  kernels::AttentionBackwardCudaArgs args;
+  args.shape = shape;
+  args.qkv = qkv.const_data_ptr(), args.out = out.const_data_ptr(), args.d_out = d_out.const_data_ptr();
+  args.lse = ptr<float>(lse), args.dots = mutable_ptr<float>(dots);
+  const std::vector<AttentionSequence> all(sequences.begin(), sequences.end());
+  args.sequences = static_cast<const AttentionSequence*>(uploaded_sequences.get(all, qkv).const_data_ptr());
+  args.sharers = static_cast<const std::int64_t*>(uploaded_sharers.get(sharers, qkv).const_data_ptr());
+  args.blocks = static_cast<const AttentionBlock*>(uploaded.get(blocks, qkv).const_data_ptr());
+  args.num_blocks = static_cast<std::int64_t>(blocks.size());
+  args.key_blocks = static_cast<const AttentionKeyBlock*>(uploaded_keys.get(keys, qkv).const_data_ptr());
+  args.num_key_blocks = static_cast<std::int64_t>(keys.size());
+  args.tokens = qkv.size(0);
+  args.d_qkv = d_qkv.data_ptr();
+  launch.check(kernels::attention_backward_launch(args, launch.stream));
+}
+
+const bool registered = [] {
+  attention_forward_cuda.set(attention_forward_on_cuda);
+  attention_paged_cuda.set(attention_paged_on_cuda);
+  kv_cache_copy_cuda.set(kv_cache_copy_on_cuda);
+  attention_backward_cuda.set(attention_backward_on_cuda);
+  return true;
+}();
+
+}  // namespace
+}  // namespace nemo_rl::ops

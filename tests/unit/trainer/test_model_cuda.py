@@ -1,0 +1,120 @@
+"""A whole model on CUDA: the CPU's values, generation's log-probabilities bit for bit, the same gradients in every run."""
+
+import pytest
+import tiny
+import torch
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.weights import initialize_weights
+
+pytestmark = pytest.mark.gpu
+
+COMMON = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+              rms_norm_eps=1e-6, rope_theta=10000.0)  # fmt: skip
+CONFIGS = {
+    "llama": dict(COMMON, model_type="llama", tie_word_embeddings=False),
+    "qwen2": dict(COMMON, model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(COMMON, model_type="qwen3", tie_word_embeddings=True),
+}
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def model_on(device, config, dtype, value_head=False):
+    model = C.DecoderModel(native_config(config, value_head=value_head), dtype, True, device)
+    initialize_weights(model, 3, std=0.2)
+    return model
+
+
+def batch_of_groups():
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 61, (6, 50), generator=random)
+    ids[1:3, :20] = ids[0, :20]
+    lengths = torch.tensor([50, 31, 44, 50, 22, 37])
+    mask = (torch.arange(50) < lengths[:, None]) & (torch.arange(50) >= 20)
+    return C.PaddedBatch(ids, lengths, mask, torch.tensor([0, 0, 0, 1, 2, 3])), ids, mask
+
+
+def gradients(device, config, dtype, share=True, checkpoint=False, value_head=False, **filters):
+    trainer = C.Trainer(model_on(device, config, dtype, value_head))
+    batch, ids, mask = batch_of_groups()
+    out = torch.zeros(ids.shape)
+    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(9)) * mask
+    trainer.forward(batch, list(range(6)), 1.0 if value_head else 0.8, share, True, checkpoint, out, **filters)
+    trainer.backward(torch.where(torch.isinf(out), 0.0, weight))
+    return out, trainer.grads.cpu()
+
+
+def close(a, b, bound):
+    assert (a.double() - b.double()).norm() <= bound * b.double().norm() + 1e-6, float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("value_head", [False, True])
+def test_outputs_and_gradients_equal_the_cpu(name, dtype, value_head):
+    cpu, gpu = (gradients(device, CONFIGS[name], dtype, value_head=value_head) for device in ("cpu", "cuda"))
+    close(gpu[0], cpu[0], BOUNDS[dtype] / 10)
+    close(gpu[1], cpu[1], BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_gradients_are_the_same_bits_in_every_run_and_with_checkpoints(dtype):
+    runs = [gradients("cuda", CONFIGS["qwen3"], dtype, checkpoint=c) for c in (False, False, True)]
+    assert all(torch.equal(r[0], runs[0][0]) and torch.equal(r[1], runs[0][1]) for r in runs)
+
+
+@pytest.mark.parametrize("filters", [dict(top_k=5), dict(top_p=0.7)], ids=str)
+def test_filtered_log_probabilities_and_their_gradients_equal_the_cpu(filters):
+    cpu, gpu = (gradients(device, CONFIGS["qwen2"], torch.float32, **filters) for device in ("cpu", "cuda"))
+    both = torch.isfinite(cpu[0]) & torch.isfinite(gpu[0])
+    assert (torch.isfinite(cpu[0]) == torch.isfinite(gpu[0])).float().mean() > 0.99
+    close(gpu[0][both], cpu[0][both], 1e-3)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_split_of_a_batch_does_not_change_log_probabilities(dtype):
+    trainer = C.Trainer(model_on("cuda", CONFIGS["qwen3"], dtype))
+    batch, ids, _ = batch_of_groups()
+    results = []
+    for plan, share in [([[0, 1, 2, 3, 4, 5]], True), ([[0, 1, 2, 3, 4, 5]], False), ([[b] for b in range(6)], False), ([[5, 0], [1, 2, 3, 4]], True)]:
+        out = torch.zeros(ids.shape)
+        for rows in plan:
+            trainer.forward(batch, rows, 1.0, share, False, False, out)
+        results.append(out)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_digest_and_norm_are_the_cpus(dtype):
+    models = [model_on(device, CONFIGS["llama"], dtype) for device in ("cpu", "cuda")]
+    assert models[0].digest() == models[1].digest()
+    assert models[1].device.startswith("cuda")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sampling", [(), ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5",)], ids=str)
+def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
+    """Generation's log-probabilities are the training forward's, bit for bit, before the first update of every step."""
+    run = tiny.train(tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling)
+    assert run.policy.device == "cuda" and run.policy.model.device.startswith("cuda")
+    for row in run.history:
+        assert row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0
+        assert row["token_mult_prob_error"] == 1.0 and row["grad_norm"] > 0
+    again = tiny.train(tmp_path / "again", *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling)
+    assert again.policy.weight_digest() == run.policy.weight_digest()
+
+
+def test_a_checkpoint_of_the_gpu_is_read_on_the_cpu(tmp_path):
+    run = tiny.train(tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=1")
+    run.policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    model = C.DecoderModel(native_config(run.policy.folder.config), torch.float32, True)
+    from nemo_rl_cpp.models.weights import load_weights
+
+    load_weights(model, tmp_path / "weights")
+    assert model.digest() == run.policy.model.digest()
+
+
+def test_float64_stays_on_the_cpu():
+    with pytest.raises(ValueError, match="policy.precision"):
+        model_on("cuda", CONFIGS["llama"], torch.float64)

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from cuda_emulation.rewrite import rewrite
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
-# without fortification, which takes a jump to another stack for an error
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
+# without fortification, which takes a jump to another stack for an error; two libraries share no variables
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"]
 JOBS = 2
 
 
@@ -95,20 +96,28 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
+def compile_all(folder: Path) -> None:
+    kernels = [*sorted((CSRC / "kernels/cuda").glob("*.cu")), *sorted(HERE.glob("*.cu"))]
+    sources = [rewritten(p, folder) for p in kernels] + sorted(HERE.glob("entry_points_*.cpp"))
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(lambda source: compile_object(source, folder), sources))
+
+
 def build(cache: Path) -> list[Path]:
     """The object files of all kernels and entry points, from `cache` where nothing has changed since."""
     if shutil.which("g++") is None:
         pytest.fail("g++ is not installed, with which the CUDA kernels are compiled for the CPU: `apt-get install g++`")
-    folder = cache / fingerprint()
-    finished = folder / "finished"
-    if not finished.exists():
-        shutil.rmtree(cache, ignore_errors=True)  # of older sources
-        folder.mkdir(parents=True)
-        sources = [rewritten(p, folder) for p in sorted((CSRC / "kernels/cuda").glob("*.cu"))]
-        sources += sorted(HERE.glob("entry_points_*.cpp"))
-        with ThreadPoolExecutor(JOBS) as pool:
-            list(pool.map(lambda source: compile_object(source, folder), sources))
-        finished.touch()
+    folder = cache / f"kernels-{fingerprint()}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as unfinished:
+            compile_all(Path(unfinished))
+            for older in cache.glob("kernels-*"):
+                shutil.rmtree(older, ignore_errors=True)
+            finished = Path(unfinished) / "finished"
+            finished.mkdir()
+            for p in Path(unfinished).glob("*.o"):
+                p.rename(finished / p.name)
+            finished.rename(folder)  # at once: another session may look for it
     return sorted(folder.glob("*.o"))
 
 

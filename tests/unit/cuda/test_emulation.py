@@ -29,18 +29,21 @@ def test_a_mistake_gives_another_result(kernels, objects, tmp_path, old, new):
     assert not column_sums(build.with_mistake(objects, "flat_reduce.cu", old, new, tmp_path))
 
 
-@pytest.mark.parametrize(
-    "new, message",
-    [
-        ("if (lane == 0) sum = __shfl_xor_sync(0xffffffffu, sum, 1); __syncthreads();", "shuffle that only 1 of 32 live lanes of a warp reach"),
-        ("sum = __shfl_xor_sync(0xffffu, sum, 1); __syncthreads();", "mask that is not full"),
-        ("sum = __shfl_sync(0xffffffffu, sum, 40); __syncthreads();", "shuffle from lane 40 of 32"),
-        ("sum = __shfl_xor_sync(0xffffffffu, sum, 32); __syncthreads();", "reads lane"),
-        ("if (warp == 0)\n __syncthreads();\n else\n __syncthreads();", "threads meet at different barriers"),
-    ],
-    ids=["divergent shuffle", "mask", "lane", "xor", "two barriers"],
-)
-def test_misuse_fails_with_a_message(objects, tmp_path, new, message):
-    wrong = build.with_mistake(objects, "flat_reduce.cu", BARRIER, f"  sums[warp][lane] = sum;\n  {new}\n", tmp_path)
+# in the order of misuse.cu
+MISUSES = [
+    "shuffle that only 1 of 32 live lanes of a warp reach",
+    "mask that is not full",
+    "shuffle from lane 40 of 32",
+    "reads lane 3[0-9]|reads lane [4-6][0-9]",
+    "threads meet at different barriers",
+    "reads lane 3, which takes no part",
+]
+
+
+@pytest.mark.parametrize("number, message", list(enumerate(MISUSES, 1)))
+def test_misuse_fails_with_a_message(kernels, number, message):
+    out = torch.zeros(64)
     with pytest.raises(RuntimeError, match=message):
-        column_sums(wrong)
+        kernels.misuse(number, out)
+    kernels.misuse(0, out)  # the next launch is a new one
+    assert out.tolist() == [*range(32), *range(32)]

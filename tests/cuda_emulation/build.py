@@ -1,0 +1,128 @@
+"""Compiles the CUDA kernels for the CPU (see cuda_runtime_api.h) into a shared library, and calls its functions."""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from cuda_emulation.rewrite import rewrite
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+# without fortification, which takes a jump to another stack for an error; two libraries share no variables
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"]
+JOBS = 2
+
+
+class Kernels:
+    """The functions of entry_points_*.cpp: `kernels.name(...)` takes tensors (their addresses), None, ints and floats."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.take_error.restype = ctypes.c_char_p
+
+    def __getattr__(self, name: str):
+        function = getattr(self._library, name)
+        function.restype = ctypes.c_int64
+
+        def call(*arguments) -> int:
+            result = function(*map(argument, arguments))
+            if error := self._library.take_error():
+                raise RuntimeError(f"{name}: {error.decode()}")
+            return result
+
+        return call
+
+
+def argument(value):
+    if value is None:
+        return ctypes.c_void_p(None)
+    if isinstance(value, torch.Tensor):
+        assert value.device.type == "cpu"
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_double(value) if isinstance(value, float) else ctypes.c_int64(int(value))
+
+
+def core_folder() -> Path:
+    """Where the installed core library lies: the arithmetic that CPU and CUDA share refers to it."""
+    from nemo_rl_cpp._native import C
+
+    return Path(C.__file__).parent
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def compile_object(source: Path, folder: Path) -> Path:
+    target = folder / f"{source.stem}.o"
+    includes = [f"-I{HERE}", f"-I{CSRC}"]
+    run(["g++", *FLAGS, *includes, "-c", str(source), "-o", str(target)])
+    return target
+
+
+def link(objects: list[Path], target: Path) -> Path:
+    core = core_folder()
+    run(["g++", "-shared", "-o", str(target), *map(str, objects), f"-L{core}", "-lnemo_rl_core", f"-Wl,-rpath,{core}"])
+    return target
+
+
+def rewritten(source: Path, folder: Path, change=None) -> Path:
+    """`source` as C++ in `folder`; `change`: (old, new), a mistake to put in."""
+    text = source.read_text()
+    if change is not None:
+        assert text.count(change[0]) == 1, change[0]
+        text = text.replace(*change)
+    target = folder / f"{source.stem}.cpp"
+    target.write_text(rewrite(text))
+    return target
+
+
+def fingerprint() -> str:
+    """Of everything that a build depends on."""
+    files = [*sorted(HERE.iterdir()), *sorted((CSRC / "kernels").rglob("*.*")), *sorted((CSRC / "common").glob("*.h"))]
+    digest = hashlib.sha256(f"{FLAGS} {core_folder()}".encode())
+    for path in files:
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compile_all(folder: Path) -> None:
+    kernels = [*sorted((CSRC / "kernels/cuda").glob("*.cu")), *sorted(HERE.glob("*.cu"))]
+    sources = [rewritten(p, folder) for p in kernels] + sorted(HERE.glob("entry_points_*.cpp"))
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(lambda source: compile_object(source, folder), sources))
+
+
+def build(cache: Path) -> list[Path]:
+    """The object files of all kernels and entry points, from `cache` where nothing has changed since."""
+    if shutil.which("g++") is None:
+        pytest.fail("g++ is not installed, with which the CUDA kernels are compiled for the CPU: `apt-get install g++`")
+    folder = cache / f"kernels-{fingerprint()}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(prefix="building-", dir=cache) as unfinished:
+            compile_all(Path(unfinished))
+            for older in cache.glob("kernels-*"):
+                shutil.rmtree(older, ignore_errors=True)
+            finished = Path(unfinished) / "finished"
+            finished.mkdir()
+            for p in Path(unfinished).glob("*.o"):
+                p.rename(finished / p.name)
+            finished.rename(folder)  # at once: another session may look for it
+    return sorted(folder.glob("*.o"))
+
+
+def with_mistake(objects: list[Path], file: str, old: str, new: str, folder: Path) -> Kernels:
+    """The kernels with `old` in csrc/kernels/cuda/`file` replaced by `new`."""
+    wrong = compile_object(rewritten(CSRC / "kernels/cuda" / file, folder, (old, new)), folder)
+    others = [p for p in objects if p.name != wrong.name]
+    return Kernels(link([wrong, *others], folder / "wrong.so"))

@@ -1,0 +1,143 @@
+"""The CUDA attention kernels, run on the CPU (tests/cuda_emulation), against the CPU's attention."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl_cpp._native import C
+
+TILE = C.KEY_TILE
+# float32: another order of summation over at most 154 keys. bfloat16: results are rounded to 8 bits, and either side may round a
+# weight or an output the other way.
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+#         N, K, H: heads that share keys or do not, and a head of every register layout (up to 64, 128 and 256)
+HEADS = [(3, 1, 16), (2, 2, 64), (7, 1, 128), (3, 3, 24)]
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got, expected, bound):
+    difference, size = (got.double() - expected.double()).norm(), expected.double().norm()
+    assert difference <= bound * size, float(difference / size)
+
+
+def bits(x):
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def table(rows):
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def packed():
+    """(sequences, tokens): three of their own, and a prompt of 45 tokens that two share."""
+    return [(0, 70, 0, 0), (70, 45, 0, 0), (115, 33, 70, 45), (148, 1, 70, 40), (149, 5, 0, 0)], 154
+
+
+def small():
+    return [(0, 34, 0, 0), (34, 6, 0, 33), (40, 1, 0, 10)], 41
+
+
+def query_blocks(sequences, step):
+    """AttentionBlock of every `step` own tokens."""
+    return table([
+        [start + token, min(step, length - token), prefix + token, prefix_start, prefix, start, 0]
+        for start, length, prefix_start, prefix in sequences
+        for token in range(0, length, step)
+    ])  # fmt: skip
+
+
+def key_blocks(sequences):
+    """(AttentionKeyBlock of every tile of own keys, the sequences that share each owner's keys)."""
+    sharers, blocks = [], []
+    for i, (start, length, _, prefix) in enumerate(sequences):
+        mine = [j for j, (_, _, first, shared) in enumerate(sequences) if shared > 0 and prefix == 0 and first == start]
+        begin = len(sharers)
+        sharers += mine
+        blocks += [[i, key, begin, len(sharers)] for key in range(0, length, TILE)]
+    return table(blocks), table([*sharers, 0])
+
+
+def is_bf16(t):
+    return t.dtype == torch.bfloat16
+
+
+def forward(kernels, qkv, sequences, N, K, H):
+    blocks = query_blocks(sequences, kernels.block_rows(1, H) // (N // K))
+    out, lse = torch.zeros(len(qkv), N * H, dtype=qkv.dtype), torch.zeros(len(qkv), N)
+    kernels.attention_forward(N, K, H, is_bf16(qkv), qkv, None, None, blocks, len(blocks), out, lse, 1)
+    return out, lse
+
+
+def backward(kernels, qkv, out, d_out, lse, sequences, N, K, H):
+    blocks = query_blocks(sequences, kernels.backward_rows(H) // (N // K))
+    (keys, sharers), dots = key_blocks(sequences), torch.zeros(len(qkv), N)
+    d_qkv = torch.full_like(qkv, math.nan)  # every entry is written
+    kernels.attention_backward(N, K, H, is_bf16(qkv), qkv, out, d_out, lse, dots, table(sequences), sharers, blocks, len(blocks), keys, len(keys),
+                               len(qkv), d_qkv)  # fmt: skip
+    return d_qkv
+
+
+def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound):
+    N, K, H = shape
+    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H))
+    qkv, d_out = randn(tokens, (N + 2 * K) * H, dtype=dtype), randn(tokens, N * H, dtype=dtype, seed=1)
+    out, lse = C.attention_forward(qkv, sequences, heads)
+    got_out, got_lse = forward(kernels, qkv, sequences, N, K, H)
+    close(got_out, out, bound)
+    close(got_lse, lse, 1e-5)  # float32 in both types
+    # three products of rounded numbers instead of one
+    close(backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H), C.attention_backward(qkv, out, d_out, lse, sequences, heads), 3 * bound)
+
+
+@pytest.mark.parametrize("dtype, bound", DTYPES)
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_packed_attention_equals_the_cpu(kernels, shape, dtype, bound):
+    compare_with_the_cpu(kernels, *(small() if shape[2] == 128 else packed()), shape, dtype, bound)
+
+
+@pytest.mark.parametrize("dtype, bound", DTYPES)
+def test_the_largest_heads(kernels, dtype, bound):
+    compare_with_the_cpu(kernels, *small(), (2, 1, 256), dtype, bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 1, 16), (2, 2, 64), (7, 1, 128), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize("chunks", [[40], [33, 1, 1, 5]], ids=["whole", "mixed"])
+def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, chunks):
+    N, K, H = shape
+    tokens, bf16 = sum(chunks), dtype == torch.bfloat16
+    qkv = randn(tokens, (N + 2 * K) * H, dtype=dtype)
+    whole, _ = forward(kernels, qkv, [(0, tokens, 0, 0)], N, K, H)
+    cache = torch.full((6, K, 2, H * TILE), math.nan, dtype=dtype)  # what no token has written must not matter
+    block_table, done = torch.tensor([5, 2], dtype=torch.int32), 0
+    for n in chunks:
+        new = qkv[done : done + n].contiguous()
+        slots = table([int(block_table[p // TILE]) * TILE + p % TILE for p in range(done, done + n)])
+        kernels.kv_write(N, K, H, bf16, new, slots, n, cache)
+        many = n * (N // K) > kernels.block_rows(0, H)
+        step = kernels.block_rows(many, H) // (N // K)
+        blocks = table([[t, min(step, n - t), done + t, 0, 0, 0, 0] for t in range(0, n, step)])
+        out = torch.zeros(n, N * H, dtype=dtype)
+        kernels.attention_forward(N, K, H, bf16, new, cache, block_table, blocks, len(blocks), out, None, many)
+        assert torch.equal(bits(out), bits(whole[done : done + n])), done
+        done += n
+
+
+def test_a_row_without_a_slot_is_not_written(kernels):
+    N, K, H = 2, 1, 8
+    cache = torch.zeros(2, K, 2, H * TILE)
+    kernels.kv_write(N, K, H, 0, randn(2, (N + 2 * K) * H), table([-1, TILE + 3]), 2, cache)
+    assert not cache[0].any() and int(cache.count_nonzero()) == 2 * H
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copied_block_equals_the_cpus(kernels, dtype):
+    expected = randn(4, 2, 2, 16 * TILE, dtype=dtype)
+    got = expected.clone()
+    C.kv_cache_copy(expected, 1, 3, 7)
+    kernels.kv_copy(2, 16, dtype == torch.bfloat16, got, 1, 3, 7)
+    assert torch.equal(got, expected)

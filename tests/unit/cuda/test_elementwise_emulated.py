@@ -1,0 +1,173 @@
+"""The CUDA kernels for norms, activations, embedding, sums and the optimizer, run on the CPU (tests/cuda_emulation), against float64
+torch and the CPU's ops."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf_config import native_config
+
+F32, BF16 = torch.float32, torch.bfloat16
+# float32: sums of at most 2,049 terms in a tree. bfloat16: the result's rounding, at most 2^-9 of each number.
+BOUND = {F32: 1e-6, BF16: 2**-8}
+
+
+def randn(*shape, seed=0, dtype=F32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def table(rows):
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def close(got, expected, bound):
+    difference, size = (got.double() - expected.double()).norm(), expected.double().norm()
+    assert difference <= bound * size, float(difference / size)
+
+
+def parts(rows, columns):
+    return torch.full((math.ceil(rows / 64), columns), math.nan)
+
+
+# ---------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("x_dtype, w_dtype", [(F32, F32), (F32, BF16), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("D, inner", [(40, 1), (128, 3), (513, 1), (896, 1), (2049, 1)], ids=str)
+def test_rms_norm_equals_autograd(kernels, D, inner, x_dtype, w_dtype):
+    """A warp a row up to 512 entries, a block a row above; sizes that vectors divide and others; groups in more than one part."""
+    groups = 70 if D < 200 else 3
+    types, size = (x_dtype == BF16, w_dtype == BF16), (inner, D, groups)
+    x, w = randn(groups, inner, D, dtype=x_dtype), randn(D, seed=1, dtype=w_dtype)
+    y, rstd = torch.zeros_like(x, dtype=w_dtype), torch.zeros(groups, inner)
+    kernels.rms_norm_forward(x, w, y, rstd, *size, *types)
+    leaf_x, leaf_w = x.double().requires_grad_(), w.double().requires_grad_()
+    expected = leaf_x * torch.rsqrt((leaf_x**2).mean(-1, keepdim=True) + 1e-6) * leaf_w
+    close(y, expected.detach(), BOUND[w_dtype])
+    dy = randn(groups, inner, D, seed=2, dtype=x_dtype)
+    (expected * dy.double()).sum().backward()
+    for accumulate in (0, 1):
+        dx, dw = torch.ones_like(x), torch.ones(D)
+        kernels.rms_norm_backward(dy, x, w, rstd, dx, accumulate, *size, parts(groups, D), dw, *types)
+        close(dx, leaf_x.grad + accumulate, 2 * BOUND[x_dtype])
+        close(dw - 1, leaf_w.grad, 1e-6)  # float32 in all types
+    dx = dy.clone()
+    kernels.rms_norm_backward(dx, x, w, rstd, dx, 0, *size, parts(groups, D), torch.ones(D), *types)  # in place
+    close(dx, leaf_x.grad, 2 * BOUND[x_dtype])
+
+
+# ---------------------------------------------------------------- rotary embedding, activation, bias
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("H", [16, 24, 128])
+def test_rope_turns_pairs_and_back(kernels, H, dtype):
+    T, heads = 9, 3
+    x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, H // 2)
+    got, cos, sin = x.clone(), angles.cos(), angles.sin()
+    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, 0, T, dtype == BF16)
+    a, b = x[:, : heads * H].double().view(T, heads, 2, H // 2).unbind(2)
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    close(got[:, : heads * H], torch.stack([a * c - b * s, b * c + a * s], 2).reshape(T, -1), BOUND[dtype])
+    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, 1, T, dtype == BF16)
+    close(got, x, 2 * BOUND[dtype])
+    assert torch.equal(got[:, heads * H :], x[:, heads * H :])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("size", [56, 37])
+def test_swiglu_equals_autograd(kernels, size, dtype):
+    gate_up, d_act, act = randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype), torch.zeros(5, size, dtype=dtype)
+    kernels.swiglu_forward(gate_up, act, size, 5, dtype == BF16)
+    leaf = gate_up.double().requires_grad_()
+    expected = torch.nn.functional.silu(leaf[:, :size]) * leaf[:, size:]
+    close(act, expected.detach(), BOUND[dtype])
+    expected.backward(d_act.double())
+    kernels.swiglu_backward(d_act, gate_up, gate_up, size, 5, dtype == BF16)  # in place
+    close(gate_up, leaf.grad, BOUND[dtype])
+
+
+@pytest.mark.parametrize("bias_dtype, y_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
+def test_bias_rows(kernels, bias_dtype, y_dtype):
+    bias, y = randn(37, dtype=bias_dtype), randn(11, 40, seed=1, dtype=y_dtype)
+    for accumulate in (0, 1):
+        got = y.clone()
+        kernels.bias_rows(bias, got, 40, 11, 37, accumulate, bias_dtype == BF16, y_dtype == BF16)
+        expected = y.clone()
+        expected[:, :37] = bias.float() + accumulate * y[:, :37].float()
+        assert torch.equal(got, expected)  # one addition
+
+
+# ---------------------------------------------------------------- embedding, sums
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("D", [40, 21])
+def test_embedding_forward_is_a_copy(kernels, D, dtype):
+    rows, ids, h = randn(7, D, dtype=dtype), table([4, 1, 4, 0]), torch.zeros(4, D)
+    kernels.embedding_forward(rows, ids, h, 4, D, dtype == BF16)
+    assert torch.equal(h, rows[ids].float())
+
+
+@pytest.mark.parametrize("D", [40, 21, 1100])
+def test_embedding_backward_adds_up_tokens(kernels, D):
+    ids, dh, got = table([4, 1, 4, 4, 0, 1]), randn(6, D), torch.ones(7, D)
+    kernels.embedding_backward(dh, table([0, 1, 4]), table([0, 1, 3, 6]), table([4, 1, 5, 0, 2, 3]), got, 3, D)
+    assert torch.equal(got, torch.ones(7, D).index_add(0, ids, dh))  # the same order of additions
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 150, 1300])
+def test_column_sums(kernels, rows, dtype):
+    x, got = randn(rows, 80, dtype=dtype), torch.ones(70)
+    kernels.column_sums(x, 80, rows, 70, parts(rows, 70), got, dtype == BF16)
+    close(got - 1, x[:, :70].double().sum(0), 1e-5)  # the one that is there costs digits of small sums
+
+
+@pytest.mark.parametrize("n", [0, 5, 16384, 40001])
+def test_sum_of_squares(kernels, n):
+    x, out = randn(n), torch.full((1,), math.nan, dtype=torch.float64)
+    kernels.sum_of_squares(x, n, torch.zeros(3, dtype=torch.float64), out)
+    assert float(out) == pytest.approx(float((x.double() ** 2).sum()), rel=1e-13)  # float64 in another order
+
+
+# ---------------------------------------------------------------- optimizer, digest
+
+
+@pytest.mark.parametrize("with_copy", [False, True])
+def test_adamw_equals_the_cpu(kernels, with_copy):
+    n = 1003
+    state = [randn(n, seed=i) for i in range(3)] + [randn(n, seed=3).abs(), torch.zeros(n, dtype=BF16)]
+    if not with_copy:
+        state[4] = None
+    cpu, got = ([t if t is None else t.clone() for t in state] for _ in range(2))
+    for step in (1, 2, 3):
+        C.adamw_step(*cpu, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=step)
+        kernels.adamw(*got, 1e-2, 0.9, 0.99, 1e-8, 0.1, step, n)
+    for a, b in zip(got[:4], cpu[:4], strict=True):
+        close(a, b, 1e-6)  # either side may fuse a multiplication with an addition
+    if with_copy:
+        assert torch.equal(got[4], got[0].to(BF16))
+
+
+def combined_digest(blocks):
+    """As ops/weight_digest.cpp puts the digests of the blocks together."""
+    digest, mask = 14695981039346656037, 2**64 - 1
+    for block in blocks:
+        digest = ((digest ^ (block & mask)) * 1099511628211) & mask
+        digest ^= digest >> 29
+    return digest
+
+
+def test_weight_digest_equals_the_cpus(kernels):
+    config = dict(vocab_size=3101, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                  rms_norm_eps=1e-6, rope_theta=10000.0, model_type="llama", tie_word_embeddings=False)  # fmt: skip
+    model = C.DecoderModel(native_config(config), F32, True)
+    model.compute.copy_(randn(*model.compute.shape))
+    size = model.compute.nbytes
+    blocks = torch.zeros(math.ceil(size / 2**20), dtype=torch.int64)
+    assert len(blocks) > 1
+    kernels.weight_digest(model.compute, size, blocks)
+    assert combined_digest(blocks.tolist()) == model.digest()

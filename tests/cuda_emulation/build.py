@@ -117,7 +117,7 @@ def build(cache: Path) -> list[Path]:
             finished.mkdir()
             for p in Path(unfinished).glob("*.o"):
                 p.rename(finished / p.name)
-            finished.rename(folder)  # at once: another session may look for it
+            finished.rename(folder)  # at once: another run of the tests may look for it
     return sorted(folder.glob("*.o"))
 
 

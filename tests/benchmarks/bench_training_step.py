@@ -17,7 +17,8 @@ import torch
 B, S = 16, 128
 
 
-def ours(folder: str, precision: str):
+def ours(folder: str, precision: str, max_tokens: int = B * S):
+    """A step of rows that are trained whole, in micro-batches of so many tokens."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.models.hf_config import native_config, read_config
@@ -29,12 +30,14 @@ def ours(folder: str, precision: str):
     trainer = C.Trainer(model)
     # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss; every token counts
     loss_fn = ClippedPGLossFn({"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.0})
-    fixed = {"input_lengths": torch.full((B,), S), "token_mask": torch.ones(B, S), "sample_mask": torch.ones(B),
-             "advantages": torch.ones(B, S), "generation_logprobs": torch.full((B, S), -10.0)}  # fmt: skip
 
     def run(ids):
+        rows, length = ids.shape
+        batch = {"input_ids": ids, "input_lengths": torch.full((rows,), length), "token_mask": torch.ones(rows, length),
+                 "sample_mask": torch.ones(rows), "advantages": torch.ones(rows, length),
+                 "generation_logprobs": torch.full((rows, length), -10.0)}  # fmt: skip
         trainer.zero_grad()
-        run_global_batch(trainer, {"input_ids": ids, **fixed}, loss_fn, 0, B, MicroBatching(max_samples=B), Scoring(), train=True, on_policy=True)
+        run_global_batch(trainer, batch, loss_fn, 0, rows, MicroBatching(max_tokens=max_tokens), Scoring(), train=True, on_policy=True)
         trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
 
     return run

@@ -124,7 +124,7 @@ struct BackwardRows : QueryRows<Real> {
   }
 
   /// scores become P, d_scores (holding dP) become dS; keys that the row does not see get zeros in both.
-  NRL_INLINE void weights_row(std::int64_t r, int keys) {
+  NRL_INLINE_MEMBER void weights_row(std::int64_t r, int keys) {
     typename Simd<Real>::Int lane;
     for (int i = 0; i < W; ++i) lane[i] = i;
     const Vec minus = splat(log_sum[r]), d = splat(dot[r]);

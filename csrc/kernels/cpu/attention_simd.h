@@ -5,15 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/host_device.h"
 #include "kernels/cpu/native_vector.h"
 #include "kernels/cpu/transpose.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false alarm inside GCC 12's own _mm512_reduce_max_ps
 #endif
-
-#undef NRL_INLINE  // members too, where `static` would mean something else
-#define NRL_INLINE inline __attribute__((always_inline))
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
@@ -43,36 +41,36 @@ using FloatVec = Simd<float>::Vec;
 using DoubleVec = Simd<double>::Vec;
 
 template <class Real>
-NRL_INLINE typename Simd<Real>::Vec splat(Real x) {
+NRL_INLINE_MEMBER typename Simd<Real>::Vec splat(Real x) {
   return x - typename Simd<Real>::Vec{};
 }
 
-NRL_INLINE FloatVec load(const float* p) { return *reinterpret_cast<const Simd<float>::Unaligned*>(p); }
-NRL_INLINE DoubleVec load(const double* p) { return *reinterpret_cast<const Simd<double>::Unaligned*>(p); }
-NRL_INLINE FloatVec load(const std::uint16_t* p) { return widen(*reinterpret_cast<const Simd<float>::Half*>(p)); }
+NRL_INLINE_MEMBER FloatVec load(const float* p) { return *reinterpret_cast<const Simd<float>::Unaligned*>(p); }
+NRL_INLINE_MEMBER DoubleVec load(const double* p) { return *reinterpret_cast<const Simd<double>::Unaligned*>(p); }
+NRL_INLINE_MEMBER FloatVec load(const std::uint16_t* p) { return widen(*reinterpret_cast<const Simd<float>::Half*>(p)); }
 
 /// The first n of a vector's lanes, zeros after them.
 template <class Elem>
-NRL_INLINE auto load_partial(const Elem* p, int n) {
+NRL_INLINE_MEMBER auto load_partial(const Elem* p, int n) {
   Elem lanes[kNativeBytes / sizeof(float)] = {};
   std::memcpy(lanes, p, n * sizeof(Elem));
   return load(lanes);
 }
 
-NRL_INLINE void store(float* p, FloatVec v) { *reinterpret_cast<Simd<float>::Unaligned*>(p) = v; }
-NRL_INLINE void store(double* p, DoubleVec v) { *reinterpret_cast<Simd<double>::Unaligned*>(p) = v; }
-NRL_INLINE void store(std::uint16_t* p, FloatVec v) { *reinterpret_cast<Simd<float>::Half*>(p) = narrow(v); }
+NRL_INLINE_MEMBER void store(float* p, FloatVec v) { *reinterpret_cast<Simd<float>::Unaligned*>(p) = v; }
+NRL_INLINE_MEMBER void store(double* p, DoubleVec v) { *reinterpret_cast<Simd<double>::Unaligned*>(p) = v; }
+NRL_INLINE_MEMBER void store(std::uint16_t* p, FloatVec v) { *reinterpret_cast<Simd<float>::Half*>(p) = narrow(v); }
 
 template <class Elem, class Vec>
-NRL_INLINE void store_partial(Elem* p, Vec v, int n) {
+NRL_INLINE_MEMBER void store_partial(Elem* p, Vec v, int n) {
   Elem lanes[kNativeBytes / sizeof(float)];
   store(lanes, v);
   std::memcpy(p, lanes, n * sizeof(Elem));
 }
 
-NRL_INLINE float to_real(float x) { return x; }
-NRL_INLINE double to_real(double x) { return x; }
-NRL_INLINE float to_real(std::uint16_t x) {
+NRL_INLINE_MEMBER float to_real(float x) { return x; }
+NRL_INLINE_MEMBER double to_real(double x) { return x; }
+NRL_INLINE_MEMBER float to_real(std::uint16_t x) {
   const std::uint32_t bits = static_cast<std::uint32_t>(x) << 16;
   float value;
   std::memcpy(&value, &bits, 4);
@@ -80,11 +78,11 @@ NRL_INLINE float to_real(std::uint16_t x) {
 }
 
 template <class Vec>
-NRL_INLINE Vec vmax(Vec a, Vec b) {
+NRL_INLINE_MEMBER Vec vmax(Vec a, Vec b) {
   return a > b ? a : b;
 }
 
-NRL_INLINE float horizontal_max(FloatVec v) {
+NRL_INLINE_MEMBER float horizontal_max(FloatVec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(v);
 #else
@@ -93,7 +91,7 @@ NRL_INLINE float horizontal_max(FloatVec v) {
   return best;
 #endif
 }
-NRL_INLINE double horizontal_max(DoubleVec v) {
+NRL_INLINE_MEMBER double horizontal_max(DoubleVec v) {
   double best = v[0];
   for (int i = 1; i < Simd<double>::width; ++i) best = v[i] > best ? v[i] : best;
   return best;
@@ -101,14 +99,14 @@ NRL_INLINE double horizontal_max(DoubleVec v) {
 
 /// Lanes in ascending order.
 template <class Vec>
-NRL_INLINE auto horizontal_sum(Vec v) {
+NRL_INLINE_MEMBER auto horizontal_sum(Vec v) {
   auto total = v[0];
   for (unsigned i = 1; i < sizeof(v) / sizeof(v[0]); ++i) total += v[i];
   return total;
 }
 
 /// 2^x for x <= 127: relative error below 1e-7, exactly 1 at 0, 0 below -126 (and at -inf), NaN stays NaN.
-NRL_INLINE FloatVec exp2_vec(FloatVec x) {
+NRL_INLINE_MEMBER FloatVec exp2_vec(FloatVec x) {
   const FloatVec lowest = splat(-126.0f);
   const FloatVec clamped = x < lowest ? lowest : x;
   const FloatVec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
@@ -125,16 +123,16 @@ NRL_INLINE FloatVec exp2_vec(FloatVec x) {
   const FloatVec result = p * reinterpret_cast<FloatVec>(exponent);
   return x < lowest ? FloatVec{} : result;
 }
-NRL_INLINE DoubleVec exp2_vec(DoubleVec x) {
+NRL_INLINE_MEMBER DoubleVec exp2_vec(DoubleVec x) {
   for (int i = 0; i < Simd<double>::width; ++i) x[i] = std::exp2(x[i]);
   return x;
 }
-NRL_INLINE float exp2_scalar(float x) { return exp2_vec(splat(x))[0]; }
-NRL_INLINE double exp2_scalar(double x) { return std::exp2(x); }
+NRL_INLINE_MEMBER float exp2_scalar(float x) { return exp2_vec(splat(x))[0]; }
+NRL_INLINE_MEMBER double exp2_scalar(double x) { return std::exp2(x); }
 
 /// Transposes width vectors in registers.
 template <class Real>
-NRL_INLINE void transpose(typename Simd<Real>::Vec (&v)[Simd<Real>::width]) {
+NRL_INLINE_MEMBER void transpose(typename Simd<Real>::Vec (&v)[Simd<Real>::width]) {
   transpose_square<typename Simd<Real>::Int>(v);
 }
 

@@ -30,13 +30,13 @@ struct RealOf<double> {
   using type = double;
 };
 
-NRL_INLINE std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+NRL_INLINE_MEMBER std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
 /// Calls f(integral_constant<int, n>) for 1 <= n <= Max.
 template <int Max, class F>
-NRL_INLINE void with_constant(int n, const F& f) {
+NRL_INLINE_MEMBER void with_constant(int n, const F& f) {
   if constexpr (Max == 1) {
     f(std::integral_constant<int, 1>{});
   } else {
@@ -76,7 +76,7 @@ __attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std
 /// acc[r][c..] += sum_{j0<=j<j1} w[r][j] * v[j][c..] for R rows and C vectors of columns. Rows of `acc` are acc_stride
 /// apart, those of w kTile, those of v head_dim. `partial` > 0: one vector of which v has so many lanes.
 template <int R, int C, bool Partial, class Real, class Elem>
-NRL_INLINE void weighted_columns(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1, Real* acc,
+NRL_INLINE_MEMBER void weighted_columns(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1, Real* acc,
                                  std::int64_t acc_stride, int partial) {
   using Vec = typename Simd<Real>::Vec;
   constexpr int W = Simd<Real>::width;
@@ -121,7 +121,7 @@ __attribute__((noinline)) void weighted_rows(const Elem* v, std::int64_t head_di
 
 /// to[h] = factor * from[h], H columns; `from` may be read up to whole vectors.
 template <class Real, class Elem>
-NRL_INLINE void write_row(const Real* from, std::int64_t head_dim, Real factor, Elem* to) {
+NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real factor, Elem* to) {
   constexpr int W = Simd<Real>::width;
   const auto f = splat(factor);
   std::int64_t h = 0;
@@ -208,7 +208,7 @@ struct QueryRows {
     score_range<kTile>(tile, x, second_half, rows, to);
   }
   template <int Keys, class Elem>
-  NRL_INLINE void score_range(const Elem* tile, const Real* x, std::int64_t from, std::int64_t end, Real* to) const {
+  NRL_INLINE_MEMBER void score_range(const Elem* tile, const Real* x, std::int64_t from, std::int64_t end, Real* to) const {
     for (std::int64_t r = from; r < end; r += kScoreRows)
       with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, end - r)), [&](auto n) {
         score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim, to + r * kTile);
@@ -216,7 +216,7 @@ struct QueryRows {
   }
 
   /// Scores of row r become weights 2^(score - max); running maximum, sum and accumulator are brought up to date.
-  NRL_INLINE void softmax_row(std::int64_t r, int keys) {
+  NRL_INLINE_MEMBER void softmax_row(std::int64_t r, int keys) {
     using Vec = typename Simd<Real>::Vec;
     constexpr int L = kTile / W;
     Real* s = scores + r * kTile;
@@ -269,7 +269,7 @@ struct QueryRows {
   }
 
   template <class Elem>
-  NRL_INLINE void add_values(const Elem* v_tile, std::int64_t from, std::int64_t to, int j0, int j1) {
+  NRL_INLINE_MEMBER void add_values(const Elem* v_tile, std::int64_t from, std::int64_t to, int j0, int j1) {
     if (j0 >= j1) return;
     with_constant<kValueRows>(static_cast<int>(to - from), [&](auto n) {
       weighted_rows<n()>(v_tile, head_dim, scores + from * kTile, j0, j1, acc + from * acc_stride, acc_stride);

@@ -1,6 +1,5 @@
-// Matrix products. The forward product is exact in the sense that matters here: y[m, n] is one fixed sequence of
-// operations on row m of x and row n of w, so its bits do not depend on how many rows there are, on the tiling or
-// on threads. (A library's product does not promise that: its kernels change with M.)
+// Matrix products. The forward product is exact in the sense that matters here: y[m, n] is one chain of multiply-adds along K
+// over row m of x and row n of w, so its bits do not depend on how many rows there are, on the tiling or on threads. (A library's product does not promise that: its kernels change with M.)
 #pragma once
 #include <cstdint>
 
@@ -9,38 +8,63 @@
 
 namespace nemo_rl::kernels {
 
-/// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; x and w row-major with unit stride along K.
-/// Work is cut into tiles: LinearTiles(M, N).count() of them, any range may be computed at a time; `more` says that the caller means
+/// x[M, K], row-major with unit stride along K, and where it lies packed: linear_pack writes that before the tiles are computed.
+template <class T>
+struct LinearInput {
+  const T* x;
+  std::int64_t ldx;
+  std::int64_t M, K;
+  void* packed;  ///< linear_packed_bytes(M, K, sizeof(T)), 64-byte aligned
+};
+
+inline constexpr std::int64_t kLinearTileM = 64;  ///< rows: whole panels of packed x in every capability
+inline constexpr std::int64_t kLinearTileN = 48;  ///< columns: a multiple of the register tile of every capability
+inline constexpr std::int64_t kSwigluTileN = 2 * kLinearTileN;  ///< of linear_swiglu: gates and ups by whole cache lines
+inline constexpr std::int64_t kLinearFewRows = 8; ///< up to here rows of w lie in the lanes instead of rows of x
+inline constexpr std::int64_t kLinearCachedTerms = 80 * 1024;  ///< of x, for the second-level cache
+
+inline std::int64_t linear_packed_bytes(std::int64_t M, std::int64_t K, std::int64_t size) {
+  const std::int64_t rows = (M + kLinearTileM - 1) / kLinearTileM * kLinearTileM;
+  return rows * (K + 16) * (size < 4 ? 4 : size);
+}
+
+/// Where tile number t lies: tiles go down the rows of a block, then strip by strip through its columns, then block by block. A block of
+/// rows stays in the second-level cache while the columns pass by.
+struct LinearTiles {
+  std::int64_t block_rows, strips, steps, blocks;  ///< rows of a block; strips of columns; tiles to a strip of a block; blocks
+  LinearTiles(std::int64_t M, std::int64_t N, std::int64_t K, std::int64_t tile_n = kLinearTileN)
+      : block_rows(kLinearCachedTerms / (K > 0 ? K : 1) / kLinearTileM * kLinearTileM) {
+    if (block_rows > 4 * kLinearTileM) block_rows = 4 * kLinearTileM;
+    if (block_rows < kLinearTileM) block_rows = kLinearTileM;
+    strips = (N + tile_n - 1) / tile_n;
+    steps = ((M < block_rows ? M : block_rows) + kLinearTileM - 1) / kLinearTileM;
+    blocks = (M + block_rows - 1) / block_rows;
+  }
+  std::int64_t count() const { return strips * steps * blocks; }
+  std::int64_t strip(std::int64_t t) const { return t / steps % strips; }
+  std::int64_t row(std::int64_t t) const { return t / steps / strips * block_rows + t % steps * kLinearTileM; }
+};
+
+/// Packs rows [kLinearTileM * begin, kLinearTileM * end) of x.
+template <class T>
+using LinearPack = void(const LinearInput<T>& input, std::int64_t begin, std::int64_t end);
+NRL_DECLARE_CPU_KERNEL(linear_pack_f32, LinearPack<float>);
+NRL_DECLARE_CPU_KERNEL(linear_pack_f64, LinearPack<double>);
+NRL_DECLARE_CPU_KERNEL(linear_pack_bf16, LinearPack<bfloat16>);
+
+/// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; w row-major with unit stride along K.
+/// Work is cut into tiles: LinearTiles(M, N, K).count() of them, any range may be computed at a time; `more` says that the caller means
 /// to go on with tile_end and what follows it, whose weights are then asked for.
 template <class T, class O>
 struct LinearForwardArgs {
-  const T* x;
-  std::int64_t ldx;
+  LinearInput<T> input;
   const T* w;
   std::int64_t ldw;
   const T* bias;  ///< nullptr: none
   O* y;
   std::int64_t ldy;
-  std::int64_t M, N, K;
+  std::int64_t N;
   bool accumulate;  ///< add to y (residual stream) instead of overwriting it
-};
-
-inline constexpr std::int64_t kLinearBlockM = 256;  ///< rows of x that stay in the second-level cache
-inline constexpr std::int64_t kLinearTileN = 32;    ///< columns: whole cache lines of y, and rows of w in the first level
-
-inline constexpr std::int64_t kLinearTileM = 32;    ///< rows: little enough that no thread waits long for another's last tile
-
-/// Where tile number t lies: tiles go down the rows of a block, then strip by strip through its columns, then block by block.
-struct LinearTiles {
-  std::int64_t strips, steps, blocks;  ///< strips of columns; tiles to a strip of a block; blocks of rows
-  LinearTiles(std::int64_t M, std::int64_t N)
-      : strips((N + kLinearTileN - 1) / kLinearTileN),
-        steps(((M < kLinearBlockM ? M : kLinearBlockM) + kLinearTileM - 1) / kLinearTileM),
-        blocks((M + kLinearBlockM - 1) / kLinearBlockM) {}
-  std::int64_t count() const { return strips * steps * blocks; }
-  std::int64_t strip(std::int64_t t) const { return t / steps % strips; }
-  std::int64_t block_row(std::int64_t t) const { return t / steps / strips * kLinearBlockM; }
-  std::int64_t row(std::int64_t t) const { return block_row(t) + t % steps * kLinearTileM; }
 };
 
 template <class T, class O>
@@ -51,18 +75,16 @@ NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up and
-/// swiglu_forward of that. Work is cut into the tiles of LinearTiles(M, 2I); half
-/// of a tile's columns are gates, half are ups.
+/// swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are gates, half are ups.
 template <class T>
 struct LinearSwigluArgs {
-  const T* x;
-  std::int64_t ldx;
+  LinearInput<T> input;
   const T* w;
   std::int64_t ldw;
   const T* bias;  ///< nullptr: none
   T* gate_up;     ///< contiguous [M, 2I]; nullptr: not kept
   T* act;         ///< contiguous [M, I]
-  std::int64_t M, I, K;
+  std::int64_t I;
 };
 
 template <class T>

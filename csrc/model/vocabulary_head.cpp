@@ -11,6 +11,7 @@
 #include "kernels/logprob_backward.h"
 #include "ops/kernel_types.h"
 #include "ops/linear.h"
+#include "ops/parallel_items.h"
 
 namespace nemo_rl::model {
 namespace {
@@ -65,12 +66,18 @@ float* thread_logits() {
 /// Logits of rows [r, r + rows) and columns [v, v + columns), rows kTile apart.
 template <class S>
 void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::int64_t rows, std::int64_t v, std::int64_t columns, float* out) {
-  const kernels::LinearForwardArgs<S, float> args{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr,
-                                                  out, kTile, rows, columns, x.size(1), false};
+  const std::int64_t D = x.size(1);
+  const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), rows, D,
+                                      ops::thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(rows, D, sizeof(S))))};
+  const kernels::LinearForwardArgs<S, float> args{input, ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr, out, kTile, columns, false};
+  const std::int64_t tiles = kernels::LinearTiles(rows, columns, D).count();
+  static_assert(kRowBlock <= kernels::kLinearTileM);
   if constexpr (std::is_same_v<S, float>) {
-    kernels::linear_forward_f32(args, 0, kernels::LinearTiles(rows, columns).count(), false);
+    kernels::linear_pack_f32(input, 0, 1);
+    kernels::linear_forward_f32(args, 0, tiles, false);
   } else {
-    kernels::linear_forward_bf16_f32(args, 0, kernels::LinearTiles(rows, columns).count(), false);
+    kernels::linear_pack_bf16(input, 0, 1);
+    kernels::linear_forward_bf16_f32(args, 0, tiles, false);
   }
 }
 

@@ -26,28 +26,47 @@ bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
 }
 
 /// How many tiles a thread should have at least: waking one costs some microseconds.
-std::int64_t tiles_at_least(std::int64_t M, std::int64_t K) {
-  const std::int64_t work = K * kernels::kLinearTileN * std::min(M, kernels::kLinearTileM);
+std::int64_t tiles_at_least(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
+  const std::int64_t work = K * tile_n * std::min(M, kernels::kLinearTileM);
   return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
 }
 
+/// Packs x, then computes tiles by kernel(args(input, first row)), for so many rows at a time as are packed in memory of bounded size.
+template <class T, class ArgsOf, class Kernel>
+void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
+  constexpr std::int64_t kMostBytes = 16 << 20;
+  const std::int64_t M = x.size(0), K = x.size(1), tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
+  const std::int64_t at_once = std::max<std::int64_t>(1, kMostBytes / tile) * kernels::kLinearTileM;
+  void* packed = thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(std::min(M, at_once), K, sizeof(T))));
+  for (std::int64_t m = 0; m < M; m += at_once) {
+    const kernels::LinearInput<T> input{ptr<T>(x) + m * x.stride(0), x.stride(0), std::min(at_once, M - m), K, packed};
+    const std::int64_t steps = (input.M + kernels::kLinearTileM - 1) / kernels::kLinearTileM;
+    at::parallel_for(0, steps, std::max<std::int64_t>(1, 1'000'000 / tile), [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
+    const auto args = args_of(input, m);
+    parallel_tiles(kernels::LinearTiles(input.M, N, K, tile_n).count(), tiles_at_least(input.M, K, tile_n),
+                   [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
+  }
+}
+
 template <class T, class O>
-void run(kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-         const at::Tensor& y, bool accumulate) {
-  const kernels::LinearForwardArgs<T, O> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
-                                              mutable_ptr<O>(y), y.stride(0), x.size(0), w.size(0), x.size(1), accumulate};
-  parallel_tiles(kernels::LinearTiles(args.M, args.N).count(), tiles_at_least(args.M, args.K),
-                 [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
+void run(kernels::LinearPack<T>* pack, kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Tensor& w,
+         const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
+  const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
+    return kernels::LinearForwardArgs<T, O>{input, ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
+                                            y.stride(0), w.size(0), accumulate};
+  };
+  run_packed<T>(pack, x, w.size(0), kernels::kLinearTileN, args_of, kernel);
 }
 
 template <class T>
-void run_swiglu(kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
-                const at::Tensor& gate_up, const at::Tensor& act) {
-  const kernels::LinearSwigluArgs<T> args{ptr<T>(x), x.stride(0), ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
-                                          gate_up.defined() ? mutable_ptr<T>(gate_up) : nullptr, mutable_ptr<T>(act),
-                                          x.size(0), act.size(1), x.size(1)};
-  parallel_tiles(kernels::LinearTiles(args.M, 2 * args.I).count(), tiles_at_least(args.M, args.K),
-                 [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
+void run_swiglu(kernels::LinearPack<T>* pack, kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at::Tensor& w,
+                const std::optional<at::Tensor>& bias, const at::Tensor& gate_up, const at::Tensor& act) {
+  const std::int64_t I = act.size(1);
+  const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
+    return kernels::LinearSwigluArgs<T>{input, ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
+                                        gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr, mutable_ptr<T>(act) + m * I, I};
+  };
+  run_packed<T>(pack, x, 2 * I, kernels::kSwigluTileN, args_of, kernel);
 }
 
 template <class T, class O>
@@ -91,10 +110,10 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
   if (y.numel() == 0) return;
   if (x.is_cuda()) return linear_forward_cuda.get(x)(x, w, bias, y, accumulate);
   const auto type = x.scalar_type(), out = y.scalar_type();
-  if (type == at::kFloat && out == at::kFloat) return run<float, float>(kernels::linear_forward_f32, x, w, bias, y, accumulate);
-  if (type == at::kDouble && out == at::kDouble) return run<double, double>(kernels::linear_forward_f64, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>(kernels::linear_forward_bf16, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>(kernels::linear_forward_bf16_f32, x, w, bias, y, accumulate);
+  if (type == at::kFloat && out == at::kFloat) return run<float, float>(kernels::linear_pack_f32, kernels::linear_forward_f32, x, w, bias, y, accumulate);
+  if (type == at::kDouble && out == at::kDouble) return run<double, double>(kernels::linear_pack_f64, kernels::linear_forward_f64, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>(kernels::linear_pack_bf16, kernels::linear_forward_bf16, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>(kernels::linear_pack_bf16, kernels::linear_forward_bf16_f32, x, w, bias, y, accumulate);
   throw ArgumentError(detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
@@ -117,9 +136,9 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
     return swiglu_forward(both, act);
   }
   switch (x.scalar_type()) {
-    case at::kFloat: return run_swiglu<float>(kernels::linear_swiglu_f32, x, w, bias, gate_up, act);
-    case at::kDouble: return run_swiglu<double>(kernels::linear_swiglu_f64, x, w, bias, gate_up, act);
-    case at::kBFloat16: return run_swiglu<bfloat16>(kernels::linear_swiglu_bf16, x, w, bias, gate_up, act);
+    case at::kFloat: return run_swiglu<float>(kernels::linear_pack_f32, kernels::linear_swiglu_f32, x, w, bias, gate_up, act);
+    case at::kDouble: return run_swiglu<double>(kernels::linear_pack_f64, kernels::linear_swiglu_f64, x, w, bias, gate_up, act);
+    case at::kBFloat16: return run_swiglu<bfloat16>(kernels::linear_pack_bf16, kernels::linear_swiglu_bf16, x, w, bias, gate_up, act);
     default: throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
   }
 }

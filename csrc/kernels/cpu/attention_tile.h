@@ -34,17 +34,6 @@ NRL_INLINE_MEMBER std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-/// Calls f(integral_constant<int, n>) for 1 <= n <= Max.
-template <int Max, class F>
-NRL_INLINE_MEMBER void with_constant(int n, const F& f) {
-  if constexpr (Max == 1) {
-    f(std::integral_constant<int, 1>{});
-  } else {
-    if (n == Max) return f(std::integral_constant<int, Max>{});
-    with_constant<Max - 1>(n, f);
-  }
-}
-
 // ---------------------------------------------------------------- register blocks
 
 /// s[r][j] = sum_h q[r][h] * k_tile[h][j] for R rows and keys j < Keys; rows of q are `stride` apart, those of s kTile.

@@ -13,15 +13,8 @@ template <class T>
   constexpr int kLanes = S::kLanes;
   typename X::V v[kLanes];
   for (int i = 0; i < kLanes; ++i) v[i] = i < rows ? X::words(x + i * ldx, static_cast<int>(smaller<std::int64_t>(terms, kLanes * X::kPerWord))) : S::zero();
-#if defined(__AVX2__)
-  transpose_square<decltype(v[0] < v[0])>(v);
+  turn<S>(v);
   for (int i = 0; i < kLanes && i < words; ++i) S::store(out + i * stride, v[i]);
-#else
-  alignas(64) typename X::Word lanes[kLanes][kLanes];
-  for (int i = 0; i < kLanes; ++i) S::store(lanes[i], v[i]);
-  for (int i = 0; i < kLanes && i < words; ++i)
-    for (int j = 0; j < kLanes; ++j) out[i * stride + j] = lanes[j][i];
-#endif
 }
 
 template <class T>

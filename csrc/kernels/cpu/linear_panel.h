@@ -88,19 +88,12 @@ template <class T, int kVectors, int kColumns>
 template <class S>
 [[gnu::always_inline]] inline void turn_sums(const typename S::Scalar* columns, int rows, int first, int count, std::int64_t width,
                                              typename S::Scalar* sums) {
-#if defined(__AVX2__)
-  using Vec = typename S::V;
-  using Mask = decltype(Vec{} < Vec{});
   for (int c = 0; c < count; c += S::kLanes) {
-    Vec v[S::kLanes];
+    typename S::V v[S::kLanes];
     for (int i = 0; i < S::kLanes; ++i) v[i] = S::load(columns + (c + i) * rows + first);
-    transpose_square<Mask>(v);
+    turn<S>(v);
     for (int i = 0; i < S::kLanes; ++i) S::store(sums + i * width + c, v[i]);
   }
-#else
-  for (int r = 0; r < S::kLanes; ++r)
-    for (int c = 0; c < count; ++c) sums[r * width + c] = columns[c * rows + first + r];
-#endif
 }
 
 /// The panel of kVectors vectors of rows that begins at row m; `rows` of them exist. A row's sums go to store(m, sums).
@@ -169,34 +162,10 @@ void tile_rows(const LinearInput<T>& p, std::int64_t m0, const Set& columns, con
   for (std::int64_t m = m0; m < m1; m += kPanelRows<T>) {
     const auto* x = static_cast<const typename Terms<T>::Word*>(p.packed) + m * words;
     const std::int64_t rows = smaller<std::int64_t>(m1 - m, kPanelRows<T>);
-    const auto run = [&]<int kVectors>() { panel<T, kVectors>(x, m, rows, p.K, columns, after, prefetch, store); };
-    switch ((rows + kLanes - 1) / kLanes) {
-      case 1: run.template operator()<1>(); break;
-#if defined(__AVX2__)
-      case 2: run.template operator()<2>(); break;
-#endif
-#if defined(__AVX512F__)
-      case 3: run.template operator()<3>(); break;
-      case 4: run.template operator()<4>(); break;
-#endif
-    }
+    with_constant<kMostVectors>(static_cast<int>((rows + kLanes - 1) / kLanes), [&](auto vectors) {
+      panel<T, vectors()>(x, m, rows, p.K, columns, after, prefetch, store);
+    });
   }
-}
-
-template <class T, class Set, class Store>
-void tile_few_rows(const LinearInput<T>& p, const Set& columns, std::int64_t ldw, const Store& store) {
-  const std::int64_t next = ldw * Terms<T>::S::kLanes;  // where the next tile's rows lie
-  switch (p.M) {
-    case 1: return few_rows<T, 1>(p, columns, next, store);
-    case 2: return few_rows<T, 2>(p, columns, next, store);
-    case 3: return few_rows<T, 3>(p, columns, next, store);
-    case 4: return few_rows<T, 4>(p, columns, next, store);
-    case 5: return few_rows<T, 5>(p, columns, next, store);
-    case 6: return few_rows<T, 6>(p, columns, next, store);
-    case 7: return few_rows<T, 7>(p, columns, next, store);
-    case 8: return few_rows<T, 8>(p, columns, next, store);
-  }
-  static_assert(kLinearFewRows == 8);
 }
 
 /// Tiles [begin, end) of p by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller means to go
@@ -204,6 +173,12 @@ void tile_few_rows(const LinearInput<T>& p, const Set& columns, std::int64_t ldw
 template <class T, class ColumnsOf, class StoreOf>
 void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin, std::int64_t end, bool more,
                const ColumnsOf& columns_of, const StoreOf& store_of) {
+  if (p.M <= kLinearFewRows) {  // a tile is a whole strip
+    const std::int64_t next = ldw * Terms<T>::S::kLanes;  // where the next register tile's rows lie
+    for (std::int64_t t = begin; t < end; ++t)
+      with_constant<kLinearFewRows>(static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns_of(t), next, store_of(t)); });
+    return;
+  }
   using Set = decltype(columns_of(begin));
   Set sets[2];  // this strip's columns and the next one's, in turn
   if (begin < end) sets[begin / tiles.steps % 2] = columns_of(tiles.strip(begin));
@@ -213,11 +188,7 @@ void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t l
     Set& after = sets[(turn + 1) % 2];
     const bool go_on = more || (turn + 1) * tiles.steps < end;
     if (t == begin || t % tiles.steps == 0) after = columns_of(go_on ? (strip + 1) % tiles.strips : strip);
-    if (p.M <= kLinearFewRows) {
-      tile_few_rows(p, columns, ldw, store_of(strip));
-    } else {
-      tile_rows(p, tiles.row(t), columns, after, ldw == p.K, store_of(strip));
-    }
+    tile_rows(p, tiles.row(t), columns, after, ldw == p.K, store_of(strip));
   }
 }
 

@@ -12,7 +12,7 @@ namespace {
 /// A "word" is what one lane multiplies at a time: one term of the sum, or a pair of them where the machine multiplies pairs of
 /// bfloat16. x is packed as words. A "quad" is four consecutive words of a row of w, a "column" 32 bits of each of kLanes rows.
 template <class T>
-struct Terms {
+struct SingleTerms {
   using S = simd_t<T>;
   using V = typename S::V;
   using Word = typename S::Scalar;
@@ -28,6 +28,9 @@ struct Terms {
   /// acc + the words of a column times as many of a row of packed x.
   static V add_column(V column, const Word* x, V acc) { return multiply_add(column, S::set1(*x), acc); }
 };
+
+template <class T>
+struct Terms : SingleTerms<T> {};
 
 #if defined(__AVX512BF16__)
 template <>
@@ -57,19 +60,13 @@ struct Terms<bfloat16> {
 #elif defined(__AVX2__)
 /// Two bfloat16 are read as one 32-bit element and taken apart in registers: reading a single one costs a shuffle more.
 template <>
-struct Terms<bfloat16> {
-  using S = F32;
-  using V = S::V;
-  using Word = float;
-  static constexpr int kPerWord = 1, kPerColumn = 2;
-  static V words(const bfloat16* x, int terms) { return terms >= S::kLanes ? S::load(x) : S::load(x, terms); }
+struct Terms<bfloat16> : SingleTerms<bfloat16> {
+  static constexpr int kPerColumn = 2;
   static V quad_weight(const bfloat16* w, int u) {
     Word pair;
     __builtin_memcpy(&pair, w + u / 2 * 2, sizeof(pair));
     return u % 2 ? second(S::set1(pair)) : first(S::set1(pair));
   }
-  static Word word(const bfloat16* w, int) { return static_cast<float>(*w); }
-  static V multiply_add(V a, V b, V c) { return S::fma(a, b, c); }
   static V add_column(V column, const Word* x, V acc) {
     return multiply_add(second(column), S::set1(x[1]), multiply_add(first(column), S::set1(x[0]), acc));
   }
@@ -85,6 +82,20 @@ struct Terms<bfloat16> {
 template <class T>
 constexpr std::int64_t words_of(std::int64_t K) {
   return (K + Terms<T>::kPerWord - 1) / Terms<T>::kPerWord;
+}
+
+/// v[i][j] and v[j][i] change places.
+template <class S>
+[[gnu::always_inline]] inline void turn(typename S::V (&v)[S::kLanes]) {
+#if defined(__AVX2__)
+  transpose_square<decltype(v[0] < v[0])>(v);
+#else
+  for (int i = 0; i < S::kLanes; ++i)
+    for (int j = 0; j < i; ++j) {
+      const auto kept = v[i].x[j];
+      v[i].x[j] = v[j].x[i], v[j].x[i] = kept;
+    }
+#endif
 }
 
 /// Words from one packed row to the next, where few rows are packed one by one: whole vectors.

@@ -2,6 +2,7 @@
 // library shares: the linker could keep the copy compiled for AVX-512, and run it on a machine that has none.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -14,6 +15,17 @@ template <class T>
 
 [[gnu::always_inline]] inline constexpr std::int64_t clamped(std::int64_t x, std::int64_t low, std::int64_t high) {
   return smaller(larger(x, low), high);
+}
+
+/// Calls f(integral_constant<int, n>) for 1 <= n <= Max.
+template <int Max, class F>
+[[gnu::always_inline]] inline void with_constant(int n, const F& f) {
+  if constexpr (Max == 1) {
+    f(std::integral_constant<int, 1>{});
+  } else {
+    if (n == Max) return f(std::integral_constant<int, Max>{});
+    with_constant<Max - 1>(n, f);
+  }
 }
 
 template <class T>

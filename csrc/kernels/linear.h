@@ -93,29 +93,4 @@ NRL_DECLARE_CPU_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
 
-/// c[M, N] (+)= a[M, K] · b[K, N], for the backward passes: a[i, k] = a_data[i * row_stride_a + k * col_stride_a], b
-/// row-major with unit stride along N. Sums run over k in blocks of fixed size. Any range of row blocks may be
-/// computed at a time (num_gemm_blocks(M) of them); a block's result does not depend on the others.
-template <class T, class O>
-struct GemmArgs {
-  const T* a;
-  std::int64_t row_stride_a, col_stride_a;
-  const T* b;
-  std::int64_t ldb;
-  O* c;
-  std::int64_t ldc;
-  std::int64_t M, N, K;
-  bool accumulate;
-};
-
-inline constexpr std::int64_t kGemmBlockM = 12;  ///< a multiple of the register tile of every capability
-inline std::int64_t num_gemm_blocks(std::int64_t M) { return (M + kGemmBlockM - 1) / kGemmBlockM; }
-
-template <class T, class O>
-using Gemm = void(const GemmArgs<T, O>& args, std::int64_t block_begin, std::int64_t block_end);
-NRL_DECLARE_CPU_KERNEL(gemm_f32, Gemm<float, float>);
-NRL_DECLARE_CPU_KERNEL(gemm_f64, Gemm<double, double>);
-NRL_DECLARE_CPU_KERNEL(gemm_bf16, Gemm<bfloat16, bfloat16>);
-NRL_DECLARE_CPU_KERNEL(gemm_bf16_f32, Gemm<bfloat16, float>);
-
 }  // namespace nemo_rl::kernels

@@ -10,6 +10,7 @@
 #include "kernels/linear.h"
 #include "kernels/logprob_backward.h"
 #include "ops/kernel_types.h"
+#include "ops/gemm.h"
 #include "ops/linear.h"
 #include "ops/parallel_items.h"
 
@@ -79,25 +80,6 @@ void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::
     kernels::linear_pack_bf16(input, 0, 1);
     kernels::linear_forward_bf16_f32(args, 0, tiles, false);
   }
-}
-
-/// d_w += d^T x and d_x (+)= d w for a tile d [rows, columns] whose rows are kTile apart.
-template <class S>
-void tile_products(const kernels::GemmArgs<S, float>& weight, const kernels::GemmArgs<S, float>& input) {
-  const auto run = [](const kernels::GemmArgs<S, float>& args, std::int64_t begin, std::int64_t end) {
-    if (begin >= end) return;
-    if constexpr (std::is_same_v<S, float>) {
-      kernels::gemm_f32(args, begin, end);
-    } else {
-      kernels::gemm_bf16_f32(args, begin, end);
-    }
-  };
-  // a block of one costs as much as several of the other: every thread gets its share of both
-  const std::int64_t of_weight = kernels::num_gemm_blocks(weight.M), of_input = kernels::num_gemm_blocks(input.M), parts = std::max(of_weight, of_input);
-  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) {
-    run(weight, of_weight * begin / parts, of_weight * end / parts);
-    run(input, of_input * begin / parts, of_input * end / parts);
-  });
 }
 
 /// f with a value of the type of x, the case of float64 apart.
@@ -250,8 +232,8 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
       });
       const S* const rows_x = ops::ptr<S>(x) + start * D;
       const S* const rows_w = ops::ptr<S>(w) + v * D;
-      tile_products<S>({d, 1, kTile, rows_x, D, ops::mutable_ptr<float>(d_w) + v * d_w.stride(0), d_w.stride(0), columns, D, rows, true},
-                       {d, kTile, 1, rows_w, D, ops::mutable_ptr<float>(d_x) + start * d_x.stride(0), d_x.stride(0), rows, D, columns, v > 0});
+      ops::run_gemm<S, float>({{d, 1, kTile, rows_x, D, columns, D, rows}, ops::mutable_ptr<float>(d_w) + v * d_w.stride(0), d_w.stride(0), true});
+      ops::run_gemm<S, float>({{d, kTile, 1, rows_w, D, rows, D, columns}, ops::mutable_ptr<float>(d_x) + start * d_x.stride(0), d_x.stride(0), v > 0});
     }
   });
 }

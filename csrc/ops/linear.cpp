@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "kernels/linear.h"
+#include "ops/gemm.h"
 #include "ops/kernel_types.h"
 #include "ops/parallel_items.h"
 #include "ops/swiglu.h"
@@ -31,12 +32,13 @@ std::int64_t tiles_at_least(std::int64_t M, std::int64_t K, std::int64_t tile_n)
   return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
 }
 
-/// Packs x, then computes tiles by kernel(args(input, first row)), for so many rows at a time as are packed in memory of bounded size.
+/// Packs x, then computes tiles by kernel(args(input, first row)), for so many rows at a time as are still in a nearby cache once packed.
 template <class T, class ArgsOf, class Kernel>
 void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
-  constexpr std::int64_t kMostBytes = 16 << 20;
-  const std::int64_t M = x.size(0), K = x.size(1), tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
-  const std::int64_t at_once = std::max<std::int64_t>(1, kMostBytes / tile) * kernels::kLinearTileM;
+  constexpr std::int64_t kMostBytes = 2 << 20;
+  const std::int64_t M = x.size(0), K = x.size(1), block = kernels::LinearTiles(M, N, K, tile_n).block_rows;
+  const std::int64_t tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
+  const std::int64_t at_once = std::max<std::int64_t>(1, kMostBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) * block;
   void* packed = thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(std::min(M, at_once), K, sizeof(T))));
   for (std::int64_t m = 0; m < M; m += at_once) {
     const kernels::LinearInput<T> input{ptr<T>(x) + m * x.stride(0), x.stride(0), std::min(at_once, M - m), K, packed};
@@ -70,11 +72,10 @@ void run_swiglu(kernels::LinearPack<T>* pack, kernels::LinearSwiglu<T>* kernel, 
 }
 
 template <class T, class O>
-void run_gemm(kernels::Gemm<T, O>* kernel, const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate) {
-  const std::int64_t M = transposed ? a.size(1) : a.size(0);
-  const kernels::GemmArgs<T, O> args{ptr<T>(a), transposed ? 1 : a.stride(0), transposed ? a.stride(0) : 1, ptr<T>(b), b.stride(0),
-                                     mutable_ptr<O>(c), c.stride(0), M, b.size(1), b.size(0), accumulate};
-  at::parallel_for(0, kernels::num_gemm_blocks(M), 1, [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+void backward_product(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate) {
+  const kernels::GemmInput<T> input{ptr<T>(a), transposed ? 1 : a.stride(0), transposed ? a.stride(0) : 1, ptr<T>(b), b.stride(0),
+                                    c.size(0), c.size(1), b.size(0)};
+  run_gemm<T, O>({input, mutable_ptr<O>(c), c.stride(0), accumulate});
 }
 
 void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate, const char* op) {
@@ -91,10 +92,10 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
   }
   if (a.is_cuda()) return linear_backward_cuda.get(a)(a, transposed, b, c, accumulate, op);
   const auto type = a.scalar_type(), out = c.scalar_type();
-  if (type == at::kFloat && out == at::kFloat) return run_gemm<float, float>(kernels::gemm_f32, a, transposed, b, c, accumulate);
-  if (type == at::kDouble && out == at::kDouble) return run_gemm<double, double>(kernels::gemm_f64, a, transposed, b, c, accumulate);
-  if (type == at::kBFloat16 && out == at::kBFloat16) return run_gemm<bfloat16, bfloat16>(kernels::gemm_bf16, a, transposed, b, c, accumulate);
-  if (type == at::kBFloat16 && out == at::kFloat) return run_gemm<bfloat16, float>(kernels::gemm_bf16_f32, a, transposed, b, c, accumulate);
+  if (type == at::kFloat && out == at::kFloat) return backward_product<float, float>(a, transposed, b, c, accumulate);
+  if (type == at::kDouble && out == at::kDouble) return backward_product<double, double>(a, transposed, b, c, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16) return backward_product<bfloat16, bfloat16>(a, transposed, b, c, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat) return backward_product<bfloat16, float>(a, transposed, b, c, accumulate);
   throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 

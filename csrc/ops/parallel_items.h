@@ -76,20 +76,31 @@ void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
   });
 }
 
-/// This thread's scratch memory, 64-byte aligned, kept between calls: fresh big blocks would cost page faults. Holds
-/// until the thread's next call.
-inline std::byte* thread_workspace(std::size_t bytes) {
+/// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults.
+class ScratchMemory {
+ public:
+  /// What the last call gave no longer holds where this one needs more.
+  std::byte* get(std::size_t bytes) {
+    if (bytes > size_) {
+      memory_.reset();
+      memory_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(64))));
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
   struct Free {
     void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t(64)); }
   };
-  thread_local std::unique_ptr<std::byte, Free> memory;
-  thread_local std::size_t size = 0;
-  if (bytes > size) {
-    memory.reset();
-    memory.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(64))));
-    size = bytes;
-  }
-  return memory.get();
+  std::unique_ptr<std::byte, Free> memory_;
+  std::size_t size_ = 0;
+};
+
+/// This thread's scratch memory, until the thread's next call.
+inline std::byte* thread_workspace(std::size_t bytes) {
+  thread_local ScratchMemory memory;
+  return memory.get(bytes);
 }
 
 }  // namespace nemo_rl::ops

@@ -30,13 +30,13 @@ def stop_ids(folder: str) -> list[int]:
     return [i for i in range(49152) if set(".\n") & set(tokenizer.decode([i]))]
 
 
-def ours(folder: str, precision: str, stops: Sequence[int] = ()):
+def ours(folder: str, precision: str, stops: Sequence[int] = (), new: int = NEW):
     from nemo_rl_cpp.config.policy import PolicyConfig
     from nemo_rl_cpp.data.tokenizer import Tokenizer
     from nemo_rl_cpp.models.policy.lm_policy import Policy
 
     config = PolicyConfig(model_name=folder, precision=precision, max_total_sequence_length=PROMPT + NEW,
-                          generation={"max_new_tokens": NEW, "stop_token_ids": list(stops)})  # fmt: skip
+                          generation={"max_new_tokens": new, "stop_token_ids": list(stops)})  # fmt: skip
     config.fill_defaults()
     generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
 

@@ -1,0 +1,147 @@
+// How the backward products lay out their operands, so that the register tile streams through the first-level cache (the scheme of Goto
+// and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
+#pragma once
+#include "kernels/cpu/plain.h"
+#include "kernels/cpu/simd.h"
+#include "kernels/cpu/transpose.h"
+#include "kernels/gemm.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+/// How panels are stored and multiplied. A "step" is one term of the sum, or a pair of them (bf16 instructions).
+template <class T>
+struct Panel {
+  using S = simd_t<T>;
+  using V = typename S::V;
+  using Element = typename S::Scalar;  // what a panel holds for one row and step
+  using Operand = V;
+  static constexpr int kPair = 1;
+  static Element make(const T* a, std::int64_t, bool) { return static_cast<Element>(*a); }
+  static Operand broadcast(const Element* p) { return S::set1(*p); }
+  static Operand load(const Element* p) { return S::load(p); }
+  static V mul_add(Operand a, Operand b, V c) { return S::fma(a, b, c); }
+  /// One step of a row of B, n <= kLanes values from b (the second row of a pair is at b + ldb).
+  static void pack_row(const T* b, std::int64_t, bool, int n, Element* out) {
+    S::store(out, n == S::kLanes ? S::load(b) : S::load(b, n));
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Panel<bfloat16> {
+  using S = F32;
+  using V = __m512;
+  using Element = std::uint32_t;  // two consecutive terms
+  using Operand = __m512bh;
+  static constexpr int kPair = 2;
+  static Element make(const bfloat16* a, std::int64_t stride, bool has_second) {
+    return a->bits | (has_second ? static_cast<std::uint32_t>(a[stride].bits) << 16 : 0u);
+  }
+  static Operand broadcast(const Element* p) { return reinterpret_cast<Operand>(_mm512_set1_epi32(static_cast<int>(*p))); }
+  static Operand load(const Element* p) { return reinterpret_cast<Operand>(_mm512_loadu_si512(p)); }
+  static V mul_add(Operand a, Operand b, V c) { return _mm512_dpbf16_ps(c, a, b); }
+  static void pack_row(const bfloat16* b, std::int64_t ldb, bool has_second, int n, Element* out) {
+    const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
+    const __m512i high = has_second ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b + ldb)) : _mm512_setzero_si512();
+    _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+};
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kTileM = 12, kVectorsN = 2;
+#elif defined(__AVX2__)
+constexpr int kTileM = 6, kVectorsN = 2;
+#else
+constexpr int kTileM = 4, kVectorsN = 2;
+#endif
+static_assert(kGemmTileM % kTileM == 0);
+
+template <class T>
+constexpr int kTileN = kVectorsN* simd_t<T>::kLanes;
+static_assert(kGemmTileN % kTileN<float> == 0 && kGemmTileN % kTileN<double> == 0);
+
+/// A panel of a: step s at s * kTileM. Packing may write up to a vector past the end of a step.
+template <class T>
+constexpr std::int64_t panel_size(std::int64_t steps) {
+  return steps * kTileM + Panel<T>::S::kLanes;
+}
+
+/// The steps of the block of terms that begins at k0.
+template <class T>
+struct Block {
+  std::int64_t terms, steps;
+  Block(std::int64_t K, std::int64_t k0) : terms(smaller(kGemmTerms, K - k0)), steps((terms + Panel<T>::kPair - 1) / Panel<T>::kPair) {}
+};
+
+constexpr std::int64_t kPackSteps = 16;  // steps of every panel packed in turn: their pages stay in the translation cache
+
+/// Steps [first, last) of one panel: rows [0, present) from a; absent rows are zero.
+template <class T>
+void pack_panel(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, std::int64_t terms, std::int64_t first, std::int64_t last,
+                typename Panel<T>::Element* panel) {
+  using P = Panel<T>;
+  using Element = typename P::Element;
+  std::int64_t s = first;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Element) == 4) {
+    if (row_stride == 1 && kTileM <= P::S::kLanes) {
+      for (; s < last; ++s) P::pack_row(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < terms, present, panel + s * kTileM);
+      return;
+    }
+    if (col_stride == 1 && sizeof(T) * P::kPair == 4) {
+      for (; s + 16 <= last && (s + 16) * P::kPair <= terms; s += 16) {
+        using Words = std::int32_t __attribute__((vector_size(64)));
+        Words r[16];
+        for (int i = 0; i < 16; ++i) r[i] = i < present ? reinterpret_cast<Words>(_mm512_loadu_si512(a + i * row_stride + s * P::kPair)) : Words{};
+        transpose_square<Words>(r);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel + (s + i) * kTileM, reinterpret_cast<__m512i>(r[i]));
+      }
+    }
+  }
+#endif
+  for (; s < last; ++s) {
+    const std::int64_t k = s * P::kPair;
+    Element* const out = panel + s * kTileM;
+    for (int i = 0; i < present; ++i) out[i] = P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < terms);
+    for (int i = present; i < kTileM; ++i) out[i] = Element{};
+  }
+}
+
+/// Rows [m0, m1) of a block of a, as panels. Where a step's rows lie side by side in memory, every panel takes some steps in turn; where
+/// a row's terms do, a panel is packed whole.
+template <class T>
+void pack_a(const GemmInput<T>& p, std::int64_t k0, std::int64_t m0, std::int64_t m1, typename Panel<T>::Element* panels) {
+  const Block<T> block(p.K, k0);
+  const std::int64_t turn = p.row_stride_a == 1 ? kPackSteps : block.steps;
+  for (std::int64_t first = 0; first < block.steps; first += turn)
+    for (std::int64_t m = m0; m < m1; m += kTileM)
+      pack_panel(p.a + m * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a, static_cast<int>(smaller<std::int64_t>(kTileM, m1 - m)),
+                 block.terms, first, smaller(block.steps, first + turn), panels + (m - m0) / kTileM * panel_size<T>(block.steps));
+}
+
+/// Columns [n0, n1) of a block of b, as strips of kTileN; the last is filled up with zeros.
+template <class T>
+void pack_b(const GemmInput<T>& p, std::int64_t k0, std::int64_t n0, std::int64_t n1) {
+  using P = Panel<T>;
+  constexpr int kLanes = P::S::kLanes;
+  const Block<T> block(p.K, k0);
+  for (std::int64_t first = 0; first < block.steps; first += kPackSteps)
+    for (std::int64_t n = n0; n < n1; n += kTileN<T>) {
+      auto* out = static_cast<typename P::Element*>(p.packed_b) + n * block.steps + first * kTileN<T>;
+      for (std::int64_t s = first; s < smaller(block.steps, first + kPackSteps); ++s)
+        for (int j = 0; j < kVectorsN; ++j, out += kLanes) {
+          const std::int64_t k = s * P::kPair, left = n1 - n - j * kLanes;
+          if (left > 0) {
+            P::pack_row(p.b + (k0 + k) * p.ldb + n + j * kLanes, p.ldb, k + 1 < block.terms, static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
+          } else {
+            fill(out, kLanes, typename P::Element{});
+          }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

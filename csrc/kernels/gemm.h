@@ -1,0 +1,63 @@
+// The backward products: c (+)= a · b, block of terms by block of terms. A block of b is packed for all threads, rows of a by the thread
+// that multiplies them. What a tile yields does not depend on the others.
+#pragma once
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/cpu_capability.h"
+
+namespace nemo_rl::kernels {
+
+inline constexpr std::int64_t kGemmTerms = 1024;  ///< terms of a block: so many are summed in registers between two visits of c
+inline constexpr std::int64_t kGemmTileM = 120;   ///< rows: once packed they stay in the second-level cache beside a tile's columns
+inline constexpr std::int64_t kGemmTileN = 32;    ///< columns: as many as the register tile of any capability, or a multiple
+inline constexpr std::int64_t kGemmPackN = 8 * kGemmTileN;  ///< columns of b that are packed together
+
+/// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit stride along N.
+template <class T>
+struct GemmInput {
+  const T* a;
+  std::int64_t row_stride_a, col_stride_a;
+  const T* b;
+  std::int64_t ldb;
+  std::int64_t M, N, K;
+  void* packed_b = nullptr;  ///< gemm_packed_bytes(N, K, sizeof(T)), 64-byte aligned
+};
+
+/// What a block of terms of so many rows of a, or columns of b, takes when packed: with room for incomplete tiles and the ends of panels.
+inline std::int64_t gemm_packed_bytes(std::int64_t lines, std::int64_t K, std::int64_t size) {
+  const std::int64_t terms = K < kGemmTerms ? K : kGemmTerms, bytes = (lines + kGemmTileN) * (terms + 8) * (size < 4 ? 4 : size);
+  return (bytes + 63) / 64 * 64;
+}
+
+/// Packs units [begin, end) of kGemmPackN columns of the block of terms that begins at k0.
+template <class T>
+using GemmPack = void(const GemmInput<T>& input, std::int64_t k0, std::int64_t begin, std::int64_t end);
+NRL_DECLARE_CPU_KERNEL(gemm_pack_f32, GemmPack<float>);
+NRL_DECLARE_CPU_KERNEL(gemm_pack_f64, GemmPack<double>);
+NRL_DECLARE_CPU_KERNEL(gemm_pack_bf16, GemmPack<bfloat16>);
+
+/// c[M, N] (+)= a[M, K] · b[K, N].
+template <class T, class O>
+struct GemmArgs {
+  GemmInput<T> input;
+  O* c;
+  std::int64_t ldc;
+  bool accumulate;
+  accumulate_t<T>* sums = nullptr;  ///< [M, N], for all blocks of terms but the last where O cannot hold their sums
+};
+
+/// Up to kGemmTileM rows from m0 by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in ascending order.
+struct GemmTile {
+  std::int64_t m0, n0, n1, k0;
+  void* packed_a;  ///< this thread's gemm_packed_bytes(kGemmTileM, K, sizeof(T)), 64-byte aligned
+  bool is_packed;  ///< the rows lie there, from a tile before
+};
+template <class T, class O>
+using Gemm = void(const GemmArgs<T, O>& args, const GemmTile& tile);
+NRL_DECLARE_CPU_KERNEL(gemm_f32, Gemm<float, float>);
+NRL_DECLARE_CPU_KERNEL(gemm_f64, Gemm<double, double>);
+NRL_DECLARE_CPU_KERNEL(gemm_bf16, Gemm<bfloat16, bfloat16>);
+NRL_DECLARE_CPU_KERNEL(gemm_bf16_f32, Gemm<bfloat16, float>);
+
+}  // namespace nemo_rl::kernels

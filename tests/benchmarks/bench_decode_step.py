@@ -1,0 +1,97 @@
+"""A decode step of the engine against its matrix products alone, and those against the fastest torch has for them.
+
+    uv run python tests/benchmarks/bench_decode_step.py [--batches 1 16 64] [--precision bfloat16 float32] [--threads 2]
+
+A step is what each of the last 48 of 64 new tokens costs for all texts: a generation of 64 less one of 16, prompts of 40 tokens. Its
+products are those of every layer and of the head, on the model's weights, nothing else between them; `of_step` is their share of a step.
+`exactness` is a step over the same step with torch's products (oneDNN for bfloat16, MKL for float32), whose sums depend on the batch and
+on the number of threads, in place of ours; below 1 where ours are the faster ones. Sides take turns in one run.
+"""
+
+import sys
+from functools import partial
+
+import torch
+from bench_generation import NEW, ours, prompts
+from harness import Report, Times, alternate, begin
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.sources import resolve_model
+from nemo_rl_cpp.models.weights import load_weights
+
+SHORT = 16
+
+
+def step_weights(folder: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """qkv, o, gate_up and down of each layer, and the head, as the engine reads them: q, k and v lie side by side, as do gate and up."""
+    config = native_config(read_config(folder))
+    model = C.DecoderModel(config, dtype, False)
+    load_weights(model, folder)
+    offsets, hidden = {name: offset for name, _, offset in model.layout}, config["hidden_size"]
+    attention, keys = config["num_heads"] * config["head_dim"], config["num_kv_heads"] * config["head_dim"]
+
+    def matrix(name: str, rows: int, columns: int) -> torch.Tensor:
+        return model.compute[offsets[f"{name}.weight"] :][: rows * columns].view(rows, columns)
+
+    def layer(name: str) -> list[torch.Tensor]:
+        return [matrix(f"{name}.self_attn.q_proj", attention + 2 * keys, hidden), matrix(f"{name}.self_attn.o_proj", hidden, attention),
+                matrix(f"{name}.mlp.gate_proj", 2 * config["intermediate_size"], hidden),
+                matrix(f"{name}.mlp.down_proj", hidden, config["intermediate_size"])]  # fmt: skip
+
+    return [*(layer(f"model.layers.{i}") for i in range(config["num_layers"])), [matrix("model.embed_tokens", config["vocab_size"], hidden)]]
+
+
+def our_products(weights: list[list[torch.Tensor]], batch: int):
+    *layers, (head,) = weights
+    dtype, (qkv, o, gate_up, down) = head.dtype, layers[0]
+    hidden, attn = torch.randn(batch, qkv.shape[1]).to(dtype), torch.randn(batch, o.shape[1]).to(dtype)
+    y, act, logits = torch.empty(batch, len(qkv), dtype=dtype), torch.empty(batch, down.shape[1], dtype=dtype), torch.empty(batch, len(head))
+    out = torch.zeros_like(hidden)
+
+    def run() -> None:
+        for qkv, o, gate_up, down in layers:
+            C.linear_forward(hidden, qkv, None, y)
+            C.linear_forward(attn, o, None, out)
+            C.linear_swiglu(hidden, gate_up, None, None, act)
+            C.linear_forward(act, down, None, out)
+        C.linear_forward(hidden, head, None, logits)
+
+    return run
+
+
+def torch_products(weights: list[list[torch.Tensor]], batch: int):
+    sides = [(torch.randn(batch, w.shape[1]).to(w.dtype), w.t(), torch.empty(batch, len(w), dtype=w.dtype)) for layer in weights for w in layer]
+
+    def run() -> None:
+        for x, w, y in sides:
+            torch.mm(x, w, out=y)
+
+    return run
+
+
+def measure(report: Report, what: str, generations: dict, weights: list[list[torch.Tensor]], batch: int) -> None:
+    ids = prompts(batch, 49152)
+    sides = {name: partial(run, ids) for name, run in generations.items()}
+    times = alternate(sides | {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)}, report.args.repeats, warmup=1)
+    step = Times(*((getattr(times["long"], at) - times["short"].median) / (NEW - SHORT) for at in ("median", "low", "high")))
+    products, peer = times["ours"], times["torch"]
+    report.add(what, "decode step", step, tokens_a_second=batch / step.median)
+    report.add(what, "products, ours", products, of_step=products.median / step.median)
+    report.add(what, "products, torch", peer, exactness=step.median / (step.median - products.median + peer.median))
+
+
+def main() -> None:
+    report = begin(__doc__, 7, batches={"type": int, "nargs": "+", "default": [1, 16, 64]},
+                   precision={"nargs": "+", "default": ["bfloat16", "float32"]})  # fmt: skip
+    folder = str(resolve_model("smollm2-135m-instruct"))
+    for precision in report.args.precision:
+        generations = {"short": ours(folder, precision, new=SHORT), "long": ours(folder, precision)}
+        weights = step_weights(folder, getattr(torch, precision))
+        for batch in report.args.batches:
+            measure(report, f"{precision}, batch {batch}", generations, weights, batch)
+    report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

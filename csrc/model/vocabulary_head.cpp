@@ -9,8 +9,8 @@
 #include "common/check.h"
 #include "kernels/linear.h"
 #include "kernels/logprob_backward.h"
-#include "ops/kernel_types.h"
 #include "ops/gemm.h"
+#include "ops/kernel_types.h"
 #include "ops/linear.h"
 #include "ops/parallel_items.h"
 

@@ -1,5 +1,9 @@
 // One backward product on LibTorch's threads, for every op that needs one.
 #pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
 #include "kernels/gemm.h"
 #include "ops/parallel_items.h"
 

@@ -39,12 +39,11 @@ class PackedRows {
 template <class T, class O>
 void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
   using namespace kernels;
-  constexpr std::int64_t kLittleWork = 200'000;
   static std::atomic<std::uint64_t> blocks{0};
   const std::uint64_t block = ++blocks;
   const std::int64_t M = args.input.M, N = args.input.N, terms = std::min(kGemmTerms, args.input.K - k0);
   const std::int64_t chunks = (M + kGemmTileM - 1) / kGemmTileM, strips = (N + kGemmTileN - 1) / kGemmTileN;
-  const std::int64_t at_least = std::max<std::int64_t>(2, kLittleWork / (std::min(M, kGemmTileM) * kGemmTileN * terms));
+  const std::int64_t at_least = std::max<std::int64_t>(2, tiles_at_least(terms * kGemmTileN * std::min(M, kGemmTileM)));
   parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool) {
     thread_local PackedRows rows;
     void* const packed_a = rows.memory(static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))));

@@ -26,12 +26,6 @@ bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
   return !bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type());
 }
 
-/// How many tiles a thread should have at least: waking one costs some microseconds.
-std::int64_t tiles_at_least(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
-  const std::int64_t work = K * tile_n * std::min(M, kernels::kLinearTileM);
-  return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
-}
-
 /// Packs x, then computes tiles by kernel(args(input, first row)), for so many rows at a time as are still in a nearby cache once packed.
 template <class T, class ArgsOf, class Kernel>
 void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
@@ -45,7 +39,7 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
     const std::int64_t steps = (input.M + kernels::kLinearTileM - 1) / kernels::kLinearTileM;
     at::parallel_for(0, steps, std::max<std::int64_t>(1, 1'000'000 / tile), [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
     const auto args = args_of(input, m);
-    parallel_tiles(kernels::LinearTiles(input.M, N, K, tile_n).count(), tiles_at_least(input.M, K, tile_n),
+    parallel_tiles(kernels::LinearTiles(input.M, N, K, tile_n).count(), tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM)),
                    [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
   }
 }

@@ -55,6 +55,9 @@ class alignas(64) TileRange {
   std::atomic<std::uint64_t> both_{0};
 };
 
+/// How many tiles of so many multiply-adds a thread should have at least: waking one costs some microseconds.
+inline std::int64_t tiles_at_least(std::int64_t work) { return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work)); }
+
 /// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time: every thread walks through a
 /// stretch of its own, and then helps the others from their ends, so that none waits for a slower core. `more`: the caller will
 /// most likely go on with tile `end`. count < 2^31.

@@ -1,7 +1,16 @@
-"""A training step of 2,048 packed tokens against transformers + sdpa + AdamW, paired in one run; peak memory of each side alone.
-`ours_halved` takes two micro-batches of 1,024 tokens instead of one of 2,048.
+"""A training step of 2,048 packed tokens (forward, loss, backward, clipping, AdamW) against transformers + sdpa + fused AdamW.
 
-    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--rounds 3] [--threads 2]
+    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--sides ...] [--rounds 3] [--threads 2]
+
+Each side runs in a process of its own, a step in turn; the first step of a process is a warm-up. Sides:
+  ours                       one micro-batch of 2,048 tokens
+  ours_halved                two micro-batches of 1,024 tokens: the same gradients from half of the activations at a time
+  transformers               the usual way: fp32 weights, bf16 autocast (or plain fp32), full logits
+  transformers_tuned         logits in checkpointed chunks of 256 tokens, glibc keeping large blocks, matmul precision "medium"
+  transformers_bf16_weights  the same with weights and optimizer state in bfloat16 (fast, and no longer the same training)
+  transformers_tuned_float32 transformers_tuned in float32, whatever the precision: the fastest where bf16 has no instructions
+Memory is what a process grows by at its peak after the imports, less 18 bytes a parameter in bfloat16 and 16 in float32. `of_peak` is
+6 x parameters x tokens a second against one product of 2,048 x 4,096 x 4,096 by torch or by us, whichever is faster, after each round.
 """
 
 import argparse
@@ -14,8 +23,11 @@ import time
 from pathlib import Path
 
 import torch
+from harness import tune_malloc
 
 B, S = 16, 128
+PARAMETERS = 134_515_008
+CHUNK = 256
 
 
 def ours(folder: str, precision: str, max_tokens: int = B * S):
@@ -44,31 +56,52 @@ def ours(folder: str, precision: str, max_tokens: int = B * S):
     return run
 
 
-def transformers(folder: str, precision: str):
-    """The usual way: fp32 weights, bf16 autocast (or plain fp32), full logits, torch's fused AdamW."""
+def chunked_loss(model, ids):
+    """-mean(logprobs) with the head's logits of 256 tokens at a time, computed again in the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    def chunk(hidden, targets):
+        return torch.log_softmax(model.lm_head(hidden).float(), -1).gather(-1, targets[:, None]).sum()
+
+    hidden = model.model(ids).last_hidden_state[:, :-1].flatten(0, 1)
+    parts = zip(hidden.split(CHUNK), ids[:, 1:].flatten().split(CHUNK), strict=True)
+    return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts) / len(hidden)
+
+
+def transformers(folder: str, precision: str, tuned: bool = False, weights: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    if tuned:
+        tune_malloc()
+        torch.set_float32_matmul_precision("medium")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
+    autocast = precision == "bfloat16" and weights == torch.float32
+
+    def full_loss(ids):
+        logits = model(ids).logits
+        return -torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None]).mean()
 
     def run(ids):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-            logits = model(ids).logits
-        logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])
-        (-logprobs.mean()).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = chunked_loss(model, ids) if tuned else full_loss(ids)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     return run
 
 
-def ours_halved(folder: str, precision: str):
-    """The same step in two micro-batches: the same gradients from half of the activations at a time."""
-    return ours(folder, precision, B * S // 2)
-
-
-SIDES = {"ours": ours, "ours_halved": ours_halved, "transformers": transformers}
+SIDES = {
+    "ours": ours,
+    "ours_halved": lambda folder, precision: ours(folder, precision, B * S // 2),
+    "transformers": transformers,
+    "transformers_tuned": lambda folder, precision: transformers(folder, precision, tuned=True),
+    "transformers_bf16_weights": lambda folder, precision: transformers(folder, precision, tuned=True, weights=torch.bfloat16),
+    "transformers_tuned_float32": lambda folder, _: transformers(folder, "float32", tuned=True),
+}
+PEERS = [name for name in SIDES if name.startswith("transformers")]
 
 
 def memory(key: str) -> int:
@@ -77,59 +110,105 @@ def memory(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def memory_of(side: str, folder: str, precision: str) -> float:
-    """(peak RSS - RSS after import - optimizer and weights) in MB, measured in a process of its own."""
-    code = f"import bench_training_step as b; b.print_memory({side!r}, {folder!r}, {precision!r})"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=__file__.rsplit("/", 1)[0])
-    return float(out.stdout.split()[-1])
-
-
-def print_memory(side: str, folder: str, precision: str) -> None:
+def one_side(side: str, folder: str, precision: str, threads: int) -> None:
+    """In the child: a step for every line of standard input; answers with seconds and the memory so far."""
     import transformers as _  # noqa: F401
 
     import nemo_rl_cpp._native  # noqa: F401
 
-    torch.set_num_threads(2)
-    base = memory("VmRSS")
+    torch.set_num_threads(threads)
+    base = memory("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
     run = SIDES[side](folder, precision)
-    for step in range(2):
-        run(torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(step)))
-    parameters = 134_515_008
-    print((memory("VmHWM") - base - parameters * (18 if precision == "bfloat16" else 16)) / 1e6)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        ids = torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(int(line)))
+        start = time.perf_counter()
+        run(ids)
+        print(json.dumps([time.perf_counter() - start, (memory("VmHWM") - base) / 1e6]), flush=True)
+
+
+class Side:
+    """A child process that takes one step at a time."""
+
+    def __init__(self, name: str, folder: str, precision: str, threads: int) -> None:
+        command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--threads", str(threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.answer(name)
+
+    def answer(self, what: str) -> str:
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{what} ended with status {self.process.wait()}")
+        return line
+
+    def step(self, seed: int) -> list[float]:
+        self.process.stdin.write(f"{seed}\n")
+        self.process.stdin.flush()
+        return json.loads(self.answer("a step"))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def matrix_peak(precision: str) -> float:
+    """Floating-point operations a second of one large product, by torch or by us, whichever is faster."""
+    from nemo_rl_cpp._native import C
+
+    dtype = getattr(torch, precision)
+    a, b, out = torch.randn(2048, 4096).to(dtype), torch.randn(4096, 4096).to(dtype), torch.empty(2048, 4096, dtype=dtype)
+    best = 0.0
+    for product in (lambda: torch.mm(a, b.T, out=out), lambda: C.linear_forward(a, b, None, out)):
+        product()
+        start = time.perf_counter()
+        product()
+        best = max(best, 2 * a.shape[0] * b.numel() / (time.perf_counter() - start))
+    return best
+
+
+def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float]) -> dict:
+    """Of one side: speed and memory; for ours, against each peer, paired step by step."""
+    row = {"tok_s": round(B * S / statistics.median(s for s, _ in steps)), "extra_mb": round(steps[-1][1])}
+    if name in PEERS:
+        return row
+    row["of_peak"] = round(statistics.median(6 * PARAMETERS * B * S / s / p for (s, _), p in zip(steps, peaks, strict=True)), 2)
+    for peer in PEERS:
+        if peer in rows:
+            ratios = [theirs[0] / mine[0] for mine, theirs in zip(steps, rows[peer], strict=True)]
+            row[f"against_{peer}"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
+            row[f"memory_of_{peer}"] = round(steps[-1][1] / rows[peer][-1][1], 2)
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", "ours_halved", "transformers", "transformers_tuned"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.side:
+        return one_side(arguments.side, arguments.model, arguments.precision[0], arguments.threads)
     torch.set_num_threads(arguments.threads)
     from nemo_rl_cpp.models.sources import resolve_model
 
-    folder, rows = str(resolve_model("smollm2-135m-instruct")), []
+    folder, result = str(resolve_model("smollm2-135m-instruct")), {}
     for precision in arguments.precision:
-        sides = {name: make(folder, precision) for name, make in SIDES.items()}
-        times = {name: [] for name in sides}
+        sides = {name: Side(name, folder, precision, arguments.threads) for name in arguments.sides}
+        rows, peaks = {name: [] for name in sides}, []
         for round_ in range(arguments.rounds + 1):
-            ids = torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(round_))
-            for name, run in sides.items():
-                start = time.perf_counter()
-                run(ids)
-                if round_:
-                    times[name].append(time.perf_counter() - start)
-        del sides
-        memory = {name: memory_of(name, folder, precision) for name in SIDES}
-        row = {"precision": precision}
-        for name in SIDES:
-            row |= {f"{name}_tok_s": round(B * S / statistics.median(times[name])), f"{name}_extra_mb": round(memory[name])}
-        for name in ("ours", "ours_halved"):
-            ratios = [b / a for a, b in zip(times[name], times["transformers"], strict=True)]
-            row |= {f"{name}_ratio": [round(f(ratios), 2) for f in (statistics.median, min, max)],
-                    f"{name}_memory_ratio": round(memory[name] / memory["transformers"], 2)}  # fmt: skip
-        rows.append(row)
-        print(row, flush=True)
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "threads": arguments.threads, "torch": torch.__version__, "rows": rows}))
+            for name, side in sides.items():
+                step = side.step(round_)
+                rows[name] += [step] if round_ else []
+            peaks += [matrix_peak(precision)] if round_ else []
+        for side in sides.values():
+            side.close()
+        result[precision] = {name: figures(name, steps, rows, peaks) for name, steps in rows.items()}
+        for name, row in result[precision].items():
+            print(precision, name, row, flush=True)
+    print(json.dumps({"machine": platform.processor() or platform.machine(), "threads": arguments.threads, "torch": torch.__version__, "rows": result}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms import grpo
 
 
@@ -48,6 +49,17 @@ def test_a_timeline_on_request(tmp_path):
     for step in steps:
         inside = [e for e in stages if e is not step and step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 2]
         assert {"generation", "policy_training", "advantage_calculation"} <= {event["name"] for event in inside}
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_the_batch(tmp_path, capsys):
+    """A learning rate of 1e30 ruins the weights in the first step: the second ends the program with one sentence."""
+    options = ["policy.optimizer.kwargs.lr=1e30", "checkpointing.enabled=false", f"logger.log_dir={tmp_path}"]
+    with pytest.raises(SystemExit, match=r"error: policy: the (loss|gradient).* were not updated; the batch was written to ") as ended:
+        run_grpo_math.main(["--config", "grpo_tiny.yaml", *tiny.SMALL, *options])
+    (batch,) = tmp_path.rglob("replay/nonfinite_policy_batch.pt")
+    assert str(batch) in str(ended.value)
+    assert {"input_ids", "input_lengths", "token_mask", "advantages", "generation_logprobs"} <= set(torch.load(batch))
+    assert "failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("updates", [1, 4])

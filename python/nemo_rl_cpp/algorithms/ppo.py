@@ -225,6 +225,7 @@ def make_components(
         config, config.ppo, policy, policy_generation, dataloader, val_dataloader, tokenizer, task_to_env, val_task_to_env,
         logger, checkpoints, state, f"PPO {config.policy.model_name}",
     )  # fmt: skip
+    build.keep_bad_batches(value_model, logger)
     parts = PPOComponents(
         **shared,
         advantage_estimator=_create_advantage_estimator(config),

@@ -23,6 +23,7 @@ from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_dev
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
@@ -63,15 +64,15 @@ def make_data(config: Any, tokenizer: Any) -> RunData:
 
 @contextmanager
 def run_data(config: Any, seed: int) -> Iterator[tuple[Any, RunData]]:
-    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had ends the
-    program with one sentence, in the block too."""
+    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had and a loss
+    or gradient that is not finite end the program with one sentence, in the block too."""
     set_seed(seed)
     data = None
     try:
         tokenizer = make_tokenizer(config.policy)
         data = make_data(config, tokenizer)
         yield tokenizer, data
-    except SourceError as error:
+    except (SourceError, NonFiniteError) as error:
         raise SystemExit(f"error: {error}") from None
     finally:
         if data is not None:
@@ -211,6 +212,7 @@ def shared_components(
     limited(state, loop)
     if warning := shaping_warning(loop.reward_shaping):
         print(warning, flush=True)
+    keep_bad_batches(policy, logger)
     engine = config.policy.generation
     generation = generation or policy.create_generation(engine, seed=loop.seed)
     return {
@@ -224,6 +226,12 @@ def shared_components(
         "validator": make_validator(config, loop, generation, val_loader, tokenizer, val_task_to_env or task_to_env, logger),
         "run": make_services(config, loop, state, logger, checkpoints, title),
     }
+
+
+def keep_bad_batches(model: Any, logger: Any) -> None:
+    """A batch with a loss or gradient that is not finite goes to the folder `replay` of the run's logs."""
+    if model is not None and logger is not None:
+        model.replay_dir = Path(logger.log_dir) / "replay"
 
 
 def limited(state: TrainState, loop: Any) -> TrainState:
@@ -244,7 +252,7 @@ def shutdown_environments(task_to_env: dict[str, Any] | None, val_task_to_env: d
 
 
 __all__ = [
-    "RunData", "find_resume", "limited", "make_checkpoints", "make_cluster", "make_data", "make_dataloader", "make_logger",
+    "RunData", "find_resume", "keep_bad_batches", "limited", "make_checkpoints", "make_cluster", "make_data", "make_dataloader", "make_logger",
     "make_policy", "make_services", "make_tokenizer", "make_val_dataloader", "make_validator", "make_value", "prompts_per_round",
     "resume_of", "run_data", "shared_components", "shutdown_environments", "train_calls",
 ]  # fmt: skip

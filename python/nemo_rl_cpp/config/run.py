@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nemo_rl_cpp.models.sources import TINY_RANDOM, SourceError, resolve_tokenizer
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 from .errors import ConfigError
@@ -39,7 +40,8 @@ def run(
     default_config: str,
     description: str,
 ) -> int:
-    """Loads and checks, then starts; exit status 2 for a configuration with mistakes (all of them on stderr)."""
+    """Loads and checks, then starts; exit status 2 for a configuration with mistakes (all of them on stderr), 1 when its
+    tokenizer cannot be had, which is known before torch has loaded."""
     arguments, overrides = parse_arguments(argv, default_config, description)
     try:
         config = load(arguments.config, overrides)
@@ -51,8 +53,20 @@ def run(
         if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
             print(forecast_text(config))  # type: ignore[arg-type]
         return 0
+    try:
+        _find_tokenizer(config)
+    except SourceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     start(config)
     return 0
+
+
+def _find_tokenizer(config: Any) -> None:
+    """Fetches the tokenizer's files, if they are not here; SourceError says why not."""
+    name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
+    if name != TINY_RANDOM:
+        resolve_tokenizer(name)
 
 
 def print_mistakes(error: ConfigError) -> None:

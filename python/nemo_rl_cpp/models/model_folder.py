@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.models.hf_config import read_config
+from nemo_rl_cpp.models.sources import TINY_RANDOM
 from nemo_rl_cpp.models.weights import initialize_weights, load_weights
 
-TINY_RANDOM = "tiny-random"
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TINY_RANDOM = "tiny-random"  # a fresh model with a character tokenizer, made by `models.model_folder`
 SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -47,7 +47,7 @@ class TrainedModel:
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model)
         self.schedule = create_schedule(config, total_steps)
-        self.replay_dir: Path | None = None
+        self.replay_dir: Path | None = None  # where a batch goes that makes a loss or gradient non-finite
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))
 
@@ -124,10 +124,11 @@ class TrainedModel:
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: Mapping[str, Any]) -> NonFiniteError:
+        """The error, with the batch written to `replay_dir` so that `train(torch.load(path), loss_fn)` meets it again."""
         if self.replay_dir is None:
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
-        path = self.replay_dir / "nonfinite_batch.pt"
+        path = self.replay_dir / f"nonfinite_{self.section}_batch.pt"
         torch.save({k: v for k, v in data.items() if isinstance(v, Tensor)}, path)
         return NonFiniteError(f"{error}; the batch was written to {path}")
 

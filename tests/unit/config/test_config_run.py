@@ -51,6 +51,21 @@ def test_examples_are_thin_wrappers(script):
     assert "policy.backend hf is not available yet; use native" in run.stderr
 
 
+def test_a_model_that_cannot_be_had_is_reported_before_torch_loads():
+    code = (
+        "import sys\n"
+        "from nemo_rl_cpp.run_grpo_math import main\n"
+        "status = main([])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    environment = os.environ | {"HF_HOME": str(Path("empty").resolve()), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 1, run.stderr
+    assert run.stderr.startswith("error: the model 'Qwen/Qwen2.5-1.5B' is not on this machine"), run.stderr
+    assert run.stderr.count("\n") == 1 and "set policy.model_name" in run.stderr
+
+
 SMOL = dict(
     hidden_size=8,
     intermediate_size=16,

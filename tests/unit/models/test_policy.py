@@ -125,10 +125,10 @@ def test_a_bad_number_stops_before_the_step_and_names_sample_and_token(tmp_path)
     data = make_data(policy)
     data["advantages"][5, 4] = float("nan")
     before = policy.weight_digest()
-    with pytest.raises(NonFiniteError, match=r"sample 5, token 4 .*nonfinite_batch.pt"):
+    with pytest.raises(NonFiniteError, match=r"sample 5, token 4 .*nonfinite_policy_batch.pt"):
         policy.train(data, LOSS)
     assert policy.weight_digest() == before
-    assert torch.isnan(torch.load(tmp_path / "nonfinite_batch.pt")["advantages"][5, 4])
+    assert torch.isnan(torch.load(tmp_path / "nonfinite_policy_batch.pt")["advantages"][5, 4])
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

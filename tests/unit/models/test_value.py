@@ -147,7 +147,7 @@ def test_a_bad_return_stops_before_the_step_and_names_sample_and_token(tmp_path)
     data = make_data(value)
     data["returns"][5, 4] = float("inf")
     before = value.weight_digest()
-    with pytest.raises(NonFiniteError, match=r"value: .* sample 5, token 4 .*nonfinite_batch.pt"):
+    with pytest.raises(NonFiniteError, match=r"value: .* sample 5, token 4 .*nonfinite_value_batch.pt"):
         value.train(data, LOSS)
     assert value.weight_digest() == before
 

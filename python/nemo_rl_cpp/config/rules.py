@@ -37,7 +37,7 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     _check_force_on_policy(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
-    _check_run(config, report)
+    _check_run(config, config.grpo, "grpo", report)
 
 
 def check_ppo(config: PPOMasterConfig, report: Report) -> None:
@@ -59,7 +59,7 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
             "must be 0 with adv_estimator raw_reward: there is no critic to warm up",
             "ppo.adv_estimator.name",
         )
-    _check_run(config, report)
+    _check_run(config, config.ppo, "ppo", report)
 
 
 def check_eval(config: EvalMasterConfig, report: Report) -> None:
@@ -89,8 +89,10 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         report.add("data.env_name", "is missing: which environment scores the responses? Name an entry of env")
 
 
-def _check_run(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
-    rules_data.check_data(config.data, config.env, report)
+def _check_run(
+    config: GRPOMasterConfig | PPOMasterConfig, loop: GRPOConfig | PPOConfig, name: str, report: Report
+) -> None:
+    rules_data.check_data(config.data, config.env, loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
     limit = config.policy.max_total_sequence_length
     longest_prompt = config.data.max_input_seq_length
     if longest_prompt is not None and longest_prompt > limit:

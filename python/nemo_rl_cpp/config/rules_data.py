@@ -6,22 +6,34 @@ import difflib
 from typing import Any
 
 from .data import DATASET_KEYS, DataConfig, DatasetConfig, DatasetDefaults, EvalDataConfig, datasets_of
+from .env import GuessNumberEnvConfig
 from .errors import Report
 from .locate import find_prompt
 
 
-def check_data(data: DataConfig, env: dict[str, Any], report: Report) -> None:
+def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str, report: Report) -> None:
+    """`turns`: the value of `turns_key`, grpo.max_rollout_turns or ppo.max_rollout_turns."""
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
     default = data.default or DatasetDefaults()
     _check_files(default, "data.default", report)
     _check_extra_keys(default, "data.default", (), report)
+    used = set()
     for split in ("train", "validation"):
         for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
             _check_dataset(dataset, dotted, report)
             inherits = dataset.env_name is None
-            _check_env_name(
-                default.env_name if inherits else dataset.env_name, "data.default" if inherits else dotted, env, report
+            name = default.env_name if inherits else dataset.env_name
+            _check_env_name(name, "data.default" if inherits else dotted, env, report)
+            used.add(name)
+    if "guess_number" in used & env.keys():
+        guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
+        if guesses > turns:
+            report.add(
+                turns_key,
+                f"is {turns}, but a game of env.guess_number takes up to {guesses} turns (max_guesses) and would be cut "
+                "off; raise it, or lower max_guesses",
+                "env.guess_number.max_guesses",
             )
 
 

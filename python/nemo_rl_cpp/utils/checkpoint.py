@@ -292,8 +292,9 @@ class CheckpointManager:
         """Finishes or removes what a crash in mid-save left behind; returns what it did, in words.
 
         A sealed `tmp_step_N` is published; an unsealed one is removed. An `old_step_N` whose `step_N` is missing goes
-        back in its place. A `step_N` that is not whole by manifest and sizes is set aside as `corrupt_step_N`. Does
-        nothing while a save is going on there, or where the folder cannot be written.
+        back in its place. A `step_N` that is not whole by manifest and sizes is set aside as `corrupt_step_N`; one without
+        a manifest is another program's and stays, until a save needs its name. Does nothing while a save is going on
+        there, or where the folder cannot be written.
         """
         if not self.checkpoint_dir.is_dir() or self._store.locked or self.has_pending_finalization:
             return []

@@ -4,6 +4,7 @@ Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` makes 
 being removed, `corrupt_step_N` was set aside.
 """
 
+import itertools
 import json
 import re
 import shutil
@@ -59,6 +60,8 @@ class CheckpointStore:
         """Renames a sealed `tmp_step_N` to `step_N` and returns that. When it fails, an older `step_N` stays."""
         step = step_of(folder, "tmp_")
         target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
+        if target.exists() and not (target / durable.MANIFEST).exists():
+            self._set_aside(target)  # somebody else's
         if not target.exists():
             durable.rename(folder, target)
             return target
@@ -83,16 +86,22 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Finishes or removes what a crash in mid-save left; returns (and warns of) what it did, in words."""
         done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
-        for prefix, step, path in self.folders():
+        for prefix, _, path in self.folders():
             if prefix == "" and (problem := durable.folder_problem(path, contents=False)) is not None:
-                aside = path.with_name(f"corrupt_step_{step}")
-                if aside.exists():
-                    shutil.rmtree(aside)
-                durable.rename(path, aside)
-                done.append(f"set {path.name} aside as {aside.name}: {problem}")
+                if (path / durable.MANIFEST).exists():
+                    done.append(f"set {path.name} aside as {self._set_aside(path).name}: {problem}")
+                else:  # another program's, NeMo RL's for one: not ours to rename
+                    done.append(f"left {path.name} as it is: {problem}")
         for text in done:
             warnings.warn(f"{self.root}: {text}", stacklevel=4)
         return done
+
+    def _set_aside(self, path: Path) -> Path:
+        """Renames a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
+        first = path.with_name(f"corrupt_{path.name}")
+        aside = next(name for n in itertools.count(1) if not (name := first if n == 1 else path.with_name(f"{first.name}_{n}")).exists())
+        durable.rename(path, aside)
+        return aside
 
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
         """`folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""

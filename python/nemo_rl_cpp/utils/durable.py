@@ -92,7 +92,7 @@ def folder_problem(root: Path, contents: bool) -> str | None:
         if manifest["digest"] != _digest(files):
             return f"{MANIFEST} does not match its own digest"
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: saving was cut off"
+        return f"it has no {MANIFEST}, so it is no checkpoint that this program finished"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     for name, facts in files.items():

@@ -101,6 +101,9 @@ BAD_FILES = {
     "no data set": ("data:\n  shuffle: true", "data.train", 1, ["is missing"]),
     "environment": ("data:\n  train: {dataset_name: arithmetic, env_name: arithmetik}", "data.train.env_name", 2, ["did you mean arithmetic"]),
     "environment key": ("env:\n  math: {math_verify_imp: x}\n  arithmetic: {}", "env.math.math_verify_imp", 2, ["did you mean math_verify_impl"]),
+    "turns of a game": (
+        "env:\n  guess_number: {max_guesses: 5}\ndata:\n  train: {dataset_name: guess_number, env_name: guess_number}",
+        "grpo.max_rollout_turns", 2, ["is 1", "up to 5", "raise it"]),
     "prompt file": ("data:\n  train: {dataset_name: arithmetic, prompt_file: examples/prompts/nope.txt}", "data.train.prompt_file", 2, ["does not exist"]),
     "prompt longer than the context": ("data:\n  train: {dataset_name: arithmetic}\n  max_input_seq_length: 600", "data.max_input_seq_length", 3, ["512", "lower it"]),
     "metric name": ("checkpointing:\n  metric_name: accuracy", "checkpointing.metric_name", 2, ["val:accuracy"]),

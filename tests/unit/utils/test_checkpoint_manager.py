@@ -96,9 +96,24 @@ def test_latest_passes_over_damaged_and_incomplete_folders(tmp_path):
         assert fresh.get_latest_checkpoint_path() == str(root / "step_2")
     texts = " ".join(str(w.message) for w in warned)
     assert "removed the left-over tmp_step_5" in texts
-    assert "set step_4 aside as corrupt_step_4: it has no manifest.json" in texts
+    assert "left step_4 as it is: it has no manifest.json" in texts
     assert "step_3 is passed over: the content of policy/weights/model.safetensors does not match" in texts
-    assert (root / "corrupt_step_4").is_dir() and not (root / "tmp_step_5").exists() and (root / "step_x").is_dir()
+    assert (root / "step_4").is_dir() and not (root / "tmp_step_5").exists() and (root / "step_x").is_dir()
+
+
+def test_another_program_s_checkpoints_are_neither_renamed_nor_overwritten(tmp_path):
+    """NeMo RL writes folders of the same names, by default into the same place."""
+    manager = make(tmp_path)
+    for name in ("step_1", "corrupt_step_1"):
+        (manager.checkpoint_dir / name).mkdir(parents=True)
+        (manager.checkpoint_dir / name / "training_info.json").write_text(name)
+    with pytest.warns(UserWarning, match="left step_1 as it is"):
+        assert manager.get_latest_checkpoint_path() is None
+    with pytest.warns(UserWarning, match="left step_1 as it is"):
+        save(manager, 1)
+    assert manager.get_latest_checkpoint_path().endswith("step_1")
+    assert (manager.checkpoint_dir / "corrupt_step_1" / "training_info.json").read_text() == "corrupt_step_1"
+    assert (manager.checkpoint_dir / "corrupt_step_1_2" / "training_info.json").read_text() == "step_1"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}, "digest": "x"}'])

@@ -37,7 +37,7 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     _check_force_on_policy(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
-    _check_run(config, config.grpo, "grpo", report)
+    _check_run(config, loop, "grpo", report)
 
 
 def check_ppo(config: PPOMasterConfig, report: Report) -> None:
@@ -59,7 +59,7 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
             "must be 0 with adv_estimator raw_reward: there is no critic to warm up",
             "ppo.adv_estimator.name",
         )
-    _check_run(config, config.ppo, "ppo", report)
+    _check_run(config, loop, "ppo", report)
 
 
 def check_eval(config: EvalMasterConfig, report: Report) -> None:

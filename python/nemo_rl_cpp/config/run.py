@@ -63,10 +63,10 @@ def run(
 
 
 def _find_tokenizer(config: Any) -> None:
-    """Fetches the tokenizer's files, if they are not here; SourceError says why not."""
+    """Fetches the tokenizer's files, if none are here (the run looks for newer ones); SourceError says why not."""
     name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
     if name != TINY_RANDOM:
-        resolve_tokenizer(name)
+        resolve_tokenizer(name, ask_hub=False)
 
 
 def print_mistakes(error: ConfigError) -> None:

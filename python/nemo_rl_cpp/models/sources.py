@@ -67,12 +67,13 @@ def resolve_model(name_or_path: str | Path) -> Path:
     return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES)
 
 
-def resolve_tokenizer(name_or_path: str | Path) -> Path:
-    """Like `resolve_model`, but only the tokenizer's files are fetched from a hub."""
-    return _resolve(name_or_path, _TOKENIZER_FILES)
+def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True) -> Path:
+    """Like `resolve_model`, but only the tokenizer's files are fetched from a hub, which with `ask_hub=False` is asked only
+    when the local cache has none of them."""
+    return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub)
 
 
-def _resolve(name_or_path: str | Path, files: list[str]) -> Path:
+def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool = True) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -88,10 +89,10 @@ def _resolve(name_or_path: str | Path, files: list[str]) -> Path:
         raise SourceError(f"policy.model_name is {name!r}, but there is no such folder")
     if name.lower() == _SMOLLM2_HUB:
         try:
-            return hub_folder(name, files)
+            return hub_folder(name, files, ask_hub)
         except HubUnreachableError:
             return smollm2_folder()
-    return hub_folder(name, files)
+    return hub_folder(name, files, ask_hub)
 
 
 # -- the hub --------------------------------------------------------------------------------------------------------
@@ -173,11 +174,13 @@ def unreachable(repo: str, kind: str) -> HubUnreachableError:
     )
 
 
-def hub_folder(repo: str, files: list[str]) -> Path:
-    """The folder of a model on the hub, from the local cache when the hub does not answer."""
+def hub_folder(repo: str, files: list[str], ask_hub: bool = True) -> Path:
+    """The folder of a model on the hub, from the local cache when the hub does not answer (or need not be asked)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
+    if not ask_hub and (folder := _cached_folder(repo, files)) is not None:
+        return folder
     if check_on_hub(repo, "model", "policy.model_name"):
         try:
             return Path(snapshot_download(repo, allow_patterns=files))
@@ -188,13 +191,23 @@ def hub_folder(repo: str, files: list[str]) -> Path:
                 f"the download of the model {repo!r} failed ({type(error).__name__}: {error}); what arrived is "
                 "kept, so start the run again to go on"
             ) from error
+    folder = _cached_folder(repo, files)
+    if folder is None:
+        raise unreachable(repo, "model")
+    return folder
+
+
+def _cached_folder(repo: str, files: list[str]) -> Path | None:
+    """What the local cache holds of a model, unless it lacks the weights that `files` ask for."""
+    from huggingface_hub import snapshot_download
+
     try:
         folder = Path(snapshot_download(repo, allow_patterns=files, local_files_only=True))
-    except Exception as error:  # noqa: BLE001 - nothing cached
-        raise unreachable(repo, "model") from error
+    except Exception:  # noqa: BLE001 - nothing cached
+        return None
     # A cache that holds only the tokenizer is no model.
     if any("safetensors" in pattern for pattern in files) and not any(folder.glob("*.safetensors")):
-        raise unreachable(repo, "model")
+        return None
     return folder
 
 

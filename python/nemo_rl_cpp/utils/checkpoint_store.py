@@ -4,7 +4,6 @@ Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` makes 
 being removed, `corrupt_step_N` was set aside.
 """
 
-import itertools
 import json
 import re
 import shutil
@@ -98,8 +97,9 @@ class CheckpointStore:
 
     def _set_aside(self, path: Path) -> Path:
         """Renames a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
-        first = path.with_name(f"corrupt_{path.name}")
-        aside = next(name for n in itertools.count(1) if not (name := first if n == 1 else path.with_name(f"{first.name}_{n}")).exists())
+        aside, number = path.with_name(f"corrupt_{path.name}"), 2
+        while aside.exists():
+            aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
         durable.rename(path, aside)
         return aside
 

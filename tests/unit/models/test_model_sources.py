@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -35,6 +36,17 @@ RESOLVE = """
 """
 
 
+def cached_tokenizer(tmp_path):
+    """The folder in the hub's local cache that holds the tokenizer of some/model, and no weights."""
+    snapshot = tmp_path / "hf/hub/models--some--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "hf/hub/models--some--model/refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    (snapshot / "tokenizer.json").write_text("{}")
+    return snapshot
+
+
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
@@ -65,12 +77,7 @@ def test_unreachable_hub_for_a_data_set(tmp_path):
 def test_offline_mode_uses_the_cache_only(tmp_path):
     out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
     assert out.startswith("HubUnreachableError")
-    snapshot = tmp_path / "hf/hub/models--some--model/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    refs = tmp_path / "hf/hub/models--some--model/refs"
-    refs.mkdir()
-    (refs / "main").write_text("abc")
-    (snapshot / "tokenizer.json").write_text("{}")
+    snapshot = cached_tokenizer(tmp_path)
     out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
     assert out.startswith("HubUnreachableError"), "a cached tokenizer is no model"
     (snapshot / "model.safetensors").write_text("")
@@ -112,8 +119,6 @@ def test_gated_and_unknown_models(tmp_path, refusing_hub):
 
 
 def test_a_hub_that_accepts_and_never_answers(tmp_path):
-    import socket
-
     silent = socket.create_server(("127.0.0.1", 0))
     try:
         begin = time.monotonic()
@@ -125,6 +130,18 @@ def test_a_hub_that_accepts_and_never_answers(tmp_path):
         assert out.startswith("HubUnreachableError") and time.monotonic() - begin < 15
     finally:
         silent.close()
+
+
+def test_a_cached_tokenizer_is_had_without_asking_the_hub(tmp_path):
+    """What a start asks before torch loads must not wait for a silent hub: the run itself asks it."""
+    snapshot = cached_tokenizer(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        code = "from nemo_rl_cpp.models.sources import resolve_tokenizer\nprint(resolve_tokenizer('some/model', ask_hub=False))"
+        out = python(code, tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert out.stdout.strip() == str(snapshot), out.stderr
+        with pytest.raises(BlockingIOError):  # nobody called
+            silent.accept()
 
 
 def test_local_paths(tmp_path, monkeypatch):

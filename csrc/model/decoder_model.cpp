@@ -2,13 +2,14 @@
 
 #include "common/check.h"
 #include "ops/adamw.h"
+#include "ops/large_tensor.h"
 #include "ops/weight_digest.h"
 
 namespace nemo_rl::model {
 namespace {
 
 at::Tensor zeros(const ParameterLayout& layout, at::ScalarType dtype, at::Device device) {
-  return at::zeros({layout.total}, at::TensorOptions().dtype(dtype).device(device));
+  return ops::zeros_large({layout.total}, at::TensorOptions().dtype(dtype).device(device));
 }
 
 /// The device with its index: "cuda" is the current one.

@@ -12,6 +12,7 @@
 #include "ops/gemm.h"
 #include "ops/kernel_types.h"
 #include "ops/linear.h"
+#include "ops/large_tensor.h"
 #include "ops/parallel_items.h"
 
 namespace nemo_rl::model {
@@ -99,7 +100,7 @@ void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) {
 
 at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype) {
   const std::int64_t n = shape[0] * shape[1];
-  if (!buffer.defined() || buffer.scalar_type() != dtype || buffer.numel() < n) buffer = at::empty({n}, dtype);
+  if (!buffer.defined() || buffer.scalar_type() != dtype || buffer.numel() < n) buffer = ops::empty_large({n}, dtype);
   return buffer.narrow(0, 0, n).view(shape);
 }
 

@@ -6,6 +6,8 @@
 #include <map>
 #include <string>
 
+#include "ops/large_tensor.h"
+
 namespace nemo_rl::model {
 
 class Workspace {
@@ -19,7 +21,7 @@ class Workspace {
     std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (auto n : shape) bytes *= n;
     auto& buffer = buffers_[name];
-    if (!buffer.defined() || buffer.numel() < bytes) buffer = at::empty({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_));
+    if (!buffer.defined() || buffer.numel() < bytes) buffer = ops::empty_large({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_), bytes);
     return buffer.narrow(0, 0, bytes).view(dtype).view(shape);
   }
   void clear() { buffers_.clear(); }

@@ -1,9 +1,6 @@
 #include "ops/attention.h"
 
 #include <ATen/ATen.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <algorithm>
 #include <numeric>
@@ -11,6 +8,7 @@
 
 #include "common/check.h"
 #include "ops/attention_checks.h"
+#include "ops/large_tensor.h"
 #include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
@@ -235,19 +233,7 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
 }
 
 at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype, at::Device device) {
-  const auto cache = at::empty({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile}, at::TensorOptions().dtype(dtype).device(device));
-  if (cache.is_cpu()) advise_huge_pages(cache);
-  return cache;
-}
-
-void advise_huge_pages(const at::Tensor& storage) {
-#if defined(__linux__)
-  constexpr std::uintptr_t huge = std::uintptr_t{1} << 21;
-  const auto begin = (reinterpret_cast<std::uintptr_t>(storage.const_data_ptr()) + huge - 1) / huge * huge;
-  const auto end = (reinterpret_cast<std::uintptr_t>(storage.const_data_ptr()) + storage.nbytes()) / huge * huge;
-  if (begin < end)
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice only: failure costs speed
-#endif
+  return empty_large({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile}, at::TensorOptions().dtype(dtype).device(device));
 }
 
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,

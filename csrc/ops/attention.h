@@ -27,10 +27,6 @@ struct AttentionHeads {
 /// undefined: what was never written does not matter, not even NaN.
 at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype, at::Device device = at::kCPU);
 
-/// Asks for huge pages for storage that was just allocated and not yet touched: decode jumps from block to block, and
-/// each small page is a miss of the address cache.
-void advise_huge_pages(const at::Tensor& storage);
-
 /// out [T, N*H] = attention of every sequence; lse [T, N] (float32; float64 for float64 inputs; may be undefined) = the
 /// natural log of the sum of exponentials, for the backward.
 ///

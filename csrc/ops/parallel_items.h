@@ -11,6 +11,8 @@
 #include <new>
 #include <vector>
 
+#include "common/large_memory.h"
+
 namespace nemo_rl::ops {
 
 /// Calls f(i) for i in [0, count), in about ascending order; on this thread alone unless `parallel`.
@@ -79,24 +81,29 @@ void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
   });
 }
 
-/// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults.
+/// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults. Above kSmall it comes in huge pages.
 class ScratchMemory {
  public:
   /// What the last call gave no longer holds where this one needs more.
   std::byte* get(std::size_t bytes) {
     if (bytes > size_) {
-      memory_.reset();
-      memory_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t(64))));
+      if (bytes > kSmall) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+      const std::align_val_t alignment{large_alignment(bytes)};
+      memory_ = {nullptr, Free{alignment}};
+      memory_ = {static_cast<std::byte*>(::operator new(bytes, alignment)), Free{alignment}};
+      advise_huge_pages(memory_.get(), bytes);
       size_ = bytes;
     }
     return memory_.get();
   }
 
  private:
+  static constexpr std::size_t kSmall = std::size_t{1} << 17;
   struct Free {
-    void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t(64)); }
+    std::align_val_t alignment;
+    void operator()(std::byte* p) const { ::operator delete(p, alignment); }
   };
-  std::unique_ptr<std::byte, Free> memory_;
+  std::unique_ptr<std::byte, Free> memory_{nullptr, Free{std::align_val_t{64}}};
   std::size_t size_ = 0;
 };
 

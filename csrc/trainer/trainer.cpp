@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "common/check.h"
+#include "ops/large_tensor.h"
 #include "ops/linear.h"
 #include "ops/sampling.h"
 
@@ -155,19 +156,19 @@ void Trainer::backward_body(const at::Tensor& dh) {
 
 const at::Tensor& Trainer::grads() {
   if (!grads_.defined()) {
-    grads_ = at::zeros_like(model_->masters());
+    grads_ = ops::zeros_large({model_->layout().total}, model_->masters().options());
     grad_views_.emplace(model_->config(), model_->layout(), grads_);
   }
   return grads_;
 }
 
 const at::Tensor& Trainer::exp_avg() {
-  if (!exp_avg_.defined()) exp_avg_ = at::zeros_like(model_->masters());
+  if (!exp_avg_.defined()) exp_avg_ = ops::zeros_large({model_->layout().total}, model_->masters().options());
   return exp_avg_;
 }
 
 const at::Tensor& Trainer::exp_avg_sq() {
-  if (!exp_avg_sq_.defined()) exp_avg_sq_ = at::zeros_like(model_->masters());
+  if (!exp_avg_sq_.defined()) exp_avg_sq_ = ops::zeros_large({model_->layout().total}, model_->masters().options());
   return exp_avg_sq_;
 }
 

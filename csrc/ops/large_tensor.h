@@ -1,0 +1,13 @@
+// Tensors that live long and are large: weights, gradients, optimizer state, activations, cache.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+namespace nemo_rl::ops {
+
+/// Uninitialised memory; on the CPU in huge pages (common/large_memory.h) as far as its first `used` bytes reach, all of it by default.
+at::Tensor empty_large(at::IntArrayRef sizes, const at::TensorOptions& options, std::int64_t used = -1);
+
+/// The same, zero.
+at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+}  // namespace nemo_rl::ops

@@ -31,6 +31,8 @@ if(NEMO_RL_BUILD_PYTHON)
   endfunction()
   nemo_python_module(_config csrc/bindings/config_module.cpp)
   target_link_libraries(_config PRIVATE nemo_rl_config)
+  nemo_python_module(_text csrc/bindings/text_module.cpp)     # generation without torch's Python side, which takes seconds to load
+  target_link_libraries(_text PRIVATE nemo_rl_core nemo::torch)
   file(GLOB NEMO_BINDINGS CONFIGURE_DEPENDS csrc/bindings/module.cpp csrc/bindings/bind_*.cpp)
   nemo_python_module(_C ${NEMO_BINDINGS})
   target_link_libraries(_C PRIVATE nemo_rl_core nemo::torch_python)

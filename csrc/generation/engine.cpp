@@ -51,7 +51,7 @@ void Engine::set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes) {
 }
 
 std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
-                                         const std::function<bool()>& interrupted, const Finished& finished) {
+                                         const std::function<bool()>& interrupted, const Finished& finished, const Drawn& drawn) {
   NRL_CHECK(!busy_, "generate() was called while another generate() of this engine runs");
   struct Emptied {  // also when something throws
     Engine& engine;
@@ -67,7 +67,7 @@ std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int6
   add(prompts, requests);
   while (scheduler_->has_unfinished()) {
     if (interrupted && interrupted()) throw GenerationInterrupted();
-    step();
+    step(drawn);
     if (finished && !just_finished_.empty() && scheduler_->has_unfinished()) tell(finished);
   }
   NRL_CHECK(scheduler_->blocks().num_used() == 0, scheduler_->blocks().num_used(), " cache blocks were not given back");
@@ -165,7 +165,7 @@ void Engine::release_cache() {
   cache_blocks_ = 0;
 }
 
-void Engine::step() {
+void Engine::step(const Drawn& drawn) {
   const std::int64_t preempted = scheduler_->preemptions();
   const StepPlan plan = scheduler_->schedule();
   auto start = std::chrono::steady_clock::now();
@@ -174,7 +174,7 @@ void Engine::step() {
 
   start = std::chrono::steady_clock::now();
   scheduler_->computed(plan);
-  append_sampled(plan, logits);
+  append_sampled(plan, logits, drawn);
   metrics_.sampling_seconds += seconds_since(start);
 
   metrics_.steps += 1;
@@ -202,7 +202,7 @@ std::vector<Engine::Draw> Engine::draws_of(const StepPlan& plan) const {
   return draws;
 }
 
-void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits) {
+void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits, const Drawn& drawn) {
   just_finished_.clear();
   if (plan.batch.logits_rows.empty()) return;
   NRL_CHECK(logits.defined() && logits.dim() == 2 && logits.size(0) == static_cast<std::int64_t>(plan.batch.logits_rows.size()) &&
@@ -218,6 +218,7 @@ void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits) {
     NRL_CHECK(sampled[i].token >= 0, "the model's logits are not finite for request ", s.id, " (draw ", s.key.draw_id, ", sample ",
               s.key.sample, ") at position ", s.length());
     s.append(sampled[i], *token_bytes_);
+    if (drawn) drawn(s.id, sampled[i].token);
     if (s.finished()) just_finished_.push_back(&s);
   }
   metrics_.generated_tokens += static_cast<std::int64_t>(draws.size());

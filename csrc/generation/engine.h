@@ -58,6 +58,9 @@ class GenerationInterrupted : public std::runtime_error {
 /// Requests (by index) that have ended, and the tokens of each.
 using Finished = std::function<void(const std::vector<std::int64_t>& requests, const std::vector<const std::vector<std::int64_t>*>& token_ids)>;
 
+/// Request `request` has drawn `token_id`.
+using Drawn = std::function<void(std::int64_t request, std::int64_t token_id)>;
+
 class Engine {
  public:
   Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::shared_ptr<const TokenBytes> token_bytes);
@@ -67,11 +70,11 @@ class Engine {
   /// max_model_len yields an empty generation that ended by length.
   ///
   /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests have just
-  /// ended, with their tokens, unless none is left. Throws ValueError for an empty prompt, a token id outside the
+  /// ended, with their tokens, unless none is left. `drawn` (may be null) is told every token. Throws ValueError for an empty prompt, a token id outside the
   /// vocabulary, max_new_tokens < 1, bad sampling parameters, stop strings without token bytes, or a sequence that cannot
   /// fit the cache; RuntimeError for logits that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
   std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
-                                   const std::function<bool()>& interrupted, const Finished& finished = {});
+                                   const std::function<bool()>& interrupted, const Finished& finished = {}, const Drawn& drawn = {});
 
   /// Frees the cache; the next generate() allocates it again.
   void release_cache();
@@ -91,9 +94,9 @@ class Engine {
   void add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests);
   void check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const;
   void prepare_cache();
-  void step();
+  void step(const Drawn& drawn);
   std::vector<Draw> draws_of(const StepPlan& plan) const;
-  void append_sampled(const StepPlan& plan, const at::Tensor& logits);
+  void append_sampled(const StepPlan& plan, const at::Tensor& logits, const Drawn& drawn);
   void tell(const Finished& finished);
 
   std::shared_ptr<ModelRunner> runner_;

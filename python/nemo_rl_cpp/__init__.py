@@ -23,6 +23,7 @@ _EXPORTS = {
     "Policy": "models.policy.lm_policy",
     "RewardFunctionEnvironment": "environments.reward_environment",
     "Tokenizer": "data.tokenizer",
+    "TextGenerator": "generate",
     "TrainResult": "quick",
     "load_grpo_config": "config",
     "load_ppo_config": "config",

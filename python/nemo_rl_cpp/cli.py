@@ -33,7 +33,25 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_check)
 
 
-_COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (_add_check,)
+def _generate(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """`generate`: text from a model or a checkpoint."""
+    from nemo_rl_cpp.generate import run
+
+    if rest:
+        print(f"error: unknown arguments: {' '.join(rest)} (a prompt of several words goes into quotes)", file=sys.stderr)
+        return 2
+    return run(arguments)
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from nemo_rl_cpp.generate import add_arguments
+
+    parser = commands.add_parser("generate", help="write text with a model or a checkpoint of a run")
+    add_arguments(parser)
+    parser.set_defaults(run=_generate)
+
+
+_COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (_add_check, _add_generate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
 from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.special_tokens import SpecialTokens
 from nemo_rl_cpp.data.token_bytes import TokenBytes
@@ -287,6 +286,8 @@ class Tokenizer(SpecialTokens):
         Everything in `kwargs` is a variable for the template (`enable_thinking=False`, say).
         Raises ValueError when there is no template or it refuses the messages.
         """
+        from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
+
         template = self._select_template(chat_template, tools)
         variables = {**self.special_tokens_map, **self.chat_template_kwargs, **kwargs}
         several = bool(conversation) and isinstance(conversation[0], (list, tuple))
@@ -377,6 +378,8 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
 
 def _chat_template_of(value: str | None, default: Any) -> Any:
     if value is None:
+        from nemo_rl_cpp.data.chat_template import PASSTHROUGH
+
         return PASSTHROUGH
     if value.lower() == "default":
         return default

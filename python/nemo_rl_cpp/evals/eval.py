@@ -26,7 +26,7 @@ from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.rollout_metrics import rollout_metrics
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
-from nemo_rl_cpp.models.model_folder import find_policy_weights
+from nemo_rl_cpp.models.sources import find_policy_weights
 
 __all__ = [
     "EvalConfig", "MasterConfig", "eval_cons_k", "eval_pass_k", "main", "make_dataset", "make_generation", "run_env_eval", "setup",

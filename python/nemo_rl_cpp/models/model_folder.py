@@ -42,14 +42,3 @@ def open_model_folder(name: str, overrides: dict[str, Any] | None = None, *, see
 
     path = resolve_model(name)
     return ModelFolder(read_config(path, overrides), path)
-
-
-def find_policy_weights(name: str) -> str:
-    """`name` itself, or the policy's weights when it is a checkpoint of a run (`step_N`) or the folder of its checkpoints,
-    of which the newest whole one counts."""
-    folder = Path(name).expanduser()
-    steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if folder.is_dir() else []
-    if steps and not (folder / "config.json").exists():
-        folder = max(steps, key=lambda step: int(step.name[5:]))
-    weights = folder / "policy" / "weights"
-    return str(weights) if weights.is_dir() else name

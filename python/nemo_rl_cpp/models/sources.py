@@ -323,3 +323,14 @@ def _lock(path: Path) -> Iterator[None]:
             print(f"Waiting for another process that prepares {path.stem} ...", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def find_policy_weights(name: str) -> str:
+    """`name` itself, or the policy's weights when it is a checkpoint of a run (`step_N`) or the folder of its checkpoints,
+    of which the newest whole one counts."""
+    folder = Path(name).expanduser()
+    steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if folder.is_dir() else []
+    if steps and not (folder / "config.json").exists():
+        folder = max(steps, key=lambda step: int(step.name[5:]))
+    weights = folder / "policy" / "weights"
+    return str(weights) if weights.is_dir() else name

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, fill_parameters, weight_files
+
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 
 
@@ -30,40 +30,12 @@ def load_weights(model: Any, folder: str | Path) -> None:
         ValueError: no weights, or a tensor that is missing, unexpected or of the wrong shape; all are named.
     """
     folder = Path(folder)
-    files = _weight_files(folder)
     target = named_views(model.layout, model.compute if model.masters is None else model.masters)
-    missing, wrong, extra = set(target), [], []
-    for name, tensor in _tensors(files):
-        name = _known_name(name, target)
-        if name in target:
-            if list(tensor.shape) != list(target[name].shape):
-                wrong.append(f"{name} is {list(tensor.shape)}, expected {list(target[name].shape)}")
-            else:
-                target[name].copy_(tensor)
-            missing.discard(name)
-        elif not _is_harmless(name, target):
-            extra.append(name)
-    if "score.weight" in missing:
+    if "score.weight" in target:
         target["score.weight"].zero_()
-        missing.discard("score.weight")
-    if missing or wrong or extra:
-        parts = [("missing", sorted(missing)), ("of the wrong shape", wrong), ("unexpected", sorted(extra))]
-        listed = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" for what, names in parts if names)
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {listed}")
+    shapes = {name: view.shape for name, view in target.items()}
+    fill_parameters(folder, shapes, _tensors(weight_files(folder)), lambda name, tensor: target[name].copy_(tensor))
     model.masters_changed()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        absent = [n for n in names if not (folder / n).exists()]
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
-        return [folder / n for n in names]
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    raise ValueError(f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read)")
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -73,16 +45,6 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():
                 yield name, handle.get_tensor(name)
-
-
-def _known_name(name: str, target: dict[str, torch.Tensor]) -> str:
-    """Base-model checkpoints lack the `model.` prefix."""
-    return f"model.{name}" if name not in target and f"model.{name}" in target else name
-
-
-def _is_harmless(name: str, target: dict[str, torch.Tensor]) -> bool:
-    tied_or_value_head = name == "lm_head.weight" and "lm_head.weight" not in target
-    return tied_or_value_head or name.endswith("rotary_emb.inv_freq")
 
 
 def save_weights(model: Any, folder: str | Path, config: dict[str, Any], max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:

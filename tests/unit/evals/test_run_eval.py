@@ -12,7 +12,7 @@ from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals import eval as evaluation
-from nemo_rl_cpp.models.model_folder import find_policy_weights
+from nemo_rl_cpp.models.sources import find_policy_weights
 
 REVERSE = [
     "tokenizer.chat_template=null", "data.dataset_name=reverse_digits", "data.env_name=reverse_digits", "data.processor=null",

@@ -1,0 +1,26 @@
+"""The torch that the native core was built for: another one would crash it. Works without torch."""
+
+import importlib.util
+from importlib import resources
+from pathlib import Path
+
+
+def check_torch_version(installed: str) -> None:
+    """Raises ImportError unless `installed` is the version that this package was built for, up to a local suffix."""
+    built_for = _built_for_torch()
+    if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
+        raise ImportError(
+            f"nemo_rl_cpp was built for torch {built_for}, but torch {installed} is installed: "
+            f"install torch=={built_for.split('+')[0]} or build nemo_rl_cpp again in this environment"
+        )
+
+
+def _built_for_torch() -> str | None:
+    """The torch version written beside the extension when it was built (readable without loading it)."""
+    stamp = resources.files("nemo_rl_cpp").joinpath("_torch_version.txt")
+    try:
+        return stamp.read_text().strip()
+    except FileNotFoundError:
+        spec = importlib.util.find_spec("nemo_rl_cpp._C")
+        beside = Path(spec.origin).with_name("_torch_version.txt") if spec and spec.origin else None
+        return beside.read_text().strip() if beside is not None and beside.exists() else None

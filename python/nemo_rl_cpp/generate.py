@@ -1,0 +1,194 @@
+"""Text from a model or a checkpoint of a run, on the CPU, without torch's Python side: the first token comes within a second or two.
+
+    nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
+    python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """What a model wrote. `finish_reason` is "stop" (a stop token or string) or "length"."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+
+
+class TextGenerator:
+    """A model and its tokenizer, ready to write: the engine of training runs, for one text at a time.
+
+    Args:
+        model: a Hugging Face folder, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
+        precision: "bfloat16" or "float32"; weights of another dtype are converted.
+        num_threads: of the CPU; by default all cores.
+
+    Raises:
+        ValueError: the model cannot be had, or is none that the native engine computes.
+    """
+
+    def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
+        from nemo_rl_cpp.data.tokenizer import Tokenizer
+        from nemo_rl_cpp.models.hf_config import native_config, read_config
+        from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
+
+        if precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision {precision!r}: expected bfloat16 or float32")
+        folder = resolve_model(find_policy_weights(str(model)))
+        self.tokenizer = Tokenizer.from_pretrained(folder)
+        config = read_config(folder)
+        self.max_length = int(config.get("max_position_embeddings") or 0)
+        native = _native_module()
+        if num_threads is not None:
+            native.set_num_threads(num_threads)
+        self._model = native.TextModel(native_config(config), precision, self.max_length)
+        _load(self._model, folder)
+        self._knows_bytes = False
+        self._vocab_size = int(config["vocab_size"])
+
+    def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        greedy: bool = False,
+        seed: int = 42,
+        stop_strings: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> GeneratedText:
+        """Continues a text, or answers messages ({"role": ..., "content": ...}) by the model's chat template.
+
+        The same seed gives the same text. `on_text` is called with every piece of text as soon as it is complete (a
+        character may take several tokens). The text ends at a token that ends generation, behind a stop string, after
+        `max_new_tokens`, or where the model's positions end.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        ids = self._encode(prompt)
+        if self.max_length and len(ids) >= self.max_length:
+            raise ValueError(f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it")
+        if stop_strings and not self._knows_bytes:
+            from nemo_rl_cpp.data.token_bytes import token_bytes_table
+
+            self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
+            self._knows_bytes = True
+        stream, tokens, pieces = DecodeStream(skip_special_tokens=True), [], []
+
+        def on_token(token: int) -> None:
+            tokens.append(token)
+            piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            if piece:
+                pieces.append(piece)
+                if on_text is not None:
+                    on_text(piece)
+
+        reason = self._model.generate(
+            ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k or 0, greedy=greedy, seed=seed,
+            stop_token_ids=self.tokenizer.eos_token_ids, stop_strings=list(stop_strings), on_token=on_token,
+        )  # fmt: skip
+        return GeneratedText("".join(pieces), tokens, reason)
+
+    def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _native_module() -> Any:
+    from importlib.metadata import version
+
+    from nemo_rl_cpp._torch_version import check_torch_version
+
+    check_torch_version(version("torch"))
+    from nemo_rl_cpp import _text
+
+    return _text
+
+
+def _load(model: Any, folder: Path) -> None:
+    from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
+
+    tensors = raw_tensors(weight_files(folder))
+    fill_parameters(folder, dict(model.shapes), tensors, lambda name, tensor: model.put(name, tensor.dtype, tensor.data))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
+    parser.add_argument("--model", required=True, help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
+    parser.add_argument("--system", help="with --chat: the system's message")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end behind this text (may be repeated)")
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+
+
+def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> str:
+    parts = [f"{len(done.token_ids)} tokens, ended by {done.finish_reason}"]
+    if first is not None:
+        parts.append(f"first text after {first:.2f} s")
+        if len(done.token_ids) > 1:
+            parts.append(f"then {(len(done.token_ids) - 1) / (seconds - first):.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the text as it comes; what it took goes to standard error. Returns the exit status."""
+    start = time.perf_counter()
+    first: list[float] = []
+
+    def show(piece: str) -> None:
+        if not first:
+            first.append(time.perf_counter())
+        print(piece, end="", flush=True)
+
+    try:
+        if arguments.system is not None and not arguments.chat:
+            raise ValueError("--system goes with --chat")
+        prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+        messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+        generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+        done = generator.generate(
+            [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
+            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
+            greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+        return 130
+    print()
+    print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`."""
+    parser = argparse.ArgumentParser(prog="python -m nemo_rl_cpp.generate", description="Text from a model or a checkpoint.")
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

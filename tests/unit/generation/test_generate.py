@@ -1,0 +1,158 @@
+"""`nemo-rl-cpp generate`: the engine of training runs without torch's Python side."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nemo_rl_cpp.cli import main
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.weights import save_weights
+
+PROMPT, EOS = "12+3=", 2
+
+
+def make_policy(precision="float32", **generation):
+    config = PolicyConfig(model_name="tiny-random", precision=precision, max_total_sequence_length=64, hf_config_overrides={"max_position_embeddings": 64},
+                          generation={"max_new_tokens": 12, "stop_token_ids": [EOS], **generation})  # fmt: skip
+    config.fill_defaults()
+    return Policy(None, config, tiny_tokenizer(), seed=42, init_reference_model=False)
+
+
+def save(policy, folder):
+    save_weights(policy.model, folder, policy.saved_config())
+    policy.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(make_policy(), tmp_path_factory.mktemp("model"))
+
+
+def engines_ids(policy, greedy=False, **generation):
+    """How the engine of training continues PROMPT, with the draws that `generate` makes."""
+    ids = tiny_tokenizer().encode(PROMPT)
+    data = {"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)]), "draw_ids": torch.tensor([0]), "sample_index": torch.tensor([0]),
+            "stream": "eval"}  # fmt: skip
+    out = policy.create_generation().generate(data, greedy=greedy)
+    return out["output_ids"][0, len(ids) : out["unpadded_sequence_lengths"][0]].tolist()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
+def test_tokens_are_those_of_the_engine_of_training(precision, rule, tmp_path):
+    policy = make_policy(precision, **rule)
+    generator = TextGenerator(save(policy, tmp_path), precision=precision)
+    assert generator.generate(PROMPT, max_new_tokens=12, seed=policy.create_generation().seed, **rule).token_ids == engines_ids(policy)
+    assert generator.generate(PROMPT, max_new_tokens=12, greedy=True).token_ids == engines_ids(policy, greedy=True)
+
+
+def test_weights_are_converted_as_the_policy_converts_them(folder):
+    text = TextGenerator(folder, precision="bfloat16").generate(PROMPT, max_new_tokens=12, greedy=True)
+    assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
+
+
+def test_pieces_come_as_they_are_drawn_and_make_up_the_text(folder):
+    pieces = []
+    done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
+    assert len(pieces) > 1 and "".join(pieces) == done.text == tiny_tokenizer().decode(done.token_ids, skip_special_tokens=True)
+
+
+def test_why_a_text_ends(folder):
+    generator = TextGenerator(folder)
+    texts = [generator.generate(PROMPT, max_new_tokens=20, seed=seed) for seed in range(40)]
+    seed, whole = next((seed, text) for seed, text in enumerate(texts) if EOS not in text.token_ids and min(text.token_ids[:5]) > 3)  # no special token within the stop string
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 20
+    stop = whole.text[3:5]
+    stopped = generator.generate(PROMPT, max_new_tokens=20, seed=seed, stop_strings=[stop])
+    assert stopped.finish_reason == "stop" and stopped.text == whole.text[: whole.text.index(stop) + 2]
+    ended = next(text for text in texts if EOS in text.token_ids)
+    assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS and "<eos>" not in ended.text
+
+
+def test_a_text_ends_where_the_models_positions_end(folder):
+    generator = TextGenerator(folder)
+    seed = next(s for s in range(50) if EOS not in generator.generate(PROMPT, max_new_tokens=500, seed=s).token_ids)
+    assert len(generator.generate(PROMPT, max_new_tokens=500, seed=seed).token_ids) == 64 - len(PROMPT)
+    with pytest.raises(ValueError, match="the prompt has 64 tokens, and the model positions for 64"):
+        generator.generate("1" * 64)
+
+
+def test_messages_go_through_the_chat_template(folder):
+    generator = TextGenerator(folder)
+    message = [{"role": "user", "content": PROMPT}]
+    assert generator.generate(message, max_new_tokens=6, greedy=True) == generator.generate(PROMPT, max_new_tokens=6, greedy=True)
+
+
+def test_an_error_in_on_text_ends_the_text_and_the_model_lives_on(folder):
+    def fail(piece):
+        raise KeyError(piece)
+
+    generator = TextGenerator(folder)
+    with pytest.raises(KeyError):
+        generator.generate(PROMPT, on_text=fail)
+    assert len(generator.generate(PROMPT, max_new_tokens=3, greedy=True).token_ids) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_number_of_threads_does_not_change_a_text(folder, threads):
+    code = f"from nemo_rl_cpp.generate import TextGenerator; print(TextGenerator({str(folder)!r}, num_threads={threads}).generate('12+3=', seed=9).token_ids)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == str(TextGenerator(folder).generate(PROMPT, seed=9).token_ids)
+
+
+def test_neither_torch_nor_the_schema_is_imported(folder):
+    code = (
+        "import sys; from nemo_rl_cpp.cli import main;"
+        f"status = main(['generate', '--model', {str(folder)!r}, '--max-new-tokens', '4', '12+3=']);"
+        "print([m for m in ('torch', 'pydantic', 'jinja2', 'numpy', 'transformers') if m in sys.modules], status)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.endswith("\n[] 0\n") and "[4 tokens, ended by length, first text after" in out.stderr
+
+
+def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
+    weights = tmp_path / "run" / "step_7" / "policy" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.symlink_to(folder)
+    texts = []
+    for model in (folder, tmp_path / "run", tmp_path / "run" / "step_7"):
+        assert main(["generate", "--model", str(model), "--greedy", "--max-new-tokens", "8", "--precision", "float32", PROMPT]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "{tmp}/nothing", "1+1="], "{tmp}/nothing"),
+        (["--model", "{folder}", "--system", "x", "1+1="], "--system goes with --chat"),
+        (["--model", "{folder}", "--top-p", "1.5", "1+1="], "top_p"),
+        (["--model", "{folder}", "--max-new-tokens", "0", "1+1="], "max_new_tokens = 0"),
+        (["--model", "{folder}", "--stop", "", "1+1="], "empty string"),
+        (["--model", "{folder}", ""], "is empty"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message, folder, tmp_path, capsys):
+    given = [a.format(tmp=tmp_path, folder=folder) for a in arguments]
+    assert main(["generate", *given]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message.format(tmp=tmp_path) in error and error.count("\n") == 1
+
+
+def test_words_that_are_not_in_quotes(folder, capsys):
+    assert main(["generate", "--model", str(folder), "1", "+", "1"]) == 2
+    assert "unknown arguments: + 1" in capsys.readouterr().err
+
+
+def test_the_prompt_may_come_from_standard_input(folder, monkeypatch, capsys):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert main(["generate", "--model", str(folder), "--greedy", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.strip() == TextGenerator(folder).generate(PROMPT, greedy=True, max_new_tokens=5).text

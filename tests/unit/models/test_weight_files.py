@@ -1,0 +1,64 @@
+"""Safetensors files read without torch, and what does not fit a model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def tensors():
+    random = torch.Generator().manual_seed(0)
+    return {f"{name}.{n}": torch.randn(n, 3, generator=random).to(dtype) for name, dtype in DTYPES.items() for n in (1, 5)} | {"empty": torch.zeros(0, 4)}
+
+
+def test_every_tensor_has_the_bytes_that_were_saved(tmp_path):
+    saved = tensors()
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    seen = {}
+    for name, raw in raw_tensors(weight_files(tmp_path)):
+        assert raw.shape == list(saved[name].shape)
+        seen[name] = torch.frombuffer(bytearray(raw.data), dtype=DTYPES[raw.dtype]).reshape(raw.shape) if raw.data.nbytes else saved[name]
+    assert set(seen) == set(saved) and all(torch.equal(seen[name], saved[name]) for name in saved)
+
+
+def test_shards_are_read_one_after_another(tmp_path):
+    parts = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(3)}}
+    for file, content in parts.items():
+        save_file(content, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    assert [(name, raw.shape) for name, raw in raw_tensors(weight_files(tmp_path))] == [("x", [2]), ("y", [3])]
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match="names files that are not there: b.safetensors"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b[:4], lambda b: b"\xff" * 64])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    file = tmp_path / "model.safetensors"
+    save_file({"x": torch.ones(100)}, file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"model.safetensors is not a whole safetensors file .*download it again"):
+        list(raw_tensors([file]))
+
+
+def fill(shapes, given):
+    put = {}
+    fill_parameters("folder", shapes, ((name, torch.zeros(shape)) for name, shape in given.items()), put.__setitem__)
+    return set(put)
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"the weights in folder do not fit its config.json: missing: b; of the wrong shape: a is \[2\], expected \[3\]; unexpected: c"):
+        fill({"a": [3], "b": [1]}, {"a": [2], "c": [1]})
+
+
+def test_what_may_differ():
+    assert fill({"model.a": [3]}, {"a": [3], "lm_head.weight": [9], "x.rotary_emb.inv_freq": [4]}) == {"model.a"}
+    assert fill({"a": [3], "score.weight": [1]}, {"a": [3]}) == {"a"}
+    with pytest.raises(ValueError, match="missing: lm_head.weight"):
+        fill({"lm_head.weight": [3]}, {})

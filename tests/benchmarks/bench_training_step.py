@@ -6,7 +6,7 @@ Each side runs in a process of its own, a step in turn; the first step of a proc
   ours                       one micro-batch of 2,048 tokens
   ours_halved                two micro-batches of 1,024 tokens: the same gradients from half of the activations at a time
   transformers               the usual way: fp32 weights, bf16 autocast (or plain fp32), full logits
-  transformers_tuned         logits in checkpointed chunks of 256 tokens, glibc keeping large blocks, matmul precision "medium"
+  transformers_tuned         logits in checkpointed chunks of 256 tokens, glibc keeping large blocks, in huge pages, matmul precision "medium"
   transformers_bf16_weights  the same with weights and optimizer state in bfloat16 (fast, and no longer the same training)
   transformers_tuned_float32 transformers_tuned in float32, whatever the precision: the fastest where bf16 has no instructions
 Memory is what a process grows by at its peak after the imports, less 18 bytes a parameter in bfloat16 and 16 in float32. `of_peak` is
@@ -15,10 +15,12 @@ Memory is what a process grows by at its peak after the imports, less 18 bytes a
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -132,13 +134,17 @@ class Side:
 
     def __init__(self, name: str, folder: str, precision: str, threads: int) -> None:
         command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--threads", str(threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment)
         self.answer(name)
 
     def answer(self, what: str) -> str:
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{what} ended with status {self.process.wait()}")
+            status = self.process.wait()
+            self.errors.seek(0)
+            raise SystemExit(f"{what} ended with status {status}:\n{self.errors.read()}")
         return line
 
     def step(self, seed: int) -> list[float]:
@@ -149,6 +155,7 @@ class Side:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+        self.errors.close()
 
 
 def matrix_peak(precision: str) -> float:

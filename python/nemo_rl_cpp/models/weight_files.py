@@ -13,7 +13,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class RawTensor(NamedTuple):
-    """A tensor as it lies in its file: `dtype` as safetensors writes it ("F32", "BF16"), `data` mapped, not read."""
+    """A tensor as it lies in its file: `dtype` as safetensors writes it ("F32", "BF16"), `data` mapped, not read, and there
+    until the next tensor is asked for."""
 
     dtype: str
     shape: list[int]

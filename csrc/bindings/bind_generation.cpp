@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <pybind11/stl.h>
 
+#include "bindings/interruptible.h"
 #include "bindings/module.h"
 #include "common/check.h"
 #include "common/random.h"
@@ -104,12 +105,7 @@ GenerationArrays arrays_from(const std::vector<Generation>& generations) {
 /// given; a KeyboardInterrupt, or what that raises, reaches the caller.
 GenerationArrays generate(Engine& engine, const at::Tensor& prompt_ids, const at::Tensor& prompt_offsets, const RequestArrays& arrays,
                           const py::object& on_finished) {
-  try {
-    py::gil_scoped_release no_gil;
-    const auto interrupted = [] {
-      py::gil_scoped_acquire gil;
-      return PyErr_CheckSignals() != 0;
-    };
+  return interruptible([&](const auto& interrupted) {
     Finished finished;
     if (!on_finished.is_none()) {
       finished = [&](const std::vector<std::int64_t>& requests, const std::vector<const std::vector<std::int64_t>*>& token_ids) {
@@ -120,9 +116,7 @@ GenerationArrays generate(Engine& engine, const at::Tensor& prompt_ids, const at
       };
     }
     return arrays_from(engine.generate(split(prompt_ids, prompt_offsets), requests_from(arrays), interrupted, finished));
-  } catch (const GenerationInterrupted&) {
-    throw py::error_already_set();
-  }
+  });
 }
 
 py::dict metrics_dict(const EngineMetrics& m) {

@@ -6,6 +6,7 @@
 
 #include <map>
 
+#include "bindings/interruptible.h"
 #include "bindings/model_config.h"
 #include "common/check.h"
 #include "generation/engine.h"
@@ -52,18 +53,11 @@ class TextModel {
 
   std::string generate(const std::vector<std::int64_t>& prompt, const SamplingParams& params, std::uint32_t seed,
                        const std::function<void(std::int64_t)>& on_token) {
-    try {
-      py::gil_scoped_release no_gil;
-      const auto interrupted = [] {
-        py::gil_scoped_acquire gil;
-        return PyErr_CheckSignals() != 0;
-      };
+    return interruptible([&](const auto& interrupted) -> std::string {
       const auto drawn = [&](std::int64_t, std::int64_t token) { on_token(token); };  // takes the GIL itself
       const auto done = engine_.generate({prompt}, {{0, params, {seed, RandomStream::eval, 0, 0, 0}}}, interrupted, {}, drawn);
       return done.front().finish_reason == FinishReason::length ? "length" : "stop";
-    } catch (const GenerationInterrupted&) {
-      throw py::error_already_set();
-    }
+    });
   }
 
   void set_token_bytes(const std::vector<std::string>& table) { engine_.set_token_bytes(std::make_shared<const TokenBytes>(table)); }

@@ -1,19 +1,18 @@
 #include "common/large_memory.h"
 
-#include <cstdint>
-
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
 namespace nemo_rl {
 
-void advise_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size_t bytes) {
+LargeBlock allocate_large(std::size_t bytes, [[maybe_unused]] std::size_t used) {
+  const std::align_val_t alignment{bytes >= kHugePage ? kHugePage : 64};
+  LargeBlock block(static_cast<std::byte*>(::operator new(bytes, alignment)), FreeLarge{alignment});
 #if defined(__linux__)
-  const auto address = reinterpret_cast<std::uintptr_t>(begin);
-  const auto first = (address + kHugePage - 1) / kHugePage * kHugePage, last = (address + bytes) / kHugePage * kHugePage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (used >= kHugePage) madvise(block.get(), used / kHugePage * kHugePage, MADV_HUGEPAGE);
 #endif
+  return block;
 }
 
 }  // namespace nemo_rl

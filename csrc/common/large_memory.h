@@ -3,15 +3,21 @@
 // as for the data. A block also costs one page fault where it cost 512.
 #pragma once
 #include <cstddef>
+#include <memory>
+#include <new>
 
 namespace nemo_rl {
 
 inline constexpr std::size_t kHugePage = std::size_t{1} << 21;
 
-/// Where a block of so many bytes should begin: at a huge page if it has room for one, else at a cache line.
-inline constexpr std::size_t large_alignment(std::size_t bytes) { return bytes >= kHugePage ? kHugePage : 64; }
+struct FreeLarge {
+  std::align_val_t alignment{64};
+  void operator()(void* block) const { ::operator delete(block, alignment); }
+};
+using LargeBlock = std::unique_ptr<std::byte, FreeLarge>;
 
-/// Asks for huge pages wherever one lies within the block, before it is first written. Advice: where it is not taken the block is slower.
-void advise_huge_pages(void* begin, std::size_t bytes);
+/// Uninitialised memory that begins at a huge page if it has room for one, else at a cache line, and asks for huge pages as far as its
+/// first `used` bytes reach. That is advice: where it is not taken the block is slower.
+LargeBlock allocate_large(std::size_t bytes, std::size_t used);
 
 }  // namespace nemo_rl

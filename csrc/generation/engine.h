@@ -70,9 +70,11 @@ class Engine {
   /// max_model_len yields an empty generation that ended by length.
   ///
   /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests have just
-  /// ended, with their tokens, unless none is left. `drawn` (may be null) is told every token. Throws ValueError for an empty prompt, a token id outside the
-  /// vocabulary, max_new_tokens < 1, bad sampling parameters, stop strings without token bytes, or a sequence that cannot
-  /// fit the cache; RuntimeError for logits that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
+  /// ended, with their tokens, unless none is left. `drawn` (may be null) is told every token.
+  ///
+  /// Throws ValueError for an empty prompt, a token id outside the vocabulary, max_new_tokens < 1, bad sampling parameters, stop
+  /// strings without token bytes, or a sequence that cannot fit the cache; RuntimeError for logits that are not finite. Whatever is
+  /// thrown, the engine is empty and usable afterwards.
   std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
                                    const std::function<bool()>& interrupted, const Finished& finished = {}, const Drawn& drawn = {});
 

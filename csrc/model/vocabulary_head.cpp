@@ -11,8 +11,8 @@
 #include "kernels/logprob_backward.h"
 #include "ops/gemm.h"
 #include "ops/kernel_types.h"
-#include "ops/linear.h"
 #include "ops/large_tensor.h"
+#include "ops/linear.h"
 #include "ops/parallel_items.h"
 
 namespace nemo_rl::model {

@@ -88,10 +88,8 @@ class ScratchMemory {
   std::byte* get(std::size_t bytes) {
     if (bytes > size_) {
       if (bytes > kSmall) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-      const std::align_val_t alignment{large_alignment(bytes)};
-      memory_ = {nullptr, Free{alignment}};
-      memory_ = {static_cast<std::byte*>(::operator new(bytes, alignment)), Free{alignment}};
-      advise_huge_pages(memory_.get(), bytes);
+      memory_.reset();
+      memory_ = allocate_large(bytes, bytes);
       size_ = bytes;
     }
     return memory_.get();
@@ -99,11 +97,7 @@ class ScratchMemory {
 
  private:
   static constexpr std::size_t kSmall = std::size_t{1} << 17;
-  struct Free {
-    std::align_val_t alignment;
-    void operator()(std::byte* p) const { ::operator delete(p, alignment); }
-  };
-  std::unique_ptr<std::byte, Free> memory_{nullptr, Free{std::align_val_t{64}}};
+  LargeBlock memory_;
   std::size_t size_ = 0;
 };
 

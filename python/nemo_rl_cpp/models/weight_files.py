@@ -6,7 +6,7 @@ import json
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,21 +41,35 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
     A file is eight bytes that give the length of a header, the header in JSON, and the tensors' bytes.
     """
     for file in files:
-        with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            data = memoryview(content)
-            try:
-                length = int.from_bytes(data[:8], "little")
-                header = json.loads(bytes(data[8 : 8 + length]))
-                entries = {n: (e["dtype"], e["shape"], *e["data_offsets"]) for n, e in header.items() if n != "__metadata__"}
-                if any(8 + length + end > len(data) for *_, end in entries.values()):
-                    raise ValueError("a tensor ends behind the end of the file")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                data.release()
-                raise ValueError(f"{file} is not a whole safetensors file ({error}): copy or download it again") from None
-            with data, data[8 + length :] as tensors:
-                for name, (dtype, shape, begin, end) in entries.items():
-                    with tensors[begin:end] as bytes_of_tensor:
-                        yield name, RawTensor(dtype, shape, bytes_of_tensor)
+        with file.open("rb") as handle, _mapped(handle, file) as content, memoryview(content) as data:
+            begins, entries = _header(data, file)
+            for name, (dtype, shape, begin, end) in entries.items():
+                with data[begins + begin : begins + end] as tensor:
+                    yield name, RawTensor(dtype, shape, tensor)
+
+
+def _mapped(handle: BinaryIO, file: Path) -> mmap.mmap:
+    try:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:  # an empty file
+        raise _damaged(file, error) from None
+
+
+def _header(data: memoryview, file: Path) -> tuple[int, dict[str, tuple[str, list[int], int, int]]]:
+    """Where the tensors' bytes begin, and of every tensor its dtype, shape, and begin and end from there."""
+    try:
+        begins = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(bytes(data[8:begins]))
+        entries = {n: (e["dtype"], e["shape"], *e["data_offsets"]) for n, e in header.items() if n != "__metadata__"}
+        if any(begins + end > len(data) for *_, end in entries.values()):
+            raise ValueError("a tensor ends behind the end of the file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file, error) from None
+    return begins, entries
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} is not a whole safetensors file ({error}): copy or download it again")
 
 
 def fill_parameters(

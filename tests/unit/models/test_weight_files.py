@@ -37,7 +37,7 @@ def test_shards_are_read_one_after_another(tmp_path):
         weight_files(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b[:4], lambda b: b"\xff" * 64])
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b[:4], lambda b: b"", lambda b: b"\xff" * 64])
 def test_a_damaged_file_is_named(tmp_path, damage):
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(100)}, file)

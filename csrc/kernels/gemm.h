@@ -9,9 +9,9 @@
 namespace nemo_rl::kernels {
 
 inline constexpr std::int64_t kGemmTerms = 1024;  ///< terms of a block: so many are summed in registers between two visits of c
-inline constexpr std::int64_t kGemmTileM = 120;   ///< rows: once packed they stay in the second-level cache beside a tile's columns
-inline constexpr std::int64_t kGemmTileN = 32;    ///< columns: as many as the register tile of any capability, or a multiple
-inline constexpr std::int64_t kGemmPackN = 8 * kGemmTileN;  ///< columns of b that are packed together
+inline constexpr std::int64_t kGemmTileM = 96;    ///< rows: once packed they stay in the second-level cache beside a tile's columns
+inline constexpr std::int64_t kGemmTileN = 96;    ///< columns: as many as the register tile of any capability, or a multiple
+inline constexpr std::int64_t kGemmPackN = 2 * kGemmTileN;  ///< columns of b that are packed together
 
 /// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit stride along N.
 template <class T>

@@ -45,6 +45,30 @@ struct LinearTiles {
   std::int64_t row(std::int64_t t) const { return t / steps / strips * block_rows + t % steps * kLinearTileM; }
 };
 
+/// Where rows are many, w is packed as well ("wide"): it costs what some dozen rows do, and then sums are formed as in the backward products.
+/// A chunk of rows of x is packed by the thread that multiplies it, strips of w for all threads.
+inline constexpr std::int64_t kLinearWideRows = 96;  ///< of a chunk
+struct LinearWideTile {
+  std::int64_t m0;                       ///< rows [m0, m0 + kLinearWideRows), as far as they exist
+  std::int64_t strip_begin, strip_end;   ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
+  const float* packed_w;                 ///< strips from strip_begin on: [K][kLinearTileN] each; of linear_swiglu: gates, then ups
+  float* packed_x;                       ///< this thread's room for linear_wide_packed(kLinearWideRows, K)
+  bool is_packed;                        ///< the rows lie there, from a tile before
+};
+/// Floats that so many rows, or columns, take: with the step that is read beyond the last.
+inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t K) { return (lines * K + kLinearTileN + 15) / 16 * 16; }
+
+/// out[K][kLinearTileN] = rows of w, turned; rows from `rows` on are zero.
+template <class T>
+using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out);
+NRL_DECLARE_CPU_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
+NRL_DECLARE_CPU_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
+
+/// From how many rows of K terms on a product is faster wide; the largest number where this capability has no such kernel for T.
+using LinearWideFrom = std::int64_t(std::int64_t K);
+NRL_DECLARE_CPU_KERNEL(linear_wide_from_f32, LinearWideFrom);
+NRL_DECLARE_CPU_KERNEL(linear_wide_from_bf16, LinearWideFrom);
+
 /// Packs rows [kLinearTileM * begin, kLinearTileM * end) of x.
 template <class T>
 using LinearPack = void(const LinearInput<T>& input, std::int64_t begin, std::int64_t end);
@@ -74,6 +98,13 @@ NRL_DECLARE_CPU_KERNEL(linear_forward_f64, LinearForward<double, double>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
+/// The same sums, wide; args.input.packed is not used.
+template <class T, class O>
+using LinearForwardWide = void(const LinearForwardArgs<T, O>& args, const LinearWideTile& tile);
+NRL_DECLARE_CPU_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>);
+NRL_DECLARE_CPU_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
+NRL_DECLARE_CPU_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
+
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up and
 /// swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are gates, half are ups.
 template <class T>
@@ -92,5 +123,9 @@ using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_beg
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
+template <class T>
+using LinearSwigluWide = void(const LinearSwigluArgs<T>& args, const LinearWideTile& tile);
+NRL_DECLARE_CPU_KERNEL(linear_swiglu_wide_f32, LinearSwigluWide<float>);
+NRL_DECLARE_CPU_KERNEL(linear_swiglu_wide_bf16, LinearSwigluWide<bfloat16>);
 
 }  // namespace nemo_rl::kernels

@@ -17,42 +17,63 @@ inline auto* gemm_of(const kernels::GemmArgs<double, double>&) { return kernels:
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, bfloat16>&) { return kernels::gemm_bf16; }
 inline auto* gemm_of(const kernels::GemmArgs<bfloat16, float>&) { return kernels::gemm_bf16_f32; }
 
-/// A thread's packed rows of a, and which ones they are.
+/// A thread's packed rows of the first operand, and which ones they are.
 class PackedRows {
  public:
+  static PackedRows& of_this_thread() {
+    thread_local PackedRows rows;
+    return rows;
+  }
+  static std::uint64_t next_product() {
+    static std::atomic<std::uint64_t> products{0};
+    return ++products;
+  }
   void* memory(std::size_t bytes) { return memory_.get(bytes); }
-  /// Whether the rows are this chunk's of this block; from now on they are.
-  bool are(std::uint64_t block, std::int64_t chunk) {
-    const bool same = block == block_ && chunk == chunk_;
-    block_ = block, chunk_ = chunk;
+  /// Whether the rows are this chunk's of this product; from now on they are.
+  bool are(std::uint64_t product, std::int64_t chunk) {
+    const bool same = product == product_ && chunk == chunk_;
+    product_ = product, chunk_ = chunk;
     return same;
   }
 
  private:
   ScratchMemory memory_;
-  std::uint64_t block_ = 0;
+  std::uint64_t product_ = 0;
   std::int64_t chunk_ = -1;
 };
 
-/// Multiplies the block of terms that begins at k0. A tile is some columns of a chunk of rows; tiles go through a chunk's columns, then
-/// chunk by chunk, so that a thread packs a chunk once and multiplies it as often as its tiles ask for.
+/// Some strips of a chunk of rows, and where a thread has, or keeps, its rows packed.
+struct ChunkTile {
+  std::int64_t chunk, strip_begin, strip_end;
+  void* packed_rows;
+  bool is_packed;
+};
+
+/// Calls f(ChunkTile) for all strips of all chunks. Tiles go through a chunk's strips, then chunk by chunk, so that a thread packs a chunk's
+/// rows, which take so many bytes, once and multiplies them as often as its tiles ask for.
+template <class F>
+void parallel_chunks(std::int64_t chunks, std::int64_t strips, std::int64_t at_least, std::size_t bytes, const F& f) {
+  const std::uint64_t product = PackedRows::next_product();
+  parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool) {
+    auto& rows = PackedRows::of_this_thread();
+    void* const packed = rows.memory(bytes);
+    while (begin < end) {
+      const std::int64_t chunk = begin / strips, last = std::min(end, (chunk + 1) * strips);
+      f(ChunkTile{chunk, begin % strips, last - chunk * strips, packed, rows.are(product, chunk)});
+      begin = last;
+    }
+  });
+}
+
+/// Multiplies the block of terms that begins at k0.
 template <class T, class O>
 void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
   using namespace kernels;
-  static std::atomic<std::uint64_t> blocks{0};
-  const std::uint64_t block = ++blocks;
   const std::int64_t M = args.input.M, N = args.input.N, terms = std::min(kGemmTerms, args.input.K - k0);
   const std::int64_t chunks = (M + kGemmTileM - 1) / kGemmTileM, strips = (N + kGemmTileN - 1) / kGemmTileN;
   const std::int64_t at_least = std::max<std::int64_t>(2, tiles_at_least(terms * kGemmTileN * std::min(M, kGemmTileM)));
-  parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool) {
-    thread_local PackedRows rows;
-    void* const packed_a = rows.memory(static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))));
-    while (begin < end) {
-      const std::int64_t chunk = begin / strips, last = std::min(end, (chunk + 1) * strips);
-      gemm_of(args)(args, {chunk * kGemmTileM, begin % strips * kGemmTileN, std::min(N, (last - chunk * strips) * kGemmTileN), k0, packed_a,
-                           rows.are(block, chunk)});
-      begin = last;
-    }
+  parallel_chunks(chunks, strips, at_least, static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))), [&](const ChunkTile& t) {
+    gemm_of(args)(args, {t.chunk * kGemmTileM, t.strip_begin * kGemmTileN, std::min(N, t.strip_end * kGemmTileN), k0, t.packed_rows, t.is_packed});
   });
 }
 

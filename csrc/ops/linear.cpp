@@ -44,25 +44,71 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
   }
 }
 
+/// Computes tiles by kernel(LinearWideTile) from strips of so many floats each that pack(strip, out) packs for all threads, as many at a time
+/// as are still in a nearby cache once packed.
+template <class Pack, class Kernel>
+void run_wide(std::int64_t M, std::int64_t K, std::int64_t strips, std::int64_t strip_floats, const Pack& pack, const Kernel& kernel) {
+  constexpr std::int64_t kMostFloats = 2 << 20, kRows = kernels::kLinearWideRows;
+  const std::int64_t at_once = std::clamp<std::int64_t>(kMostFloats / strip_floats, 1, strips);
+  const auto bytes = [](std::int64_t floats) { return static_cast<std::size_t>(floats) * sizeof(float); };
+  auto* const packed = reinterpret_cast<float*>(thread_workspace(bytes(at_once * strip_floats + kernels::kLinearTileN)));
+  for (std::int64_t first = 0; first < strips; first += at_once) {
+    const std::int64_t count = std::min(at_once, strips - first);
+    parallel_items(count, count > 1, [&](std::int64_t i) { pack(first + i, packed + i * strip_floats); });
+    parallel_chunks((M + kRows - 1) / kRows, count, 1, bytes(kernels::linear_wide_packed(kRows, K)), [&](const ChunkTile& t) {
+      kernel(kernels::LinearWideTile{t.chunk * kRows, first + t.strip_begin, first + t.strip_end, packed + t.strip_begin * strip_floats,
+                                     static_cast<float*>(t.packed_rows), t.is_packed});
+    });
+  }
+}
+
+/// What computes a forward product: tile by tile with w where it lies, or, where rows are many and the type has such kernels, wide.
+template <class T, class Tiles, class WideTiles>
+struct ForwardKernels {
+  kernels::LinearPack<T>* pack;
+  Tiles* tiles;
+  kernels::LinearWideFrom* wide_from = nullptr;
+  kernels::LinearPackWeights<T>* pack_weights = nullptr;
+  WideTiles* wide = nullptr;
+  bool is_wide(std::int64_t M, std::int64_t K) const { return wide && M >= wide_from(K); }
+};
 template <class T, class O>
-void run(kernels::LinearPack<T>* pack, kernels::LinearForward<T, O>* kernel, const at::Tensor& x, const at::Tensor& w,
-         const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
+using LinearKernels = ForwardKernels<T, kernels::LinearForward<T, O>, kernels::LinearForwardWide<T, O>>;
+template <class T>
+using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::LinearSwigluWide<T>>;
+
+template <class T, class O>
+void run(const LinearKernels<T, O>& with, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
+         bool accumulate) {
+  constexpr std::int64_t kWidth = kernels::kLinearTileN;
+  const std::int64_t M = x.size(0), K = x.size(1), N = w.size(0), ldw = w.stride(0);
   const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
-    return kernels::LinearForwardArgs<T, O>{input, ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
-                                            y.stride(0), w.size(0), accumulate};
+    return kernels::LinearForwardArgs<T, O>{input, ptr<T>(w), ldw, bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
+                                            y.stride(0), N, accumulate};
   };
-  run_packed<T>(pack, x, w.size(0), kernels::kLinearTileN, args_of, kernel);
+  if (!with.is_wide(M, K)) return run_packed<T>(with.pack, x, N, kWidth, args_of, with.tiles);
+  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
+  const auto pack = [&](std::int64_t strip, float* out) { with.pack_weights(args.w + strip * kWidth * ldw, ldw, N - strip * kWidth, K, out); };
+  run_wide(M, K, (N + kWidth - 1) / kWidth, K * kWidth, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
 template <class T>
-void run_swiglu(kernels::LinearPack<T>* pack, kernels::LinearSwiglu<T>* kernel, const at::Tensor& x, const at::Tensor& w,
-                const std::optional<at::Tensor>& bias, const at::Tensor& gate_up, const at::Tensor& act) {
-  const std::int64_t I = act.size(1);
+void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                const at::Tensor& gate_up, const at::Tensor& act) {
+  constexpr std::int64_t kWidth = kernels::kSwigluTileN / 2;
+  const std::int64_t M = x.size(0), K = x.size(1), I = act.size(1), ldw = w.stride(0);
   const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
-    return kernels::LinearSwigluArgs<T>{input, ptr<T>(w), w.stride(0), bias ? ptr<T>(*bias) : nullptr,
+    return kernels::LinearSwigluArgs<T>{input, ptr<T>(w), ldw, bias ? ptr<T>(*bias) : nullptr,
                                         gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr, mutable_ptr<T>(act) + m * I, I};
   };
-  run_packed<T>(pack, x, 2 * I, kernels::kSwigluTileN, args_of, kernel);
+  if (!with.is_wide(M, K)) return run_packed<T>(with.pack, x, 2 * I, kernels::kSwigluTileN, args_of, with.tiles);
+  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
+  const auto pack = [&](std::int64_t strip, float* out) {
+    const std::int64_t i = strip * kWidth;
+    with.pack_weights(args.w + i * ldw, ldw, I - i, K, out);
+    with.pack_weights(args.w + (I + i) * ldw, ldw, I - i, K, out + K * kWidth);
+  };
+  run_wide(M, K, (I + kWidth - 1) / kWidth, 2 * K * kWidth, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
 template <class T, class O>
@@ -104,11 +150,12 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
                 "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
   if (y.numel() == 0) return;
   if (x.is_cuda()) return linear_forward_cuda.get(x)(x, w, bias, y, accumulate);
+  using namespace kernels;
   const auto type = x.scalar_type(), out = y.scalar_type();
-  if (type == at::kFloat && out == at::kFloat) return run<float, float>(kernels::linear_pack_f32, kernels::linear_forward_f32, x, w, bias, y, accumulate);
-  if (type == at::kDouble && out == at::kDouble) return run<double, double>(kernels::linear_pack_f64, kernels::linear_forward_f64, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>(kernels::linear_pack_bf16, kernels::linear_forward_bf16, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>(kernels::linear_pack_bf16, kernels::linear_forward_bf16_f32, x, w, bias, y, accumulate);
+  if (type == at::kFloat && out == at::kFloat) return run<float, float>({linear_pack_f32, linear_forward_f32, linear_wide_from_f32, linear_pack_weights_f32, linear_forward_wide_f32}, x, w, bias, y, accumulate);
+  if (type == at::kDouble && out == at::kDouble) return run<double, double>({linear_pack_f64, linear_forward_f64}, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>({linear_pack_bf16, linear_forward_bf16, linear_wide_from_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16}, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>({linear_pack_bf16, linear_forward_bf16_f32, linear_wide_from_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16_f32}, x, w, bias, y, accumulate);
   throw ArgumentError(detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
@@ -130,10 +177,11 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
     linear_forward(x, w, bias, both);
     return swiglu_forward(both, act);
   }
+  using namespace kernels;
   switch (x.scalar_type()) {
-    case at::kFloat: return run_swiglu<float>(kernels::linear_pack_f32, kernels::linear_swiglu_f32, x, w, bias, gate_up, act);
-    case at::kDouble: return run_swiglu<double>(kernels::linear_pack_f64, kernels::linear_swiglu_f64, x, w, bias, gate_up, act);
-    case at::kBFloat16: return run_swiglu<bfloat16>(kernels::linear_pack_bf16, kernels::linear_swiglu_bf16, x, w, bias, gate_up, act);
+    case at::kFloat: return run_swiglu<float>({linear_pack_f32, linear_swiglu_f32, linear_wide_from_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x, w, bias, gate_up, act);
+    case at::kDouble: return run_swiglu<double>({linear_pack_f64, linear_swiglu_f64}, x, w, bias, gate_up, act);
+    case at::kBFloat16: return run_swiglu<bfloat16>({linear_pack_bf16, linear_swiglu_bf16, linear_wide_from_bf16, linear_pack_weights_bf16, linear_swiglu_wide_bf16}, x, w, bias, gate_up, act);
     default: throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
   }
 }

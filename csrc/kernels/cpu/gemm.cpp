@@ -35,39 +35,29 @@ struct BlockSums {
   }
 };
 
-/// Panel of a · strip of b over `steps` steps.
-template <class T, class O>
+/// sums[kTileM][kTileN] = panel of a · strip of b over `steps` steps.
+template <class T>
 [[gnu::noinline]] void micro_kernel(const typename Panel<T>::Element* a, const typename Panel<T>::Element* b, std::int64_t steps,
-                                    const BlockSums<T, O>& to, int rows, int cols) {
+                                    [[maybe_unused]] const typename Panel<T>::Element* ahead, accumulate_t<T>* sums) {
   using P = Panel<T>;
   using S = typename P::S;
-  typename P::V acc[kTileM][kVectorsN];
+#if defined(__AVX512F__)
+  if constexpr (kInRegisterTile<T>) return register_tile<kRegisterColumns>(a, b, steps, false, ahead, sums);
+#endif
+  typename P::V acc[kTileM<T>][kVectorsN<T>];
   for (auto& row : acc)
     for (auto& v : row) v = S::zero();
-  for (std::int64_t s = 0; s < steps; ++s, a += kTileM, b += kTileN<T>) {
-    typename P::Operand bv[kVectorsN];
-    for (int j = 0; j < kVectorsN; ++j) bv[j] = P::load(b + j * S::kLanes);
+  for (std::int64_t s = 0; s < steps; ++s, a += kTileM<T>, b += kTileN<T>) {
+    typename P::Operand bv[kVectorsN<T>];
+    for (int j = 0; j < kVectorsN<T>; ++j) bv[j] = P::load(b + j * S::kLanes);
 #pragma GCC unroll 12
-    for (int i = 0; i < kTileM; ++i) {
+    for (int i = 0; i < kTileM<T>; ++i) {
       const auto av = P::broadcast(a + i);
-      for (int j = 0; j < kVectorsN; ++j) acc[i][j] = P::mul_add(av, bv[j], acc[i][j]);
+      for (int j = 0; j < kVectorsN<T>; ++j) acc[i][j] = P::mul_add(av, bv[j], acc[i][j]);
     }
   }
-  if constexpr (BlockSums<T, O>::kDirect) {
-    if (rows == kTileM && cols == kTileN<T>) {
-      for (int i = 0; i < kTileM; ++i)
-        for (int j = 0; j < kVectorsN; ++j) {
-          auto* out = to.c + i * to.ldc + j * S::kLanes;
-          S::store(out, to.adds() ? S::add(S::load(out), acc[i][j]) : acc[i][j]);
-        }
-      return;
-    }
-  }
-  accumulate_t<T> row[kTileN<T>];
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < kVectorsN; ++j) S::store(row + j * S::kLanes, acc[i][j]);
-    to.store(i, row, cols);
-  }
+  for (int i = 0; i < kTileM<T>; ++i)
+    for (int j = 0; j < kVectorsN<T>; ++j) S::store(sums + i * kTileN<T> + j * S::kLanes, acc[i][j]);
 }
 
 template <class T, class O>
@@ -79,12 +69,24 @@ void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
   auto* const panels = static_cast<Element*>(tile.packed_a);
   if (!tile.is_packed) pack_a(p, tile.k0, tile.m0, m1, panels);
   for (std::int64_t n = tile.n0; n < tile.n1; n += kTileN<T>)
-    for (std::int64_t m = tile.m0; m < m1; m += kTileM) {
+    for (std::int64_t m = tile.m0; m < m1; m += kTileM<T>) {
       const BlockSums<T, O> to{args.c + m * args.ldc + n, args.ldc, args.sums ? args.sums + m * p.N + n : nullptr, p.N,
                                tile.k0 == 0, tile.k0 + block.terms == p.K, args.accumulate};
-      micro_kernel<T, O>(panels + (m - tile.m0) / kTileM * panel_size<T>(block.steps), static_cast<const Element*>(p.packed_b) + n * block.steps,
-                         block.steps, to, static_cast<int>(smaller<std::int64_t>(kTileM, m1 - m)),
-                         static_cast<int>(smaller<std::int64_t>(kTileN<T>, tile.n1 - n)));
+      const std::int64_t panel = (m - tile.m0) / kTileM<T>;
+      const auto* const ahead = static_cast<const Element*>(p.packed_b) + (n + kTileN<T>) * block.steps + panel * (block.steps / 4 * 16);
+      alignas(64) accumulate_t<T> sums[kTileM<T> * kTileN<T>];
+      for (int i = 0; i < kTileM<T> && m + i < m1; ++i)
+        for (int j = 0; j < kTileN<T>; j += 64 / static_cast<int>(sizeof(O))) __builtin_prefetch(to.c + i * to.ldc + j, 1, 2);
+      micro_kernel<T>(panels + (m - tile.m0) / kTileM<T> * panel_size<T>(block.steps), static_cast<const Element*>(p.packed_b) + n * block.steps,
+                      block.steps, ahead, sums);
+      const int rows = static_cast<int>(smaller<std::int64_t>(kTileM<T>, m1 - m)), cols = static_cast<int>(smaller<std::int64_t>(kTileN<T>, tile.n1 - n));
+      for (int i = 0; i < rows; ++i) {
+        if (cols == kTileN<T>) {
+          to.store(i, sums + i * kTileN<T>, kTileN<T>);  // a known length: whole vectors
+        } else {
+          to.store(i, sums + i * kTileN<T>, cols);
+        }
+      }
     }
 }
 

@@ -2,6 +2,7 @@
 // and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 #pragma once
 #include "kernels/cpu/plain.h"
+#include "kernels/cpu/register_tile.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/transpose.h"
 #include "kernels/gemm.h"
@@ -23,8 +24,12 @@ struct Panel {
   static V mul_add(Operand a, Operand b, V c) { return S::fma(a, b, c); }
   /// One step of a row of B, n <= kLanes values from b (the second row of a pair is at b + ldb).
   static void pack_row(const T* b, std::int64_t, bool, int n, Element* out) {
-    S::store(out, n == S::kLanes ? S::load(b) : S::load(b, n));
+    S::store(out, rows(b, 0, false, n));
   }
+  /// One step of n <= kLanes rows of a that lie side by side.
+  static V rows(const T* a, std::int64_t, bool, int n) { return n == S::kLanes ? S::load(a) : S::load(a, n); }
+  /// kLanes steps of one row of a, from a.
+  static V steps(const T* a) { return S::load(a); }
 };
 
 #if defined(__AVX512BF16__)
@@ -42,32 +47,71 @@ struct Panel<bfloat16> {
   static Operand load(const Element* p) { return reinterpret_cast<Operand>(_mm512_loadu_si512(p)); }
   static V mul_add(Operand a, Operand b, V c) { return _mm512_dpbf16_ps(c, a, b); }
   static void pack_row(const bfloat16* b, std::int64_t ldb, bool has_second, int n, Element* out) {
+    _mm512_storeu_ps(out, rows(b, ldb, has_second, n));
+  }
+  static V rows(const bfloat16* b, std::int64_t ldb, bool has_second, int n) {
     const __mmask16 mask = static_cast<__mmask16>((1u << n) - 1);
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b));
     const __m512i high = has_second ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, b + ldb)) : _mm512_setzero_si512();
-    _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
   }
+  static V steps(const bfloat16* a) { return _mm512_loadu_ps(a); }
 };
 #endif
 
+/// Whether sums are those of register_tile.
+template <class T>
+constexpr bool kInRegisterTile =
 #if defined(__AVX512F__)
-constexpr int kTileM = 12, kVectorsN = 2;
-#elif defined(__AVX2__)
-constexpr int kTileM = 6, kVectorsN = 2;
+    std::is_same_v<typename Panel<T>::Element, float>;
 #else
-constexpr int kTileM = 4, kVectorsN = 2;
+    false;
 #endif
-static_assert(kGemmTileM % kTileM == 0);
+
+#if defined(__AVX512F__)
+template <class T>
+constexpr int kTileM = kInRegisterTile<T> ? kRegisterRows : 12;
+template <class T>
+constexpr int kVectorsN = kInRegisterTile<T> ? 3 : 2;
+#elif defined(__AVX2__)
+template <class T>
+constexpr int kTileM = 6;
+template <class T>
+constexpr int kVectorsN = 2;
+#else
+template <class T>
+constexpr int kTileM = 4;
+template <class T>
+constexpr int kVectorsN = 2;
+#endif
+
+/// Whether rows of a are packed a vector at a time.
+template <class T>
+constexpr bool kTurnsRows =
+#if defined(__AVX512F__)
+    sizeof(typename Panel<T>::Element) == 4;
+#else
+    false;
+#endif
 
 template <class T>
-constexpr int kTileN = kVectorsN* simd_t<T>::kLanes;
-static_assert(kGemmTileN % kTileN<float> == 0 && kGemmTileN % kTileN<double> == 0);
+constexpr int kTileN = kVectorsN<T>* simd_t<T>::kLanes;
 
-/// A panel of a: step s at s * kTileM. Packing may write up to a vector past the end of a step.
+template <class T>
+constexpr bool kDividesTiles = kGemmTileM % kTileM<T> == 0 && kGemmTileN % kTileN<T> == 0;
+static_assert(kDividesTiles<float> && kDividesTiles<double> && kDividesTiles<bfloat16>);
+
+/// A panel of a: step s at s * kTileM. Packing may write up to a vector past the end of a step, and the tile may read a step more.
 template <class T>
 constexpr std::int64_t panel_size(std::int64_t steps) {
-  return steps * kTileM + Panel<T>::S::kLanes;
+  return steps * kTileM<T> + Panel<T>::S::kLanes;
 }
+
+/// As many panels of a as are packed together: a vector's lanes are rows of theirs.
+template <class T>
+constexpr int kPanelsTogether = kInRegisterTile<T> ? 2 : 1;
+template <class T>
+constexpr int kRowsTogether = kPanelsTogether<T>* kTileM<T>;
 
 /// The steps of the block of terms that begins at k0.
 template <class T>
@@ -78,35 +122,45 @@ struct Block {
 
 constexpr std::int64_t kPackSteps = 16;  // steps of every panel packed in turn: their pages stay in the translation cache
 
-/// Steps [first, last) of one panel: rows [0, present) from a; absent rows are zero.
+/// Step s of panels packed together: a lane for every row.
 template <class T>
-void pack_panel(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, std::int64_t terms, std::int64_t first, std::int64_t last,
-                typename Panel<T>::Element* panel) {
-  using P = Panel<T>;
-  using Element = typename P::Element;
-  std::int64_t s = first;
+[[gnu::always_inline]] inline void put_step(typename Panel<T>::V rows, std::int64_t s, std::int64_t steps, typename Panel<T>::Element* panels) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(Element) == 4) {
-    if (row_stride == 1 && kTileM <= P::S::kLanes) {
-      for (; s < last; ++s) P::pack_row(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < terms, present, panel + s * kTileM);
-      return;
-    }
-    if (col_stride == 1 && sizeof(T) * P::kPair == 4) {
-      for (; s + 16 <= last && (s + 16) * P::kPair <= terms; s += 16) {
-        using Words = std::int32_t __attribute__((vector_size(64)));
-        Words r[16];
-        for (int i = 0; i < 16; ++i) r[i] = i < present ? reinterpret_cast<Words>(_mm512_loadu_si512(a + i * row_stride + s * P::kPair)) : Words{};
-        transpose_square<Words>(r);
-        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel + (s + i) * kTileM, reinterpret_cast<__m512i>(r[i]));
-      }
-    }
+  if constexpr (kPanelsTogether<T> == 2) {
+    _mm256_storeu_ps(panels + s * kTileM<T>, _mm512_castps512_ps256(rows));
+    _mm256_storeu_ps(panels + panel_size<T>(steps) + s * kTileM<T>, _mm512_extractf32x8_ps(rows, 1));
+    return;
   }
 #endif
+  __builtin_memcpy(panels + s * kTileM<T>, &rows, sizeof(rows));
+}
+
+/// Steps [first, last) of kPanelsTogether panels of `steps` steps: rows [0, present) from a; absent rows are zero.
+template <class T>
+void pack_panels(const T* a, std::int64_t row_stride, std::int64_t col_stride, int present, const Block<T>& block, std::int64_t first, std::int64_t last,
+                 typename Panel<T>::Element* panels) {
+  using P = Panel<T>;
+  using S = typename P::S;
+  using Element = typename P::Element;
+  std::int64_t s = first;
+  if constexpr (kTurnsRows<T>) {
+    if (row_stride == 1) {
+      for (; s < last; ++s) put_step<T>(P::rows(a + s * P::kPair * col_stride, col_stride, s * P::kPair + 1 < block.terms, present), s, block.steps, panels);
+      return;
+    }
+    for (; col_stride == 1 && s + S::kLanes <= last && (s + S::kLanes) * P::kPair <= block.terms; s += S::kLanes) {
+      typename P::V v[S::kLanes];
+      for (int i = 0; i < S::kLanes; ++i) v[i] = i < present ? P::steps(a + i * row_stride + s * P::kPair) : S::zero();
+      transpose_square<decltype(v[0] < v[0])>(v);
+      for (int i = 0; i < S::kLanes; ++i) put_step<T>(v[i], s + i, block.steps, panels);
+    }
+  }
   for (; s < last; ++s) {
     const std::int64_t k = s * P::kPair;
-    Element* const out = panel + s * kTileM;
-    for (int i = 0; i < present; ++i) out[i] = P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < terms);
-    for (int i = present; i < kTileM; ++i) out[i] = Element{};
+    for (int i = 0; i < kRowsTogether<T>; ++i) {
+      const Element value = i < present ? P::make(a + i * row_stride + k * col_stride, col_stride, k + 1 < block.terms) : Element{};
+      panels[i / kTileM<T> * panel_size<T>(block.steps) + s * kTileM<T> + i % kTileM<T>] = value;
+    }
   }
 }
 
@@ -117,9 +171,10 @@ void pack_a(const GemmInput<T>& p, std::int64_t k0, std::int64_t m0, std::int64_
   const Block<T> block(p.K, k0);
   const std::int64_t turn = p.row_stride_a == 1 ? kPackSteps : block.steps;
   for (std::int64_t first = 0; first < block.steps; first += turn)
-    for (std::int64_t m = m0; m < m1; m += kTileM)
-      pack_panel(p.a + m * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a, static_cast<int>(smaller<std::int64_t>(kTileM, m1 - m)),
-                 block.terms, first, smaller(block.steps, first + turn), panels + (m - m0) / kTileM * panel_size<T>(block.steps));
+    for (std::int64_t m = m0; m < m1; m += kRowsTogether<T>)
+      pack_panels<T>(p.a + m * p.row_stride_a + k0 * p.col_stride_a, p.row_stride_a, p.col_stride_a,
+                     static_cast<int>(smaller<std::int64_t>(kRowsTogether<T>, m1 - m)), block, first, smaller(block.steps, first + turn),
+                     panels + (m - m0) / kTileM<T> * panel_size<T>(block.steps));
 }
 
 /// Columns [n0, n1) of a block of b, as strips of kTileN; the last is filled up with zeros.
@@ -132,7 +187,7 @@ void pack_b(const GemmInput<T>& p, std::int64_t k0, std::int64_t n0, std::int64_
     for (std::int64_t n = n0; n < n1; n += kTileN<T>) {
       auto* out = static_cast<typename P::Element*>(p.packed_b) + n * block.steps + first * kTileN<T>;
       for (std::int64_t s = first; s < smaller(block.steps, first + kPackSteps); ++s)
-        for (int j = 0; j < kVectorsN; ++j, out += kLanes) {
+        for (int j = 0; j < kVectorsN<T>; ++j, out += kLanes) {
           const std::int64_t k = s * P::kPair, left = n1 - n - j * kLanes;
           if (left > 0) {
             P::pack_row(p.b + (k0 + k) * p.ldb + n + j * kLanes, p.ldb, k + 1 < block.terms, static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);

@@ -1,5 +1,5 @@
-// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h.
-#include "kernels/cpu/linear_panel.h"
+// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h and, of many rows, linear_wide.h.
+#include "kernels/cpu/linear_wide.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -37,16 +37,25 @@ struct StoreColumns {
 };
 
 template <class T, class O>
+StoreColumns<T, O> store_strip(const LinearForwardArgs<T, O>& p, std::int64_t strip) {
+  return {p, strip * kLinearTileN, static_cast<int>(smaller(kLinearTileN, p.N - strip * kLinearTileN))};
+}
+
+template <class T, class O>
 void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {
-  const auto count = [&](std::int64_t strip) { return static_cast<int>(smaller(kLinearTileN, p.N - strip * kLinearTileN)); };
   const auto columns_of = [&](std::int64_t strip) {
     Columns<T, kLinearTileN> columns;
-    columns.count = count(strip);
+    columns.count = store_strip(p, strip).count;
     columns.set(0, kLinearTileN, p.w + strip * kLinearTileN * p.ldw, p.ldw, columns.count);
     return columns;
   };
-  const auto store_of = [&](std::int64_t strip) { return StoreColumns<T, O>{p, strip * kLinearTileN, count(strip)}; };
+  const auto store_of = [&](std::int64_t strip) { return store_strip(p, strip); };
   run_tiles(p.input, LinearTiles(p.input.M, p.N, p.input.K), p.ldw, tile_begin, tile_end, more, columns_of, store_of);
+}
+
+template <class T, class O>
+void linear_forward_wide(const LinearForwardArgs<T, O>& p, const LinearWideTile& tile) {
+  run_wide<1>(p.input, tile, [&](std::int64_t strip) { return store_strip(p, strip); });
 }
 
 }  // namespace
@@ -55,5 +64,8 @@ void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b
 void linear_forward_f64(const LinearForwardArgs<double, double>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
 void linear_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
 void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
+void linear_forward_wide_f32(const LinearForwardArgs<float, float>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
+void linear_forward_wide_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
+void linear_forward_wide_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

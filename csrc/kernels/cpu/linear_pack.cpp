@@ -1,5 +1,5 @@
-// Packing x for the forward product: panels with their rows side by side, or, for few rows, rows as words.
-#include "kernels/cpu/linear_panel.h"
+// Packing for the forward product. x: panels with their rows side by side, or, for few rows, rows as words. w, where rows are many: strips.
+#include "kernels/cpu/linear_wide.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -47,8 +47,30 @@ void pack(const LinearInput<T>& p, std::int64_t begin, std::int64_t end) {
   pack_panels(p, begin * kLinearTileM, smaller(end * kLinearTileM, p.M));
 }
 
+template <class T>
+void pack_weights(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) {
+  if constexpr (kHasWide<T>) {
+    constexpr int kLanes = Terms<T>::S::kLanes;
+    for (std::int64_t r = 0; r < kLinearTileN; r += kLanes)
+      for (std::int64_t k = 0; k < K; k += kLanes)
+        pack_square(w + r * ldw + k, ldw, rows - r, K - k, K - k, kLinearTileN, out + k * kLinearTileN + r);
+  }
+}
+
+/// Packing w, for one call, takes as long as multiplying some thirty rows. Against that stands that a strip is widened once (bfloat16), and
+/// that long rows go through the near caches block by block.
+template <class T>
+std::int64_t wide_from(std::int64_t K) {
+  if (!kHasWide<T>) return INT64_MAX;
+  return sizeof(T) < sizeof(float) ? kLinearWideRows : (K > 2048 ? 2 : 4) * kLinearWideRows;
+}
+
 }  // namespace
 
+void linear_pack_weights_f32(const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
+void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
+std::int64_t linear_wide_from_f32(std::int64_t K) { return wide_from<float>(K); }
+std::int64_t linear_wide_from_bf16(std::int64_t K) { return wide_from<bfloat16>(K); }
 void linear_pack_f32(const LinearInput<float>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_f64(const LinearInput<double>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_bf16(const LinearInput<bfloat16>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }

@@ -52,7 +52,33 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype, K):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130])
+@pytest.mark.parametrize("M, N, K", [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_have_the_bits_of_few(dtype, M, N, K):
+    """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
+    x, w, bias = tensors(M, N, K, dtype)
+    y = tensors(M, N, 1, dtype)[0] * torch.ones(1, N, dtype=dtype)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for b, add_to in ((None, None), (bias, None), (None, y), (bias, y)):
+                few = [product(x[m : m + 50], w, b, None if add_to is None else y[m : m + 50]) for m in range(0, M, 50)]
+                assert torch.equal(product(x, w, b, add_to), torch.cat(few))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_and_columns_of_wider_matrices(dtype):
+    x, w, _ = tensors(450, 60, 40, dtype)
+    wide_x, wide_w, wide_y = torch.full((450, 50), float("nan"), dtype=dtype), torch.full((60, 45), float("nan"), dtype=dtype), torch.zeros(450, 70, dtype=dtype)
+    wide_x[:, :40], wide_w[:, :40] = x, w
+    C.linear_forward(wide_x[:, :40], wide_w[:, :40], None, wide_y[:, :60], False)
+    assert torch.equal(wide_y[:, :60], product(x, w)) and not wide_y[:, 60:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130, 401])
 def test_float32_sums_are_one_chain_in_ascending_order(rows):
     """A small term is lost beside a large one, and what is lost tells the order: 2^24 + 1 is 2^24 in float32."""
     K = 97
@@ -65,7 +91,7 @@ def test_float32_sums_are_one_chain_in_ascending_order(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_x_may_be_packed_in_several_goes(dtype):
     """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
-    x, w, _ = tensors(700, 50, 16384, dtype)
+    x, w, _ = tensors(700, 200, 16384, dtype)
     whole = product(x, w)
     for i in (0, 255, 256, 500, 699):
         assert torch.equal(product(x[i : i + 1], w)[0], whole[i])

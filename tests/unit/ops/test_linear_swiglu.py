@@ -14,7 +14,7 @@ def tensors(M: int, I: int, K: int, dtype, bias: bool):  # noqa: E741
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("M,I,K", [(1, 16, 32), (2, 5, 7), (3, 33, 48), (70, 48, 64), (300, 40, 96)])
+@pytest.mark.parametrize("M,I,K", [(1, 16, 32), (2, 5, 7), (3, 33, 48), (70, 48, 64), (300, 40, 96), (401, 100, 1030)])
 def test_linear_swiglu_has_the_bits_of_its_two_parts(M, I, K, dtype, bias):  # noqa: E741
     x, w, b = tensors(M, I, K, dtype, bias)
     gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)

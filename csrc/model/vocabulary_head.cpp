@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::int64_t kTile = kernels::kVocabBlock;  // columns: a whole block of the log-softmax
 constexpr std::int64_t kRowBlock = 64;                // rows: their logits for a tile stay in the second-level cache
+constexpr std::int64_t kManyRows = 384;               // from here on a tile's logits are one product of all rows
 constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
 constexpr std::int64_t kRowLogits = std::int64_t{1} << 24;  // where whole rows are needed: 64 MiB of float32
 constexpr std::int64_t kFusedLogits = 56'000'000;           // logits that wait for their loss: 224 MB at most,
@@ -119,22 +120,33 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
   const std::int64_t* const first = wanted.first + start;
   block_sums_.resize(static_cast<std::size_t>(U * tiles));
   target_logits_.resize(static_cast<std::size_t>(first[U] - first[0]));
-  with_tile_type(x, [&, start = start, U = U](auto tag) {
-    at::parallel_for(0, tiles * row_blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t item = begin; item < end; ++item) {
-        const std::int64_t tile = item / row_blocks, v = tile * kTile, r = item % row_blocks * kRowBlock;
-        const std::int64_t columns = std::min(kTile, V - v), rows = std::min(kRowBlock, U - r);
-        float* const logits = kept ? kept + (tile * U + r) * kTile : thread_logits();
-        tile_logits<decltype(tag)>(x, w, start + r, rows, v, columns, logits);
-        for (std::int64_t u = r; u < r + rows; ++u) {
-          const float* const row = logits + (u - r) * kTile;
-          block_sums_[static_cast<std::size_t>(u * tiles + tile)] = kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
-          for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
-            if (wanted.targets[i] >= v && wanted.targets[i] < v + columns) target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
+  const auto take_row = [&](std::int64_t u, std::int64_t tile, std::int64_t columns, const float* row) {
+    block_sums_[static_cast<std::size_t>(u * tiles + tile)] = kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
+    for (std::int64_t i = first[u], v = tile * kTile; i < first[u + 1]; ++i)
+      if (wanted.targets[i] >= v && wanted.targets[i] < v + columns) target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
+  };
+  if (kept && U >= kManyRows) {
+    for (std::int64_t tile = 0; tile < tiles; ++tile) {
+      const std::int64_t v = tile * kTile, columns = std::min(kTile, V - v);
+      float* const logits = kept + tile * U * kTile;
+      ops::linear_forward(x.narrow(0, start, U), w.narrow(0, v, columns), std::nullopt, at::from_blob(logits, {U, columns}, {kTile, 1}, at::kFloat));
+      at::parallel_for(0, U, kRowBlock, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t u = begin; u < end; ++u) take_row(u, tile, columns, logits + u * kTile);
+      });
+    }
+  } else {
+    with_tile_type(x, [&, start = start, U = U](auto tag) {
+      at::parallel_for(0, tiles * row_blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t item = begin; item < end; ++item) {
+          const std::int64_t tile = item / row_blocks, v = tile * kTile, r = item % row_blocks * kRowBlock;
+          const std::int64_t columns = std::min(kTile, V - v), rows = std::min(kRowBlock, U - r);
+          float* const logits = kept ? kept + (tile * U + r) * kTile : thread_logits();
+          tile_logits<decltype(tag)>(x, w, start + r, rows, v, columns, logits);
+          for (std::int64_t u = r; u < r + rows; ++u) take_row(u, tile, columns, logits + (u - r) * kTile);
         }
-      }
+      });
     });
-  });
+  }
   at::parallel_for(0, U, 64, [&, start = start](std::int64_t begin, std::int64_t end) {
     for (std::int64_t u = begin; u < end; ++u) {
       const auto lse = kernels::combine_block_sums(&block_sums_[static_cast<std::size_t>(u * tiles)], tiles, entropy.defined());

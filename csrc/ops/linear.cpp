@@ -44,18 +44,19 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
   }
 }
 
-/// Computes tiles by kernel(LinearWideTile) from strips of so many floats each that pack(strip, out) packs for all threads, as many at a time
+/// Computes tiles by kernel(LinearWideTile) from strips of `width` columns that pack(strip, out) packs for all threads, as many at a time
 /// as are still in a nearby cache once packed.
 template <class Pack, class Kernel>
-void run_wide(std::int64_t M, std::int64_t K, std::int64_t strips, std::int64_t strip_floats, const Pack& pack, const Kernel& kernel) {
+void run_wide(std::int64_t M, std::int64_t N, std::int64_t K, std::int64_t width, const Pack& pack, const Kernel& kernel) {
   constexpr std::int64_t kMostFloats = 2 << 20, kRows = kernels::kLinearWideRows;
+  const std::int64_t strips = (N + width - 1) / width, strip_floats = width * K;
   const std::int64_t at_once = std::clamp<std::int64_t>(kMostFloats / strip_floats, 1, strips);
-  const auto bytes = [](std::int64_t floats) { return static_cast<std::size_t>(floats) * sizeof(float); };
-  auto* const packed = reinterpret_cast<float*>(thread_workspace(bytes(at_once * strip_floats + kernels::kLinearTileN)));
+  const auto bytes = [K](std::int64_t lines) { return static_cast<std::size_t>(kernels::linear_wide_packed(lines, K)) * sizeof(float); };
+  auto* const packed = reinterpret_cast<float*>(thread_workspace(bytes(at_once * width)));
   for (std::int64_t first = 0; first < strips; first += at_once) {
     const std::int64_t count = std::min(at_once, strips - first);
     parallel_items(count, count > 1, [&](std::int64_t i) { pack(first + i, packed + i * strip_floats); });
-    parallel_chunks((M + kRows - 1) / kRows, count, 1, bytes(kernels::linear_wide_packed(kRows, K)), [&](const ChunkTile& t) {
+    parallel_chunks((M + kRows - 1) / kRows, count, 1, bytes(kRows), [&](const ChunkTile& t) {
       kernel(kernels::LinearWideTile{t.chunk * kRows, first + t.strip_begin, first + t.strip_end, packed + t.strip_begin * strip_floats,
                                      static_cast<float*>(t.packed_rows), t.is_packed});
     });
@@ -70,45 +71,50 @@ struct ForwardKernels {
   kernels::LinearWideFrom* wide_from = nullptr;
   kernels::LinearPackWeights<T>* pack_weights = nullptr;
   WideTiles* wide = nullptr;
-  bool is_wide(std::int64_t M, std::int64_t K) const { return wide && M >= wide_from(K); }
+  bool is_wide(std::int64_t M, std::int64_t K) const { return wide && K > 0 && M >= wide_from(K); }
 };
 template <class T, class O>
 using LinearKernels = ForwardKernels<T, kernels::LinearForward<T, O>, kernels::LinearForwardWide<T, O>>;
 template <class T>
 using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::LinearSwigluWide<T>>;
 
+/// The product of N columns in strips of `width`; args_of(input, first row) as for run_packed, pack(strip, out) as for run_wide.
+template <class T, class Kernels, class ArgsOf, class Pack>
+void run_forward(const Kernels& with, const at::Tensor& x, std::int64_t N, std::int64_t width, const ArgsOf& args_of, const Pack& pack) {
+  const std::int64_t M = x.size(0), K = x.size(1);
+  if (!with.is_wide(M, K)) return run_packed<T>(with.pack, x, N, width, args_of, with.tiles);
+  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
+  run_wide(M, N, K, width, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
+}
+
 template <class T, class O>
 void run(const LinearKernels<T, O>& with, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
          bool accumulate) {
   constexpr std::int64_t kWidth = kernels::kLinearTileN;
-  const std::int64_t M = x.size(0), K = x.size(1), N = w.size(0), ldw = w.stride(0);
+  const std::int64_t K = x.size(1), N = w.size(0), ldw = w.stride(0);
   const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
     return kernels::LinearForwardArgs<T, O>{input, ptr<T>(w), ldw, bias ? ptr<T>(*bias) : nullptr, mutable_ptr<O>(y) + m * y.stride(0),
                                             y.stride(0), N, accumulate};
   };
-  if (!with.is_wide(M, K)) return run_packed<T>(with.pack, x, N, kWidth, args_of, with.tiles);
-  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
-  const auto pack = [&](std::int64_t strip, float* out) { with.pack_weights(args.w + strip * kWidth * ldw, ldw, N - strip * kWidth, K, out); };
-  run_wide(M, K, (N + kWidth - 1) / kWidth, K * kWidth, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
+  const auto pack = [&](std::int64_t strip, float* out) { with.pack_weights(ptr<T>(w) + strip * kWidth * ldw, ldw, N - strip * kWidth, K, out); };
+  run_forward<T>(with, x, N, kWidth, args_of, pack);
 }
 
 template <class T>
 void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                 const at::Tensor& gate_up, const at::Tensor& act) {
-  constexpr std::int64_t kWidth = kernels::kSwigluTileN / 2;
-  const std::int64_t M = x.size(0), K = x.size(1), I = act.size(1), ldw = w.stride(0);
+  constexpr std::int64_t kHalf = kernels::kSwigluTileN / 2;
+  const std::int64_t K = x.size(1), I = act.size(1), ldw = w.stride(0);
   const auto args_of = [&](const kernels::LinearInput<T>& input, std::int64_t m) {
     return kernels::LinearSwigluArgs<T>{input, ptr<T>(w), ldw, bias ? ptr<T>(*bias) : nullptr,
                                         gate_up.defined() ? mutable_ptr<T>(gate_up) + m * 2 * I : nullptr, mutable_ptr<T>(act) + m * I, I};
   };
-  if (!with.is_wide(M, K)) return run_packed<T>(with.pack, x, 2 * I, kernels::kSwigluTileN, args_of, with.tiles);
-  const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
   const auto pack = [&](std::int64_t strip, float* out) {
-    const std::int64_t i = strip * kWidth;
-    with.pack_weights(args.w + i * ldw, ldw, I - i, K, out);
-    with.pack_weights(args.w + (I + i) * ldw, ldw, I - i, K, out + K * kWidth);
+    const std::int64_t i = strip * kHalf;
+    with.pack_weights(ptr<T>(w) + i * ldw, ldw, I - i, K, out);
+    with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + K * kHalf);
   };
-  run_wide(M, K, (I + kWidth - 1) / kWidth, 2 * K * kWidth, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
+  run_forward<T>(with, x, 2 * I, kernels::kSwigluTileN, args_of, pack);
 }
 
 template <class T, class O>

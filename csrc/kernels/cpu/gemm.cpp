@@ -73,12 +73,12 @@ void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
       const BlockSums<T, O> to{args.c + m * args.ldc + n, args.ldc, args.sums ? args.sums + m * p.N + n : nullptr, p.N,
                                tile.k0 == 0, tile.k0 + block.terms == p.K, args.accumulate};
       const std::int64_t panel = (m - tile.m0) / kTileM<T>;
-      const auto* const ahead = static_cast<const Element*>(p.packed_b) + (n + kTileN<T>) * block.steps + panel * (block.steps / 4 * 16);
+      const auto* const strip = static_cast<const Element*>(p.packed_b) + n * block.steps;
+      const auto* const ahead = strip + kTileN<T> * block.steps + panel * (block.steps / 4 * 16);  // each panel asks for its share
       alignas(64) accumulate_t<T> sums[kTileM<T> * kTileN<T>];
       for (int i = 0; i < kTileM<T> && m + i < m1; ++i)
         for (int j = 0; j < kTileN<T>; j += 64 / static_cast<int>(sizeof(O))) __builtin_prefetch(to.c + i * to.ldc + j, 1, 2);
-      micro_kernel<T>(panels + (m - tile.m0) / kTileM<T> * panel_size<T>(block.steps), static_cast<const Element*>(p.packed_b) + n * block.steps,
-                      block.steps, ahead, sums);
+      micro_kernel<T>(panels + panel * panel_size<T>(block.steps), strip, block.steps, ahead, sums);
       const int rows = static_cast<int>(smaller<std::int64_t>(kTileM<T>, m1 - m)), cols = static_cast<int>(smaller<std::int64_t>(kTileN<T>, tile.n1 - n));
       for (int i = 0; i < rows; ++i) {
         if (cols == kTileN<T>) {

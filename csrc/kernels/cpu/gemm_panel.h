@@ -61,12 +61,7 @@ struct Panel<bfloat16> {
 
 /// Whether sums are those of register_tile.
 template <class T>
-constexpr bool kInRegisterTile =
-#if defined(__AVX512F__)
-    std::is_same_v<typename Panel<T>::Element, float>;
-#else
-    false;
-#endif
+constexpr bool kInRegisterTile = kHasRegisterTile && std::is_same_v<typename Panel<T>::Element, float>;
 
 #if defined(__AVX512F__)
 template <class T>
@@ -127,9 +122,7 @@ template <class T>
 [[gnu::always_inline]] inline void put_step(typename Panel<T>::V rows, std::int64_t s, std::int64_t steps, typename Panel<T>::Element* panels) {
 #if defined(__AVX512F__)
   if constexpr (kPanelsTogether<T> == 2) {
-    _mm256_storeu_ps(panels + s * kTileM<T>, _mm512_castps512_ps256(rows));
-    _mm256_storeu_ps(panels + panel_size<T>(steps) + s * kTileM<T>, _mm512_extractf32x8_ps(rows, 1));
-    return;
+    return store_rows(rows, panels + s * kTileM<T>, panels + panel_size<T>(steps) + s * kTileM<T>);
   }
 #endif
   __builtin_memcpy(panels + s * kTileM<T>, &rows, sizeof(rows));

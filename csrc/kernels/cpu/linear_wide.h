@@ -7,12 +7,7 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 template <class T>
-constexpr bool kHasWide =
-#if defined(__AVX512F__)
-    std::is_same_v<typename Terms<T>::Word, float> && Terms<T>::kPerWord == 1;
-#else
-    false;
-#endif
+constexpr bool kHasWide = kHasRegisterTile && std::is_same_v<typename Terms<T>::Word, float> && Terms<T>::kPerWord == 1;
 
 #if defined(__AVX512F__)
 constexpr std::int64_t kWideTerms = 1024;  ///< terms that a panel of x and a strip of w keep in the near caches
@@ -30,16 +25,14 @@ void pack_wide_rows(const LinearInput<T>& p, std::int64_t m0, std::int64_t m1, f
       F32::V v[kLanes];
       for (int i = 0; i < kLanes; ++i) v[i] = i < rows ? Terms<T>::words(p.x + (m + i) * p.ldx + k, terms) : F32::zero();
       turn<F32>(v);
-      for (int i = 0; i < terms; ++i) {
-        _mm256_storeu_ps(panels + (k + i) * kRegisterRows, _mm512_castps512_ps256(v[i]));
-        _mm256_storeu_ps(panels + (p.K + k + i) * kRegisterRows, _mm512_extractf32x8_ps(v[i], 1));
-      }
+      for (int i = 0; i < terms; ++i) store_rows(v[i], panels + (k + i) * kRegisterRows, panels + (p.K + k + i) * kRegisterRows);
     }
   }
 }
 
 /// Tiles of rows by strips; a strip is kParts times kLinearTileN columns. A row's sums go to store_of(strip)(m, sums).
 template <int kParts, class T, class StoreOf>
+  requires(kHasWide<T>)
 void run_wide(const LinearInput<T>& p, const LinearWideTile& tile, const StoreOf& store_of) {
   constexpr int kWidth = kParts * kRegisterColumns;
   const std::int64_t m1 = smaller(tile.m0 + kLinearWideRows, p.M), panels = (m1 - tile.m0 + kRegisterRows - 1) / kRegisterRows;
@@ -60,10 +53,12 @@ void run_wide(const LinearInput<T>& p, const LinearWideTile& tile, const StoreOf
     for (std::int64_t m = tile.m0; m < m1; ++m) store(m, sums + (m - tile.m0) * kWidth);
   }
 }
-#else
-template <int kParts, class T, class StoreOf>
-void run_wide(const LinearInput<T>&, const LinearWideTile&, const StoreOf&) {}
 #endif
+
+/// Never called: linear_wide_from says so.
+template <int kParts, class T, class StoreOf>
+  requires(!kHasWide<T>)
+void run_wide(const LinearInput<T>&, const LinearWideTile&, const StoreOf&) {}
 
 }  // namespace
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -16,6 +16,14 @@ namespace {
 constexpr int kRegisterRows = 8, kRegisterColumns = 48;
 
 #if defined(__AVX512F__)
+constexpr bool kHasRegisterTile = true;
+
+/// A vector of rows that are packed together: its halves belong to the same step of two panels of a.
+[[gnu::always_inline]] inline void store_rows(__m512 rows, float* first, float* second) {
+  _mm256_storeu_ps(first, _mm512_castps512_ps256(rows));
+  _mm256_storeu_ps(second, _mm512_extractf32x8_ps(rows, 1));
+}
+
 #define NRL_MULTIPLY(a, x, sum) "vfmadd231ps " a ", %%" x ", %%" sum "\n\t"
 /// One row of sums, its element of a in register w; then the element at `next` is on its way to register v.
 #define NRL_ROW(w, v, next, x0, x1, x2, s0, s1, s2) \
@@ -98,6 +106,8 @@ template <int kRow>
 #undef NRL_ZERO
 #undef NRL_LOAD
 #undef NRL_STORE
+#else
+constexpr bool kHasRegisterTile = false;
 #endif
 
 }  // namespace

@@ -69,6 +69,13 @@ def test_many_rows_have_the_bits_of_few(dtype, M, N, K):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 400])
+def test_nothing_to_sum_leaves_bias_and_what_is_added_to(rows):
+    x, w, bias, y = torch.empty(rows, 0), torch.empty(50, 0), torch.arange(50.0), torch.full((rows, 50), 3.0)
+    assert torch.equal(product(x, w), torch.zeros(rows, 50))
+    assert torch.equal(product(x, w, bias, y), y + bias)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_and_columns_of_wider_matrices(dtype):
     x, w, _ = tensors(450, 60, 40, dtype)

@@ -205,7 +205,11 @@ void bind_model_runner(py::module_& m) {
       .def("release_cache", &ModelRunner::release_cache, release_gil())
       .def("forward", &ModelRunner::forward, py::arg("batch"), release_gil());
   py::class_<NativeModelRunner, ModelRunner, std::shared_ptr<NativeModelRunner>>(m, "NativeModelRunner", "Reads a DecoderModel's weights in place")
-      .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
+      .def(py::init([](std::shared_ptr<model::DecoderModel> model, bool enforce_eager) {
+             auto recorder = enforce_eager ? RecordedSteps::Recorder() : RecordedSteps::recorder_for(model->compute());
+             return std::make_shared<NativeModelRunner>(std::move(model), std::move(recorder));
+           }),
+           py::arg("model"), py::arg("enforce_eager") = false)
       .def_property_readonly("device", [](const NativeModelRunner& self) { return self.device().str(); });
 }
 

@@ -3,17 +3,41 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "common/check.h"
+#include "ops/embedding.h"
 #include "ops/linear.h"
 
 namespace nemo_rl::generation {
 
-NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)), workspace_(model_->device()) {
-  const auto& c = model_->config();
-  NRL_CHECK_ARG(!c.value_head, "a value model has no vocabulary to generate from");
+namespace {
+
+ops::AttentionHeads heads_of(const model::ModelConfig& c) {
+  return {c.num_heads, c.num_kv_heads, c.head_dim, 1.0 / std::sqrt(static_cast<double>(c.head_dim))};
+}
+
+/// Whether every row is the one new token of a sequence, and its logits are wanted.
+bool is_decode(const ForwardBatch& batch) {
+  const std::size_t T = batch.token_ids.size();
+  if (T == 0 || batch.slices.size() != T || batch.logits_rows.size() != T) return false;
+  for (std::size_t t = 0; t < T; ++t) {
+    const auto& s = batch.slices[t];
+    if (s.query_start != static_cast<std::int64_t>(t) || s.query_length != 1 || batch.logits_rows[t] != s.query_start) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder)
+    : model_(std::move(model)),
+      heads_(heads_of(model_->config())),
+      workspace_(model_->device()),
+      step_(heads_, model_->device()),
+      recorded_(std::move(recorder)) {
+  NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble, "generation samples from float32 logits: use float32 or bfloat16");
-  heads_ = {c.num_heads, c.num_kv_heads, c.head_dim, 1.0 / std::sqrt(static_cast<double>(c.head_dim))};
 }
 
 std::int64_t NativeModelRunner::vocab_size() const { return model_->config().vocab_size; }
@@ -25,40 +49,63 @@ std::int64_t NativeModelRunner::bytes_per_block() const {
 }
 
 void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
+  recorded_.clear();
   cache_.clear();
   for (std::int64_t l = 0; l < model_->config().num_layers; ++l)
     cache_.push_back(ops::kv_cache_allocate(num_blocks, heads_, model_->decoder().compute_dtype(), model_->device()));
 }
 
 void NativeModelRunner::release_cache() {
+  recorded_.clear();
   cache_.clear();
   workspace_.clear();
 }
 
 at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   NRL_CHECK(!cache_.empty(), "forward before allocate_cache");
-  auto& decoder = model_->decoder();
-  const auto T = static_cast<std::int64_t>(batch.token_ids.size());
-  const auto token_ids = at::tensor(batch.token_ids, at::kLong), positions = at::empty({T}, at::kLong);
-  std::vector<ops::PagedSlice> slices;
-  for (const auto& s : batch.slices) {
-    slices.push_back({s.query_start, s.query_length, s.context_length, s.block_table.data(), static_cast<std::int64_t>(s.block_table.size())});
-    for (std::int64_t i = 0; i < s.query_length; ++i) positions.data_ptr<std::int64_t>()[s.query_start + i] = s.context_length + i;
-  }
+  ops::check_token_ids(batch.token_ids, vocab_size(), "forward");
   for (const auto& copy : batch.copies)
     for (auto& layer : cache_) ops::kv_cache_copy(layer, copy.from, copy.to, copy.length);
 
-  const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor&) {
-    ops::attention_paged(qkv, slices, heads_, cache_[static_cast<std::size_t>(layer)], out);
-  };
-  const auto h = decoder.forward(token_ids, positions, attention, batch.logits_rows, workspace_);
+  const auto T = static_cast<std::int64_t>(batch.token_ids.size());
+  const bool recorded = recorded_.enabled() && is_decode(batch);
+  const std::int64_t rows = recorded ? recorded_rows(T) : T;
+  std::vector<ops::PagedSlice> slices;
+  for (const auto& s : batch.slices)
+    slices.push_back({s.query_start, s.query_length, s.context_length, s.block_table.data(), static_cast<std::int64_t>(s.block_table.size())});
+  step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
+  model_->decoder().reserve_positions(step_.num_positions());
+  if (!recorded) {
+    run(batch.logits_rows);
+    return logits(static_cast<std::int64_t>(batch.logits_rows.size()));
+  }
+  std::vector<std::int64_t> all(static_cast<std::size_t>(rows));
+  std::iota(all.begin(), all.end(), 0);
+  recorded_.run(rows, [this] { return places(); }, [this, all] { run(all); });
+  return logits(rows).narrow(0, 0, T);
+}
 
-  const auto R = h.size(0);
+/// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
+void NativeModelRunner::run(std::span<const std::int64_t> rows) {
+  auto& decoder = model_->decoder();
+  const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor&) {
+    ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out);
+  };
+  const auto h = decoder.forward(step_.token_ids(), step_.positions(), attention, rows, workspace_);
   const auto normed = workspace_.take("rows.normed", h.sizes(), decoder.compute_dtype());
   decoder.final_norm(h, normed, at::Tensor());
-  const auto logits = workspace_.take("logits", {R, vocab_size()}, at::kFloat);
-  ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits);
-  return logits;
+  ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits(h.size(0)));
+}
+
+at::Tensor NativeModelRunner::logits(std::int64_t rows) { return workspace_.take("logits", {rows, vocab_size()}, at::kFloat); }
+
+/// Of everything that a step reads or writes and that may move.
+std::vector<const void*> NativeModelRunner::places() const {
+  auto all = workspace_.places();
+  for (const auto& layer : cache_) all.push_back(layer.const_data_ptr());
+  all.insert(all.end(), {step_.place(), model_->decoder().rope_place(), model_->compute().const_data_ptr(),
+                         model_->decoder().parameters().lm_head.const_data_ptr()});
+  return all;
 }
 
 }  // namespace nemo_rl::generation

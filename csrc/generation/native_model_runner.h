@@ -1,17 +1,20 @@
 // The engine's model runner on our own decoder: the trainer's weights, read in place.
 #pragma once
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "generation/model_runner.h"
+#include "generation/recorded_steps.h"
 #include "model/decoder_model.h"
-#include "ops/attention.h"
+#include "ops/paged_step.h"
 
 namespace nemo_rl::generation {
 
 class NativeModelRunner : public ModelRunner {
  public:
-  explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model);
+  /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are.
+  explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {});
   std::int64_t vocab_size() const override;
   std::int64_t block_size() const override;
   std::int64_t bytes_per_block() const override;
@@ -21,10 +24,16 @@ class NativeModelRunner : public ModelRunner {
   at::Device device() const { return model_->device(); }
 
  private:
+  void run(std::span<const std::int64_t> rows);
+  at::Tensor logits(std::int64_t rows);
+  std::vector<const void*> places() const;
+
   std::shared_ptr<model::DecoderModel> model_;
   ops::AttentionHeads heads_;
   std::vector<at::Tensor> cache_;  ///< of each layer
   model::Workspace workspace_;
+  ops::PagedStep step_;
+  RecordedSteps recorded_;
 };
 
 }  // namespace nemo_rl::generation

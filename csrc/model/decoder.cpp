@@ -15,6 +15,14 @@ namespace {
 
 std::optional<at::Tensor> optional(const at::Tensor& t) { return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt; }
 
+/// Whether these are all of T rows, in order.
+bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
+  if (static_cast<std::int64_t>(rows.size()) != T) return false;
+  for (std::int64_t t = 0; t < T; ++t)
+    if (rows[static_cast<std::size_t>(t)] != t) return false;
+  return true;
+}
+
 }  // namespace
 
 RopeTable::RopeTable(const ModelConfig& config, at::Device device)
@@ -102,18 +110,27 @@ void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const A
   run_mlp(layer, a, keep ? a.h_mid : a.h_in, h_out, workspace);
 }
 
+/// Positions on the decoder's device, with their angles in the table.
+at::Tensor Decoder::places_of(const at::Tensor& positions) {
+  if (positions.is_cpu()) rope_.reserve(positions.numel() > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
+  return positions.to(device());
+}
+
 at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                             std::span<const std::int64_t> rows, Workspace& workspace) {
   const std::int64_t T = token_ids.numel();
-  rope_.reserve(T > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
+  const auto places = places_of(positions);
   const auto h = workspace.take("h", {T, config_.hidden_size}, accumulate_dtype());
   ops::embedding_forward(parameters_.embedding, token_ids, h);
   auto a = buffers(0, T, false, workspace);
   a.h_in = h;
   const std::int64_t R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
-  const auto places = positions.to(device());
   for (std::int64_t l = 0; l < last; ++l) run_layer(l, places, attention, a, h, workspace, false);
   run_attention(last, places, attention, a, workspace);
+  if (are_all(rows, T)) {
+    run_mlp(last, a, h, h, workspace);
+    return h;
+  }
   const auto index = ops::index_tensor(rows.data(), R, h);
   auto attn = workspace.take("rows.attn", {R, config_.query_size()}, compute_dtype());
   auto h_rows = workspace.take("rows.h", {R, config_.hidden_size}, accumulate_dtype());
@@ -127,9 +144,8 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
 at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,
                                   Workspace& workspace) {
   const std::int64_t T = token_ids.numel(), D = config_.hidden_size;
-  rope_.reserve(T > 0 ? positions.max().item<std::int64_t>() + 1 : 1);
   token_ids_ = token_ids;
-  positions_ = positions.to(device());
+  positions_ = places_of(positions);
   checkpoint_ = checkpoint;
   saved_.clear();
   auto h = workspace.take("h0", {T, D}, accumulate_dtype());

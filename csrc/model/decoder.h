@@ -57,8 +57,14 @@ class Decoder {
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
-  /// Residual stream [R, D] after the last layer of the R rows that are wanted, nothing kept. token_ids and positions are int64
-  /// [T] on the CPU, wherever the parameters are. The other rows stop once the last layer has their keys and values.
+  /// For positions up to `count` that a forward will get on the device.
+  void reserve_positions(std::int64_t count) { rope_.reserve(count); }
+  /// Where the angles of positions lie; it changes as more are reserved.
+  const void* rope_place() const { return rope_.cos().defined() ? rope_.cos().const_data_ptr() : nullptr; }
+
+  /// Residual stream [R, D] after the last layer of the R rows that are wanted, nothing kept. token_ids and positions are int64 [T]
+  /// on the CPU, wherever the parameters are; or on their device, where ids are checked and positions are reserved already. The other
+  /// rows stop once the last layer has their keys and values.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                      std::span<const std::int64_t> rows, Workspace& workspace);
 
@@ -80,6 +86,7 @@ class Decoder {
   void run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, Workspace& workspace);
   void run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, Workspace& workspace);
   LayerActivations buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const;
+  at::Tensor places_of(const at::Tensor& positions);
   at::Tensor in_compute_dtype(const at::Tensor& dh, Workspace& workspace) const;
   void backward_mlp(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads, Workspace& workspace);
   void backward_attention(std::int64_t layer, const LayerActivations& a, const at::Tensor& dh, const AttentionBackward& attention_backward,

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <string>
+#include <vector>
 
 #include "ops/large_tensor.h"
 
@@ -25,6 +26,12 @@ class Workspace {
     return buffer.narrow(0, 0, bytes).view(dtype).view(shape);
   }
   void clear() { buffers_.clear(); }
+  /// Where the buffers lie.
+  std::vector<const void*> places() const {
+    std::vector<const void*> all;
+    for (const auto& [name, buffer] : buffers_) all.push_back(buffer.const_data_ptr());
+    return all;
+  }
   std::int64_t bytes() const {
     std::int64_t sum = 0;
     for (const auto& [name, buffer] : buffers_) sum += buffer.numel();

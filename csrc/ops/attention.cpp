@@ -9,6 +9,7 @@
 #include "common/check.h"
 #include "ops/attention_checks.h"
 #include "ops/large_tensor.h"
+#include "ops/paged_step.h"
 #include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
@@ -130,22 +131,6 @@ PagedWork paged_work(std::span<const PagedSlice> slices, const kernels::Attentio
   return work;
 }
 
-void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {
-  for (std::size_t i = 0; i < slices.size(); ++i) {
-    const PagedSlice& s = slices[i];
-    NRL_CHECK_ARG(s.query_start >= 0 && s.query_length >= 0 && s.query_start + s.query_length <= tokens,
-                  "attention: slice ", i, " takes rows ", s.query_start, "..", s.query_start + s.query_length, " of ",
-                  tokens);
-    const std::int64_t needed = (s.context_length + s.query_length + kKeyTile - 1) / kKeyTile;
-    NRL_CHECK_ARG(s.context_length >= 0 && needed <= s.block_table_length, "attention: slice ", i, " reaches position ",
-                  s.context_length + s.query_length, ", which needs ", needed, " cache blocks of ", kKeyTile,
-                  "; its block table has ", s.block_table_length);
-    for (std::int64_t b = 0; b < needed; ++b)
-      NRL_CHECK_ARG(s.block_table[b] >= 0 && s.block_table[b] < num_blocks, "attention: slice ", i,
-                    " names cache block ", s.block_table[b], " of ", num_blocks);
-  }
-}
-
 void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, at::ScalarType dtype, at::Device device) {
   const std::int64_t tile = shape.head_dim * kKeyTile;
   NRL_CHECK_ARG(cache.defined() && cache.dim() == 4 && cache.size(1) == shape.num_kv_heads && cache.size(2) == 2 &&
@@ -165,6 +150,22 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
   NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns, "] on the CPU or a CUDA device");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type())};
+}
+
+void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {
+  for (std::size_t i = 0; i < slices.size(); ++i) {
+    const PagedSlice& s = slices[i];
+    NRL_CHECK_ARG(s.query_start >= 0 && s.query_length >= 0 && s.query_start + s.query_length <= tokens,
+                  "attention: slice ", i, " takes rows ", s.query_start, "..", s.query_start + s.query_length, " of ",
+                  tokens);
+    const std::int64_t needed = (s.context_length + s.query_length + kKeyTile - 1) / kKeyTile;
+    NRL_CHECK_ARG(s.context_length >= 0 && needed <= s.block_table_length, "attention: slice ", i, " reaches position ",
+                  s.context_length + s.query_length, ", which needs ", needed, " cache blocks of ", kKeyTile,
+                  "; its block table has ", s.block_table_length);
+    for (std::int64_t b = 0; b < needed; ++b)
+      NRL_CHECK_ARG(s.block_table[b] >= 0 && s.block_table[b] < num_blocks, "attention: slice ", i,
+                    " names cache block ", s.block_table[b], " of ", num_blocks);
+  }
 }
 
 void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
@@ -238,12 +239,22 @@ at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& head
 
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
                      at::Tensor& cache, at::Tensor& out) {
+  check_cache(cache, attention_shape(qkv, heads), qkv.scalar_type(), qkv.device());
+  PagedStep step(heads, qkv.device());
+  step.set({slices.begin(), slices.end()}, {}, qkv.size(0), cache.size(0));
+  attention_paged(qkv, step, cache, out);
+}
+
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out) {
+  const AttentionHeads& heads = step.heads();
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   check_cache(cache, shape, qkv.scalar_type(), qkv.device());
-  check_slices(slices, qkv.size(0), cache.size(0));
+  NRL_CHECK_ARG(step.token_ids().size(0) == qkv.size(0) && step.num_blocks() <= cache.size(0), "attention: a step of ", step.token_ids().size(0),
+                " rows over ", step.num_blocks(), " cache blocks, but qkv is ", qkv.sizes(), " and the cache has ", cache.size(0), " blocks");
   check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type(), qkv.device());
-  if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, slices, shape, cache, out);
+  if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, step.arrays(), shape, cache, out);
 
+  const auto slices = step.slices();
   std::int64_t cost = 0;
   for (const PagedSlice& s : slices) cost += paged_cost(s, shape) * shape.num_kv_heads;
   const PagedWork work = paged_work(slices, shape, cost);

@@ -45,7 +45,7 @@ void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::
                         std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv);
 
 /// Stores the keys and values of the slices' new tokens in the cache; out [T, N*H]: every new token attends to all positions
-/// up to its own. No slice may read positions that another one writes.
+/// up to its own. No slice may read positions that another one writes. A PagedStep (ops/paged_step.h) serves all layers.
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
                      at::Tensor& cache, at::Tensor& out);
 
@@ -61,8 +61,8 @@ extern CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, const at::Ten
                      std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner, const AttentionShape& shape,
                      const at::Tensor& d_qkv)>
     attention_backward_cuda;
-extern CudaSlot<void(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionShape& shape, const at::Tensor& cache,
-                     const at::Tensor& out)>
+struct PagedArrays;  // ops/paged_step.h
+extern CudaSlot<void(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape, const at::Tensor& cache, const at::Tensor& out)>
     attention_paged_cuda;
 extern CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to, std::int64_t length)> kv_cache_copy_cuda;
 

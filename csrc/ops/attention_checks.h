@@ -14,6 +14,9 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
 /// sequence the index of the one that owns its prefix (its own index if it has none).
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens);
 
+/// Rows within [0, tokens), tables as long as the positions need, of blocks within [0, num_blocks).
+void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks);
+
 /// [T, columns], contiguous, on `device`.
 void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,
                   at::ScalarType dtype, at::Device device);

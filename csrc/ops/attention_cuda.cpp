@@ -1,10 +1,11 @@
-// Attention on CUDA: cuts sequences into the blocks of query tokens and of keys that the kernels take, and brings that list to the
-// device. All layers of a forward ask for the same list, which is uploaded once.
+// Attention on CUDA: cuts packed sequences into the blocks of query tokens and of keys that the kernels take, and brings that list to
+// the device. All layers of a forward ask for the same list, which is uploaded once. Over the cache, a PagedStep holds the lists.
 #include <algorithm>
 
 #include "kernels/cuda/attention_launchers.h"
 #include "ops/attention.h"
 #include "ops/cuda_launch.h"
+#include "ops/paged_step.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -49,52 +50,20 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
 
 // ---------------------------------------------------------------- blocked cache
 
-/// What the kernels know of a step's slices.
-struct PagedPlan {
-  std::vector<AttentionBlock> blocks[2];    ///< for AttentionRows::few and many
-  std::vector<std::int64_t> slots;          ///< [T] where each row's key goes
-  std::vector<std::int32_t> block_tables;   ///< one after the other
-};
-
-PagedPlan paged_plan(std::span<const PagedSlice> slices, const AttentionShape& shape, std::int64_t tokens) {
-  PagedPlan plan;
-  plan.slots.assign(static_cast<std::size_t>(tokens), -1);
-  for (const PagedSlice& s : slices) {
-    const auto table = static_cast<std::int64_t>(plan.block_tables.size());
-    plan.block_tables.insert(plan.block_tables.end(), s.block_table, s.block_table + s.block_table_length);
-    const auto kind = s.query_length * shape.group() <= kernels::attention_block_rows(AttentionRows::few, shape.head_dim) ? AttentionRows::few : AttentionRows::many;
-    const std::int64_t step = kernels::attention_block_rows(kind, shape.head_dim) / shape.group();
-    for (std::int64_t token = 0; token < s.query_length; token += step)
-      plan.blocks[static_cast<int>(kind)].push_back({s.query_start + token, std::min(step, s.query_length - token), s.context_length + token, 0, 0, 0, table});
-    for (std::int64_t token = 0; token < s.query_length; ++token) {
-      const std::int64_t position = s.context_length + token;
-      plan.slots[static_cast<std::size_t>(s.query_start + token)] = s.block_table[position / kKeyTile] * kKeyTile + position % kKeyTile;
-    }
-  }
-  return plan;
-}
-
-void attention_paged_on_cuda(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionShape& shape, const at::Tensor& cache,
+void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape, const at::Tensor& cache,
                              const at::Tensor& out) {
-  static thread_local UploadedArray<AttentionBlock> uploaded[2];
-  static thread_local UploadedArray<std::int64_t> uploaded_slots;
-  static thread_local UploadedArray<std::int32_t> uploaded_tables;
   const CudaLaunch launch(qkv, "attention_paged");
   check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape.head_dim));
-  const PagedPlan plan = paged_plan(slices, shape, qkv.size(0));
-  const auto* slots = static_cast<const std::int64_t*>(uploaded_slots.get(plan.slots, qkv).const_data_ptr());
-  launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), slots, qkv.size(0), cache.data_ptr(), launch.stream));
+  launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), arrays.slots, qkv.size(0), cache.data_ptr(), launch.stream));
   kernels::AttentionCudaArgs args;
   args.shape = shape;
   args.qkv = qkv.const_data_ptr();
   args.cache = cache.const_data_ptr();
-  args.block_tables = static_cast<const std::int32_t*>(uploaded_tables.get(plan.block_tables, qkv).const_data_ptr());
+  args.block_tables = arrays.block_tables;
   args.out = out.data_ptr();
   for (const auto kind : {AttentionRows::few, AttentionRows::many}) {
-    const auto& blocks = plan.blocks[static_cast<int>(kind)];
-    if (blocks.empty()) continue;
-    args.blocks = static_cast<const AttentionBlock*>(uploaded[static_cast<int>(kind)].get(blocks, qkv).const_data_ptr());
-    args.num_blocks = static_cast<std::int64_t>(blocks.size());
+    args.blocks = arrays.blocks[static_cast<int>(kind)];
+    args.num_blocks = arrays.num_blocks[static_cast<int>(kind)];
     launch.check(kernels::attention_forward_launch(args, kind, launch.stream));
   }
 }

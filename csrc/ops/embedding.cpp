@@ -15,16 +15,20 @@ namespace {
 void check_ids(const at::Tensor& token_ids, std::int64_t rows, const char* op) {
   NRL_CHECK_ARG(token_ids.is_cpu() && token_ids.scalar_type() == at::kLong && token_ids.is_contiguous(), op, ": token ids must be int64 on the CPU, got ",
                 token_ids.scalar_type(), " on ", token_ids.device());
-  const auto* ids = ptr<std::int64_t>(token_ids);
-  for (std::int64_t t = 0; t < token_ids.numel(); ++t)
-    NRL_CHECK_ARG(ids[t] >= 0 && ids[t] < rows, op, ": token id ", ids[t], " at position ", t, " is outside the vocabulary of ", rows,
-                  " (tokenizer and model do not belong together?)");
+  check_token_ids({ptr<std::int64_t>(token_ids), static_cast<std::size_t>(token_ids.numel())}, rows, op);
 }
 
 }  // namespace
 
+void check_token_ids(std::span<const std::int64_t> token_ids, std::int64_t vocab_size, const char* op) {
+  for (std::size_t t = 0; t < token_ids.size(); ++t)
+    NRL_CHECK_ARG(token_ids[t] >= 0 && token_ids[t] < vocab_size, op, ": token id ", token_ids[t], " at position ", t, " is outside the vocabulary of ",
+                  vocab_size, " (tokenizer and model do not belong together?)");
+}
+
 void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
-  check_ids(token_ids, table.size(0), "embedding_forward");
+  const bool checked = token_ids.is_cuda() && token_ids.device() == table.device() && token_ids.scalar_type() == at::kLong && token_ids.is_contiguous();
+  if (!checked) check_ids(token_ids, table.size(0), "embedding_forward");
   if (table.is_cuda()) return embedding_forward_cuda.get(table)(table, token_ids, h);
   const std::int64_t D = table.size(1);
   const auto* ids = ptr<std::int64_t>(token_ids);

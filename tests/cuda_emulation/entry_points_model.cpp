@@ -5,6 +5,7 @@
 #include "kernels/cuda/attention_launchers.h"
 #include "kernels/cuda/model_launchers.h"
 #include "kernels/cuda/sampling_launchers.h"
+#include "ops/paged_plan.h"
 
 using namespace nemo_rl;
 using namespace nemo_rl::kernels;
@@ -55,6 +56,22 @@ Int attention_forward(Int N, Int K, Int H, Int bf16, void* qkv, void* cache, std
                       float* lse, Int many) {
   const AttentionCudaArgs args{attention_shape(N, K, H, bf16), qkv, cache, tables, blocks, num_blocks, out, lse};
   return attention_forward_launch(args, rows_kind(many), nullptr);
+}
+
+/// A step over the cache as ops/attention_cuda.cpp runs it. A slice is {query_start, query_length, context_length, first entry of its
+/// table in `tables`, entries}.
+Int attention_paged(Int N, Int K, Int H, Int bf16, void* qkv, Int* slices, Int num_slices, std::int32_t* tables, Int rows, void* cache, void* out) {
+  const AttentionShape shape = attention_shape(N, K, H, bf16);
+  std::vector<PagedSlice> all;
+  for (Int i = 0; i < num_slices; ++i, slices += 5) all.push_back({slices[0], slices[1], slices[2], tables + slices[3], slices[4]});
+  const ops::PagedPlan plan = ops::paged_plan(all, shape, rows);
+  if (const Int status = kv_cache_write_launch(shape, qkv, plan.slots.data(), rows, cache, nullptr)) return status;
+  for (const AttentionRows kind : {AttentionRows::few, AttentionRows::many}) {
+    const auto& blocks = plan.of(kind);
+    const AttentionCudaArgs args{shape, qkv, cache, plan.block_tables.data(), blocks.data(), static_cast<Int>(blocks.size()), out, nullptr};
+    if (const Int status = attention_forward_launch(args, kind, nullptr)) return status;
+  }
+  return 0;
 }
 
 Int kv_write(Int N, Int K, Int H, Int bf16, void* qkv, Int* slots, Int tokens, void* cache) {

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
   extern __shared__ __align__(16) float shared[];
   const AttentionShape s = p.shape;
   const AttentionBlock block = p.blocks[blockIdx.x];
+  if (block.tokens == 0) return;
   const std::int64_t kv_head = blockIdx.y, group = s.group(), first_head = kv_head * group;
   const int H = static_cast<int>(s.head_dim), lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = static_cast<int>(block.tokens * group);
   float* const keys = shared;

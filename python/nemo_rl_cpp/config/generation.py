@@ -8,7 +8,7 @@ from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, ke
 
 
 class VllmConfig(Section):
-    """Settings of vLLM. With the native engine only max_model_len is read."""
+    """Settings of vLLM. The native engine reads max_model_len and enforce_eager."""
 
     max_model_len: Positive | None = key(
         None,
@@ -22,7 +22,9 @@ class VllmConfig(Section):
     pipeline_parallel_size: Int = no_effect(1)
     expert_parallel_size: Int = no_effect(1)
     gpu_memory_utilization: Real = no_effect(0.6)
-    enforce_eager: bool = no_effect(False)
+    enforce_eager: bool = key(
+        False, "on a GPU: true launches a decode step kernel by kernel instead of as a CUDA graph; the same results"
+    )
     use_tqdm: bool = no_effect(True)
     use_deep_gemm: bool = no_effect(False)
     num_last_layers_in_bf16: Int = no_effect(0)
@@ -118,7 +120,7 @@ class GenerationConfig(Section):
     )
     prefill_chunk_tokens: Positive = key(2048, "prompt tokens that enter the model at once; smaller saves memory")
     packed_weights: Literal["off", "on"] = key("off", "on: a copy of the weights laid out for speed; not supported yet")
-    vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these only max_model_len is read")
+    vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these max_model_len and enforce_eager are read")
     colocated: ColocatedConfig = section(ColocatedConfig, "whether generation shares the trainer's device")
     refit_cfg: RefitConfig = section(RefitConfig, "weight transfer of NeMo RL, not needed here")
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")
@@ -145,6 +147,6 @@ class EvalGenerationConfig(GenerationConfig):
     """Generation in an evaluation: with the model, and the number of prompts at a time."""
 
     model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
-    vllm_cfg: EvalVllmConfig = section(EvalVllmConfig, "vLLM's settings; of these max_model_len and precision are read")
+    vllm_cfg: EvalVllmConfig = section(EvalVllmConfig, "vLLM's settings; of these max_model_len, enforce_eager and precision are read")
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
     temperature: NonNegative = key(0.0, "sampling temperature; 0: greedy")

@@ -71,7 +71,7 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     """The native engine on weights of its own: there is no trainer, so nothing else is kept of the model."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.virtual_cluster import check_device
-    from nemo_rl_cpp.models.generation.native import NativeGeneration
+    from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
     from nemo_rl_cpp.models.hf_config import native_config
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
@@ -79,7 +79,7 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
     model = C.DecoderModel(native_config(folder.config), dtype, False, check_device(config.cluster.device))
     folder.fill(model)
-    return NativeGeneration(C.NativeModelRunner(model), config.generation, tokenizer, seed=config.eval.seed)
+    return NativeGeneration(native_runner(model, config.generation), config.generation, tokenizer, seed=config.eval.seed)
 
 
 def run_env_eval(vllm_generation: Any, dataloader: Any, env: Any, master_config: MasterConfig) -> EvalResult:

@@ -9,27 +9,12 @@
 #include <numeric>
 #include <random>
 
+#include "generation/small_model.h"
 #include "kernels/log_softmax.h"
 #include "trainer/trainer.h"
 
 namespace nemo_rl {
 namespace {
-
-model::ModelConfig small_config(bool qwen3) {
-  model::ModelConfig c;
-  c.vocab_size = 131, c.hidden_size = 72, c.intermediate_size = 104, c.num_layers = 2, c.num_heads = 6, c.num_kv_heads = 2, c.head_dim = 16;
-  c.qk_norm = qwen3, c.qkv_bias = !qwen3, c.tie_word_embeddings = qwen3;
-  for (int i = 0; i < 8; ++i) c.rope_inv_freq.push_back(std::pow(10000.0, -2.0 * i / 16));
-  return c;
-}
-
-std::shared_ptr<model::DecoderModel> random_model(bool qwen3, at::ScalarType dtype) {
-  auto m = std::make_shared<model::DecoderModel>(small_config(qwen3), dtype, true);
-  at::manual_seed(qwen3 ? 1 : 2);
-  m->masters().copy_(at::randn({m->layout().total}) * 0.3);
-  m->masters_changed();
-  return m;
-}
 
 using Ids = std::vector<std::int64_t>;
 

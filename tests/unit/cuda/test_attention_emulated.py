@@ -127,6 +127,26 @@ def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, ch
         done += n
 
 
+@pytest.mark.parametrize("dtype, bound", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 2, 16), (9, 1, 24)], ids=str)  # a group of 9 takes the kernel of many rows for one token, too
+def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernels, shape, dtype, bound):
+    N, K, H = shape
+    heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24
+    # (query_start, query_length, context_length, blocks): a prompt, two tokens of running sequences; rows 18 to 23 belong to nobody
+    slices = [(0, 16, 20, [3, 1]), (16, 1, 40, [0, 5]), (17, 1, 0, [2])]
+    cache = randn(6, K, 2, H * TILE, dtype=dtype, seed=3)
+    qkv = randn(rows, (N + 2 * K) * H, dtype=dtype)
+    expected_cache, got_cache = cache.clone(), cache.clone()
+    expected = C.attention_paged(qkv[:18].contiguous(), slices, heads, expected_cache)
+    out, tables = torch.full((rows, N * H), 7.0, dtype=dtype), [entry for s in slices for entry in s[3]]
+    flat = table([[*s[:3], sum(len(o[3]) for o in slices[:i]), len(s[3])] for i, s in enumerate(slices)])
+    status = kernels.attention_paged(N, K, H, is_bf16(qkv), qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache, out)
+    assert status == 0
+    close(out[:18], expected, bound)
+    assert torch.equal(bits(got_cache), bits(expected_cache))
+    assert (out[18:] == 7).all()
+
+
 def test_a_row_without_a_slot_is_not_written(kernels):
     N, K, H = 2, 1, 8
     cache = torch.zeros(2, K, 2, H * TILE)

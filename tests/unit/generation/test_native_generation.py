@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -68,6 +69,21 @@ def test_a_text_depends_on_its_own_key_only():
     assert torch.equal(row, whole["output_ids"][6, : len(row)])
     val = make_policy().create_generation().generate({**inputs, "stream": "val"})
     assert not torch.equal(val["output_ids"], whole["output_ids"][:, : val["output_ids"].shape[1]]) or val["output_ids"].shape != whole["output_ids"].shape
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_enforce_eager_reaches_the_runner_and_changes_no_result(monkeypatch, enforce_eager):
+    asked, runner = [], C.NativeModelRunner
+
+    def watched(model, **options):
+        asked.append(options)
+        return runner(model, **options)
+
+    expected = make_policy().create_generation().generate(prompts([5, 9]))["output_ids"]
+    monkeypatch.setattr(C, "NativeModelRunner", watched)
+    policy = make_policy(vllm_cfg={"enforce_eager": enforce_eager})
+    assert torch.equal(policy.create_generation().generate(prompts([5, 9]))["output_ids"], expected)
+    assert asked == [{"enforce_eager": enforce_eager}]
 
 
 def test_stop_strings_and_lengths():

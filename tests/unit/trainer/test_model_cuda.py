@@ -105,6 +105,18 @@ def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
     assert again.policy.weight_digest() == run.policy.weight_digest()
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_decode_steps_as_graphs_change_nothing(tmp_path, precision):
+    """32 responses that end one after another, in two phases of generation with an update between them."""
+    args = [*tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", "policy.generation.max_new_tokens=40"]
+    graphs, eager = (
+        tiny.train(tmp_path / str(eager), *args, f"policy.generation.vllm_cfg.enforce_eager={str(eager).lower()}") for eager in (False, True)
+    )
+    assert all(row["max_logprob_gap"] == 0.0 for row in graphs.history)
+    assert [row["reward"] for row in graphs.history] == [row["reward"] for row in eager.history]
+    assert graphs.policy.weight_digest() == eager.policy.weight_digest()
+
+
 def test_a_checkpoint_of_the_gpu_is_read_on_the_cpu(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=1")
     run.policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")

@@ -21,6 +21,14 @@ _UNLIMITED_SLOTS = 1 << 20
 _DEFAULT_CHUNK = 2048
 
 
+def native_runner(model: Any, config: Any) -> Any:
+    """The engine's way into a `C.DecoderModel`, whose weights it reads in place.
+
+    On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; the results are the same.
+    """
+    return C.NativeModelRunner(model, enforce_eager=bool(_get(_get(config, "vllm_cfg"), "enforce_eager")))
+
+
 class NativeGeneration(GenerationInterface):
     """NeMo RL's generation interface on the C++ engine.
 
@@ -29,7 +37,7 @@ class NativeGeneration(GenerationInterface):
     or the text that ends a response stays part of it, so that what is trained on is what was sampled.
 
     Args:
-        runner: the model; `C.NativeModelRunner(model)` reads the trainer's weights in place.
+        runner: the model; `native_runner(model, config)` reads the trainer's weights in place.
         config: section `policy.generation`, a mapping or a typed model. Read are max_new_tokens, temperature, top_p,
             top_k, val_temperature, val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size,
             prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
@@ -136,11 +135,11 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
 
     def create_generation(self, generation_config: Any = None, **options: Any) -> Any:
         """An engine on these weights: no copy, no refit."""
-        from nemo_rl_cpp.models.generation.native import NativeGeneration
+        from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 
+        config = generation_config or self.config.generation
         options.setdefault("max_model_len", self.config.generation.effective_max_model_len(self.config.max_total_sequence_length))
-        runner = C.NativeModelRunner(self.model)
-        return NativeGeneration(runner, generation_config or self.config.generation, self.tokenizer, digest=self.weight_digest, **options)
+        return NativeGeneration(native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Nothing to do: weights and workspace stay where they are."""

@@ -1,6 +1,6 @@
 """One AdamW step on a flat buffer against torch.optim.AdamW (fused and for-each) and memory bandwidth.
 
-    uv run python tests/benchmarks/bench_adamw.py [--threads 1] [--parameters 33554432] [--json out.json]
+    uv run python tests/benchmarks/bench_adamw.py [--threads 1] [--parameters 33554432] [--device cuda] [--json out.json]
 
 The limit is the traffic (weights, gradient and two moments read, all but the gradient written; with a bfloat16 copy of the
 weights two bytes more) at the copy bandwidth of this run.
@@ -16,8 +16,9 @@ SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01
 
 def main():
     report = begin(__doc__, 9, parameters={"type": int, "default": 1 << 25})
-    n = report.args.parameters
-    weights, grads, exp_avg, exp_avg_sq, compute = torch.randn(n), torch.randn(n), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
+    n, on = report.args.parameters, {"device": report.args.device}
+    weights, grads, exp_avg, exp_avg_sq = torch.randn(n, **on), torch.randn(n, **on), torch.zeros(n, **on), torch.zeros(n, **on)
+    compute = torch.zeros(n, dtype=torch.bfloat16, **on)
     sides = {}
     for name, options in (("torch.optim.AdamW, for-each", {"foreach": True}), ("torch.optim.AdamW, fused", {"fused": True})):
         parameter = torch.nn.Parameter(weights.clone())
@@ -30,7 +31,7 @@ def main():
 
     sides |= {"ours": lambda: ours(None), "ours, with a bfloat16 copy": lambda: ours(compute)}
     times = alternate(sides, report.args.repeats)
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(report.args.device)
     for name, time in times.items():
         limit = (28 + 2 * name.endswith("copy")) * n / bandwidth
         report.add(f"AdamW, {n / 1e6:.1f} M parameters", name, time, of_limit=limit / time.median, ratio=time.median / times["ours"].median)

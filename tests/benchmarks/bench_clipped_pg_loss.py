@@ -1,6 +1,6 @@
-"""Clipped policy-gradient loss with gradient and metrics, [256, 2048], against torch eager and torch.compile.
+"""Clipped policy-gradient loss with gradient and metrics, [256, 2048] (on a GPU [4096, 8192]), against torch eager and torch.compile.
 
-    uv run python tests/benchmarks/bench_clipped_pg_loss.py [--threads 1] [--repeats 15] [--json out.json]
+    uv run python tests/benchmarks/bench_clipped_pg_loss.py [--threads 1] [--repeats 15] [--device cuda] [--json out.json]
 
 The peer computes the same loss and the same metrics with torch operations. The limit is the larger of the traffic (seven
 arrays read, one written) at the copy bandwidth and the time of its exponentials by torch.exp, both measured in this run.
@@ -11,20 +11,19 @@ from harness import alternate, begin, copy_bandwidth, tune_malloc
 
 from nemo_rl_cpp import ops
 
-B, S = 256, 2048
 EXPONENTIALS = 4  # a token: the ratio, e^|prev - generation|, e^(curr - generation), and one of KL
 
 
-def make():
-    random = torch.Generator().manual_seed(0)
-    gen = -torch.rand(B, S, generator=random) * 3
-    near = lambda x, scale: x + scale * torch.randn(x.shape, generator=random)  # noqa: E731
-    lengths = torch.randint(S // 2, S, (B, 1), generator=random)
+def make(B, S, device):
+    torch.manual_seed(0)
+    gen = -torch.rand(B, S, device=device) * 3
+    near = lambda x, scale: x + scale * torch.randn_like(x)  # noqa: E731
+    lengths = torch.randint(S // 2, S, (B, 1), device=device)
     prev = near(gen, 0.01)
     data = {
         "generation_logprobs": gen, "prev_logprobs": prev, "reference_policy_logprobs": near(prev, 0.1),
-        "advantages": torch.randn(B, 1, generator=random).expand(B, S).contiguous(),
-        "token_mask": (torch.arange(S)[None] < lengths).float(), "sample_mask": torch.ones(B),
+        "advantages": torch.randn(B, 1, device=device).expand(B, S).contiguous(),
+        "token_mask": (torch.arange(S, device=device)[None] < lengths).float(), "sample_mask": torch.ones(B, device=device),
     }  # fmt: skip
     return near(prev, 0.05)[:, 1:].contiguous(), data
 
@@ -66,7 +65,8 @@ def step_of(function, x, tensors):
 
 def main():
     report = begin(__doc__)
-    x, data = make()
+    B, S = (4096, 8192) if report.on_gpu else (256, 2048)
+    x, data = make(B, S, report.args.device)
     config = ops.ClippedPGConfig(kl_penalty=0.01)
     keys = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
     tensors = [*(data[k][:, 1:] for k in keys), data["sample_mask"]]
@@ -78,7 +78,7 @@ def main():
     scratch = torch.empty_like(x)
     sides = {"ours": ours, "tuned": eager, "compiled": step_of(torch.compile(peer), x, tensors), "exp": lambda: torch.exp(x, out=scratch)}
     times = alternate(sides, report.args.repeats)
-    traffic = 8 * x.nbytes / copy_bandwidth()
+    traffic = 8 * x.nbytes / copy_bandwidth(report.args.device)
     limit = max(traffic, EXPONENTIALS * times["exp"].median)
     what, mine = f"loss + gradient + metrics [{B}, {S}]", times["ours"].median
     report.add(what, "torch eager", untuned, ratio=untuned.median / mine)

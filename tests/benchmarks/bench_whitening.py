@@ -1,6 +1,6 @@
 """Masked whitening in place, [256, 2048] and a size that no cache holds, against torch eager, torch.compile and bandwidth.
 
-    uv run python tests/benchmarks/bench_whitening.py [--threads 1] [--repeats 15] [--json out.json]
+    uv run python tests/benchmarks/bench_whitening.py [--threads 1] [--repeats 15] [--device cuda] [--json out.json]
 
 The limit is the traffic (values and mask read twice, values written) at the copy bandwidth of this run.
 """
@@ -22,8 +22,8 @@ def peer(values, mask):
 def main():
     report = begin(__doc__)
     for B, S in ((256, 2048), (2048, 16384)):
-        values = torch.randn(B, S)
-        mask = (torch.rand(B, S) < 0.8).float()
+        values = torch.randn(B, S, device=report.args.device)
+        mask = (torch.rand_like(values) < 0.8).float()
         mine = values.clone()
         C.whiten_(mine, mask)
         torch.testing.assert_close(mine, peer(values, mask), rtol=1e-4, atol=1e-4)
@@ -32,7 +32,7 @@ def main():
         compiled = torch.compile(peer)
         times = alternate({"ours": lambda: C.whiten_(mine, mask), "tuned": lambda: peer(values, mask), "compiled": lambda: compiled(values, mask)},
                           report.args.repeats)  # fmt: skip
-        limit = 5 * values.nbytes / copy_bandwidth()
+        limit = 5 * values.nbytes / copy_bandwidth(report.args.device)
         what, ours = f"whitening [{B}, {S}]", times["ours"].median
         report.add(what, "torch eager", untuned, ratio=untuned.median / ours)
         report.add(what, "torch eager, malloc tuned", times["tuned"], ratio=times["tuned"].median / ours)

@@ -32,16 +32,24 @@ class Times:
         return f"{self.median * 1e3:10.3f} ms  [{self.low * 1e3:.3f}, {self.high * 1e3:.3f}]"
 
 
+def wait_for_device() -> None:
+    """Until everything that was launched is done; nothing to wait for where no GPU is used."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def alternate(sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Times]:
     """Every side in turn, `repeats` times."""
     for side in sides.values():
         for _ in range(warmup):
             side()
+    wait_for_device()
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
             start = time.perf_counter()
             side()
+            wait_for_device()
             seconds[name].append(time.perf_counter() - start)
     return {name: Times.of(values) for name, values in seconds.items()}
 
@@ -54,9 +62,9 @@ def tune_malloc() -> None:
     libc.mallopt(m_trim_threshold, (1 << 31) - 1)
 
 
-def copy_bandwidth(megabytes: int = 256) -> float:
+def copy_bandwidth(device: str = "cpu", megabytes: int = 256) -> float:
     """Bytes a second, read and written, of a copy that no cache holds."""
-    source = torch.ones(megabytes * 2**18)
+    source = torch.ones(megabytes * 2**18 * (1 if device == "cpu" else 8), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / alternate({"copy": lambda: target.copy_(source)}, 7)["copy"].median
 
@@ -69,9 +77,13 @@ class Report:
     rows: list[dict] = field(default_factory=list)
 
     @property
+    def on_gpu(self) -> bool:
+        return self.args.device != "cpu"
+
+    @property
     def header(self) -> dict:
         cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine())
-        return {"cpu": cpu, "capability": C.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        return {"device": torch.cuda.get_device_name() if self.on_gpu else "cpu", "cpu": cpu, "capability": C.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__,
                 "python": platform.python_version(), "repeats": self.args.repeats}  # fmt: skip
 
     def add(self, what: str, side: str, times: Times, **figures: float) -> None:
@@ -85,11 +97,12 @@ class Report:
 
 
 def begin(description: str, repeats: int = 15, **options: dict) -> Report:
-    """Reads --threads, --repeats, --json and `options` (name: arguments of add_argument), and prints the header."""
+    """Reads --threads, --repeats, --json, --device and `options` (name: arguments of add_argument), and prints the header."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json")
+    parser.add_argument("--device", default="cpu")
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
     args = parser.parse_args()

@@ -3,14 +3,19 @@
 #include "kernels/cpu/transpose.h"
 #include "kernels/cpu/vec_math.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 constexpr int kRows = 16;  ///< rows scanned together: their recurrences are independent, one lane each
+constexpr int kBlockBytes = 2048;  ///< of a row in a block
 /// Tokens a block: rows come in and go out transposed through the second-level cache. Shorter blocks jump between rows too
 /// often for the machine's memory.
 template <class T>
-constexpr int kTokens = 2048 / sizeof(T);
+constexpr int kTokens = kBlockBytes / sizeof(T);
 
 template <class T, KlEstimator type>
 void kl_rewards(const GaeArgs<T>& a, double coef, std::int64_t b) {
@@ -38,12 +43,32 @@ struct Narrow {
 
 template <class T>
 NRL_VEC_INLINE Doubles load_doubles(const T* p) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) return reinterpret_cast<Doubles>(_mm512_cvtps_pd(_mm256_loadu_ps(p)));  // the compiler takes it apart
+#endif
   return __builtin_convertvector(*reinterpret_cast<const typename Narrow<T>::type*>(p), Doubles);
 }
 template <class T>
 NRL_VEC_INLINE void store_doubles(T* p, Doubles v) {
   *reinterpret_cast<typename Narrow<T>::type*>(p) = __builtin_convertvector(v, typename Narrow<T>::type);
 }
+
+/// Lanes whose value is not 0, and a choice by them.
+#if defined(__AVX512F__)
+using Valid = __mmask8;
+NRL_VEC_INLINE Valid not_zero(const float* p) { return _mm256_cmp_ps_mask(_mm256_loadu_ps(p), _mm256_setzero_ps(), _CMP_NEQ_UQ); }
+NRL_VEC_INLINE Valid not_zero(const double* p) { return _mm512_cmp_pd_mask(_mm512_loadu_pd(p), _mm512_setzero_pd(), _CMP_NEQ_UQ); }
+NRL_VEC_INLINE Doubles choose(Valid valid, Doubles a, Doubles b) {
+  return reinterpret_cast<Doubles>(_mm512_mask_mov_pd(reinterpret_cast<__m512d>(b), valid, reinterpret_cast<__m512d>(a)));
+}
+#else
+using Valid = Longs;
+template <class T>
+NRL_VEC_INLINE Valid not_zero(const T* p) {
+  return load_doubles(p) != Doubles{};
+}
+NRL_VEC_INLINE Doubles choose(Valid valid, Doubles a, Doubles b) { return valid ? a : b; }
+#endif
 
 /// A full vector of T and the integer vector of the same lanes.
 template <class T>
@@ -59,12 +84,56 @@ struct Full<double> {
   using Mask = Longs;
 };
 
+/// The memory of the block after this one, asked for line by line while this one is worked on: neither waits for the other.
+class Ahead {
+ public:
+  /// `count` rows of `bytes` from `first` on, `stride` bytes apart.
+  void add(const void* first, std::int64_t stride, int count, std::int64_t bytes) {
+    runs_[num_runs_++] = {static_cast<const char*>(first), stride, count, static_cast<int>(bytes / 64)};
+  }
+  /// The next n lines. Those of a row that has fewer left are not there to be read; asking for them does no harm.
+  NRL_INLINE_MEMBER void ask(int n) {
+    if (left_ == 0 && !next_row()) return;
+    for (int k = 0; k < n; ++k) __builtin_prefetch(line_ + 64 * k, 0, 2);
+    line_ += 64 * n;
+    left_ = left_ > n ? left_ - n : 0;
+  }
+
+ private:
+  struct Run {
+    const char* row;
+    std::int64_t stride;
+    int rows, lines;
+  };
+  bool next_row() {
+    for (; run_ < num_runs_; ++run_) {
+      Run& r = runs_[run_];
+      if (r.rows == 0 || r.lines == 0) continue;
+      line_ = r.row, left_ = r.lines;
+      r.row += r.stride, --r.rows;
+      return true;
+    }
+    return false;
+  }
+  Run runs_[4];
+  int num_runs_ = 0, run_ = 0, left_ = 0;
+  const char* line_ = nullptr;
+};
+
+/// Lines that a step of the scan and a square of a transposition ask for: together all of a block's four arrays.
+constexpr int kLinesOfBlock = 4 * kRows * kBlockBytes / 64;
+template <class T>
+constexpr int kAskStep = kLinesOfBlock / 2 / kTokens<T>;
+template <class T>
+constexpr int kAskSquare = kLinesOfBlock / 2 / (4 * (kRows / Full<T>::width) * (kTokens<T> / Full<T>::width));
+
 /// to[i][r] = rows[r * stride + i] for r < count, i < n; the other rows of `to` are left alone.
 template <class T>
-void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows]) {
+void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows], Ahead& ahead) {
   constexpr int W = Full<T>::width;
   for (int r = 0; r < count; r += W)
     for (int i = 0; i < n; i += W) {
+      ahead.ask(kAskSquare<T>);
       if (r + W <= count && i + W <= n) {
         typename Full<T>::Vec v[W];
         for (int k = 0; k < W; ++k) std::memcpy(&v[k], rows + (r + k) * stride + i, kNativeBytes);
@@ -79,10 +148,11 @@ void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*t
 
 /// The reverse: rows[r * stride + i] = from[i][r].
 template <class T>
-void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride) {
+void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride, Ahead& ahead) {
   constexpr int W = Full<T>::width;
   for (int r = 0; r < count; r += W)
     for (int i = 0; i < n; i += W) {
+      ahead.ask(kAskSquare<T>);
       if (r + W <= count && i + W <= n) {
         typename Full<T>::Vec v[W];
         for (int k = 0; k < W; ++k) std::memcpy(&v[k], &from[i + k][r], kNativeBytes);
@@ -128,21 +198,21 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
 }
 
 template <class T>
-void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start, int n) {
-  load_transposed(a.values.row(g.first) + start, a.values.row_stride, g.count, n, g.value);
-  load_transposed(a.mask.row(g.first) + start, a.mask.row_stride, g.count, n, g.mask);
+void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start, int n, Ahead& ahead) {
+  load_transposed(a.values.row(g.first) + start, a.values.row_stride, g.count, n, g.value, ahead);
+  load_transposed(a.mask.row(g.first) + start, a.mask.row_stride, g.count, n, g.mask, ahead);
   // the KL penalties, left there before the scan
-  if (kl) load_transposed<T>(a.advantages + g.first * a.num_tokens + start, a.num_tokens, g.count, n, g.reward);
+  if (kl) load_transposed<T>(a.advantages + g.first * a.num_tokens + start, a.num_tokens, g.count, n, g.reward, ahead);
 }
 
 template <class T>
-void store_block(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n) {
-  store_transposed(g.out_advantage, g.count, n, a.advantages + g.first * a.num_tokens + start, a.num_tokens);
-  store_transposed(g.out_return, g.count, n, a.returns + g.first * a.num_tokens + start, a.num_tokens);
+void store_block(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n, Ahead& ahead) {
+  store_transposed(g.out_advantage, g.count, n, a.advantages + g.first * a.num_tokens + start, a.num_tokens, ahead);
+  store_transposed(g.out_return, g.count, n, a.returns + g.first * a.num_tokens + start, a.num_tokens, ahead);
 }
 
-template <bool decoupled, class T>
-void scan_block(RowGroup<T>& g, const GaeConfig& c, int n) {
+template <bool kl, bool decoupled, class T>
+void scan_block(RowGroup<T>& g, const GaeConfig& c, int n, Ahead& ahead) {
   const double gamma = c.gamma, decay_value = c.gamma * c.lambda_value;
   const Doubles zero{};
   Doubles decay[kVectors], pending[kVectors];
@@ -152,17 +222,18 @@ void scan_block(RowGroup<T>& g, const GaeConfig& c, int n) {
     carry[j] = g.carry[j];
   }
   for (int i = n - 1; i >= 0; --i) {
+    ahead.ask(kAskStep<T>);
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       const int r = j * kWidth;
-      const Longs valid = load_doubles(g.mask[i] + r) != zero;
-      const Doubles value = load_doubles(g.value[i] + r), reward = load_doubles(g.reward[i] + r) + pending[j];
+      const Valid valid = not_zero(g.mask[i] + r);
+      const Doubles value = load_doubles(g.value[i] + r), reward = kl ? load_doubles(g.reward[i] + r) + pending[j] : pending[j];
       const GaeCarryOf<Doubles> next = gae_step_of<Doubles>(carry[j], reward, value, gamma, decay[j], decay_value);
-      carry[j].next_value = valid ? next.next_value : carry[j].next_value;
-      carry[j].advantage = valid ? next.advantage : carry[j].advantage;
-      if (decoupled) carry[j].value_advantage = valid ? next.value_advantage : carry[j].value_advantage;
-      pending[j] = valid ? zero : pending[j];
-      store_doubles(g.out_advantage[i] + r, valid ? carry[j].advantage : zero);
+      carry[j].next_value = choose(valid, next.next_value, carry[j].next_value);
+      carry[j].advantage = choose(valid, next.advantage, carry[j].advantage);
+      if (decoupled) carry[j].value_advantage = choose(valid, next.value_advantage, carry[j].value_advantage);
+      pending[j] = choose(valid, zero, pending[j]);
+      store_doubles(g.out_advantage[i] + r, choose(valid, carry[j].advantage, zero));
       store_doubles(g.out_return[i] + r, (decoupled ? carry[j].value_advantage : carry[j].advantage) + value);
     }
   }
@@ -172,9 +243,25 @@ void scan_block(RowGroup<T>& g, const GaeConfig& c, int n) {
   }
 }
 
+/// The block of `a` that ends before token `stop` of the rows from `first` on; that of the next rows' last tokens where stop is 0.
+template <class T>
+Ahead next_block(const GaeArgs<T>& a, std::int64_t first, std::int64_t stop, std::int64_t end) {
+  if (stop <= 0) first += kRows, stop = a.num_tokens;
+  Ahead ahead;
+  if (first >= end) return ahead;
+  const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>, bytes = (stop - start) * sizeof(T);
+  const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
+  for (const MatrixView<T>& m : {a.values, a.mask, MatrixView<T>{a.advantages, a.num_tokens}, MatrixView<T>{a.returns, a.num_tokens}})
+    ahead.add(m.row(first) + start, m.row_stride * static_cast<std::int64_t>(sizeof(T)), count, bytes);
+  return ahead;
+}
+
 template <class T>
 void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64_t end) {
   RowGroup<T> g;
+  const bool kl = c.kl_coef != 0;
+  const auto scan = kl ? (c.decoupled ? scan_block<true, true, T> : scan_block<true, false, T>)
+                       : (c.decoupled ? scan_block<false, true, T> : scan_block<false, false, T>);
   for (std::int64_t b = begin; b < end; b += kRows) {
     g.first = b;
     g.count = static_cast<int>(end - b < kRows ? end - b : kRows);
@@ -182,12 +269,10 @@ void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64
     for (std::int64_t stop = a.num_tokens; stop > 0; stop -= kTokens<T>) {
       const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>;
       const int n = static_cast<int>(stop - start);
-      load_block(g, a, c.kl_coef != 0, start, n);
-      if (c.decoupled)
-        scan_block<true>(g, c, n);
-      else
-        scan_block<false>(g, c, n);
-      store_block(g, a, start, n);
+      Ahead ahead = next_block(a, b, start, end);
+      load_block(g, a, kl, start, n, ahead);
+      scan(g, c, n, ahead);
+      store_block(g, a, start, n, ahead);
     }
   }
 }

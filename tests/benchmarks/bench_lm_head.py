@@ -1,9 +1,9 @@
 """LM head, hidden states to log-probabilities and back, against its matrix products alone and against torch.
 
-    uv run python tests/benchmarks/bench_lm_head.py [--tokens 4096] [--vocab 49152] [--hidden 576] [--dtype bfloat16]
+    uv run python tests/benchmarks/bench_lm_head.py [--tokens 4096] [--vocab 49152] [--hidden 576] [--dtype bfloat16] [--device cuda]
 
 The products alone are the four that the head needs (logits, logits again, d_hidden, d_weight) by torch.mm on whole matrices
-that exist beforehand: oneDNN for bfloat16, MKL for float32. `memory` is what the process grew by at its peak.
+that exist beforehand: oneDNN for bfloat16, MKL for float32. `memory` is what the process grew by at its peak, on a GPU what was allocated there.
 """
 
 import ctypes
@@ -42,9 +42,21 @@ class PeakMemory:
         self.thread.join()
 
 
+class PeakGpuMemory:
+    """Largest growth of what is allocated on the GPU while the block runs."""
+
+    def __enter__(self):
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_):
+        self.peak = torch.cuda.max_memory_allocated() - self.before
+
+
 def products(x, w, chunk):
     """The four products on chunks of rows, into buffers that exist beforehand."""
-    logits, d_x, d_w = torch.empty(chunk, len(w), dtype=x.dtype), torch.empty(chunk, x.shape[1], dtype=x.dtype), torch.empty_like(w)
+    logits, d_x, d_w = x.new_empty(chunk, len(w)), x.new_empty(chunk, x.shape[1]), torch.empty_like(w)
     logits.normal_()
 
     def run():
@@ -68,10 +80,11 @@ def compiled_step(x, w, targets, g):
 
 def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, w = torch.randn(tokens, hidden).to(dtype), (torch.randn(vocab, hidden) * hidden**-0.5).to(dtype)
-    targets, g = torch.randint(0, vocab, (tokens,)), torch.randn(tokens)
-    d_x, d_w = torch.zeros(tokens, hidden), torch.zeros(vocab, hidden)
-    logprobs, entropy = torch.empty(tokens), torch.empty(tokens)
+    on = {"device": report.args.device}
+    x, w = torch.randn(tokens, hidden, **on).to(dtype), (torch.randn(vocab, hidden, **on) * hidden**-0.5).to(dtype)
+    targets, g = torch.randint(0, vocab, (tokens,)), torch.randn(tokens, **on)  # targets stay on the CPU
+    d_x, d_w = torch.zeros(tokens, hidden, **on), torch.zeros(vocab, hidden, **on)
+    logprobs, entropy = torch.empty(tokens, **on), torch.empty(tokens, **on)
     head = C.VocabularyHead()
 
     def forward():
@@ -81,7 +94,7 @@ def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.d
         forward()
         head.backward(x, w, targets, g, 1.0, d_x, d_w)
 
-    with PeakMemory() as memory:
+    with PeakGpuMemory() if report.on_gpu else PeakMemory() as memory:
         both()
     what = f"{tokens} x {vocab}, D {hidden}, {str(dtype).removeprefix('torch.')}"
     times = alternate({"ours forward": forward, "ours": both, "products": products(x, w, 1024)}, report.args.repeats, warmup=1)
@@ -92,7 +105,7 @@ def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.d
     report.add(what, "forward + backward", times["ours"], gflops=4 * flops / times["ours"].median / 1e9,
                of_products=times["ours"].median / limit, memory_mb=memory.peak / 1e6)  # fmt: skip
     if report.args.compile:
-        step = compiled_step(x, w, targets, g)
+        step = compiled_step(x, w, targets.to(x.device), g)
         report.add(what, "torch.compile, whole logits", alternate({"step": lambda: step(x, w)}, 3, warmup=1)["step"])
 
 

@@ -33,15 +33,21 @@ CHUNK = 256
 
 
 def ours(folder: str, precision: str, max_tokens: int = B * S):
-    """A step of rows that are trained whole, in micro-batches of so many tokens."""
     from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.models.hf_config import native_config, read_config
-    from nemo_rl_cpp.models.policy.train_step import MicroBatching, Scoring, run_global_batch
     from nemo_rl_cpp.models.weights import load_weights
 
     model = C.DecoderModel(native_config(read_config(folder)), getattr(torch, precision), True)
     load_weights(model, folder)
+    return our_step(model, max_tokens)
+
+
+def our_step(model, max_tokens: int):
+    """A step of rows that are trained whole, in micro-batches of so many tokens."""
+    from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+    from nemo_rl_cpp.models.policy.train_step import MicroBatching, Scoring, run_global_batch
+
     trainer = C.Trainer(model)
     # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss; every token counts
     loss_fn = ClippedPGLossFn({"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.0})

@@ -96,13 +96,13 @@ class Report:
             Path(self.args.json).write_text(json.dumps({**self.header, "rows": self.rows}, indent=1) + "\n")
 
 
-def begin(description: str, repeats: int = 15, **options: dict) -> Report:
+def begin(description: str, repeats: int = 15, device: str = "cpu", **options: dict) -> Report:
     """Reads --threads, --repeats, --json, --device and `options` (name: arguments of add_argument), and prints the header."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default=device)
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
     args = parser.parse_args()

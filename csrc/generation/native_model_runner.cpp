@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <numeric>
 
 #include "common/check.h"
@@ -10,12 +9,7 @@
 #include "ops/linear.h"
 
 namespace nemo_rl::generation {
-
 namespace {
-
-ops::AttentionHeads heads_of(const model::ModelConfig& c) {
-  return {c.num_heads, c.num_kv_heads, c.head_dim, 1.0 / std::sqrt(static_cast<double>(c.head_dim))};
-}
 
 /// Whether every row is the one new token of a sequence, and its logits are wanted.
 bool is_decode(const ForwardBatch& batch) {
@@ -32,9 +26,8 @@ bool is_decode(const ForwardBatch& batch) {
 
 NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder)
     : model_(std::move(model)),
-      heads_(heads_of(model_->config())),
       workspace_(model_->device()),
-      step_(heads_, model_->device()),
+      step_(model_->decoder().attention_heads(), model_->device()),
       recorded_(std::move(recorder)) {
   NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble, "generation samples from float32 logits: use float32 or bfloat16");
@@ -52,7 +45,7 @@ void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   recorded_.clear();
   cache_.clear();
   for (std::int64_t l = 0; l < model_->config().num_layers; ++l)
-    cache_.push_back(ops::kv_cache_allocate(num_blocks, heads_, model_->decoder().compute_dtype(), model_->device()));
+    cache_.push_back(ops::kv_cache_allocate(num_blocks, step_.heads(), model_->decoder().compute_dtype(), model_->device()));
 }
 
 void NativeModelRunner::release_cache() {

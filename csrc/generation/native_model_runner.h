@@ -29,7 +29,6 @@ class NativeModelRunner : public ModelRunner {
   std::vector<const void*> places() const;
 
   std::shared_ptr<model::DecoderModel> model_;
-  ops::AttentionHeads heads_;
   std::vector<at::Tensor> cache_;  ///< of each layer
   model::Workspace workspace_;
   ops::PagedStep step_;

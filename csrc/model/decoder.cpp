@@ -50,6 +50,10 @@ void RopeTable::reserve(std::int64_t positions) {
 Decoder::Decoder(ModelConfig config, DecoderParameters parameters)
     : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_, device()) {}
 
+ops::AttentionHeads Decoder::attention_heads() const {
+  return {config_.num_heads, config_.num_kv_heads, config_.head_dim, 1.0 / std::sqrt(static_cast<double>(config_.head_dim))};
+}
+
 LayerActivations Decoder::buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const {
   const auto S = compute_dtype(), A = accumulate_dtype();
   const std::string prefix = keep ? "layer" + std::to_string(layer) + "." : "layer.";

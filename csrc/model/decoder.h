@@ -9,6 +9,7 @@
 
 #include "model/parameters.h"
 #include "model/workspace.h"
+#include "ops/attention.h"
 
 namespace nemo_rl::model {
 
@@ -53,6 +54,7 @@ class Decoder {
 
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
+  ops::AttentionHeads attention_heads() const;
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }

@@ -13,10 +13,6 @@
 namespace nemo_rl::trainer {
 namespace {
 
-ops::AttentionHeads heads_of(const model::ModelConfig& c) {
-  return {c.num_heads, c.num_kv_heads, c.head_dim, 1.0 / std::sqrt(static_cast<double>(c.head_dim))};
-}
-
 /// `sequences` must outlive the result.
 model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences, const ops::AttentionHeads& heads) {
   return [&sequences, heads](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
@@ -50,7 +46,7 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
   pending_ = options.keep;
-  const auto attention = attention_over(packed_.sequences, heads_of(decoder.config()));
+  const auto attention = attention_over(packed_.sequences, decoder.attention_heads());
   auto& wanted = packed_.query.rows;
   if (options.keep) {
     h_ = decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace());
@@ -106,7 +102,7 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   auto& decoder = model_->decoder();
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
-  const auto attention = attention_over(whole, heads_of(decoder.config()));
+  const auto attention = attention_over(whole, decoder.attention_heads());
   std::vector<std::int64_t> rows(static_cast<std::size_t>(T));
   std::iota(rows.begin(), rows.end(), 0);
   const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, rows, model_->workspace());
@@ -145,7 +141,7 @@ void Trainer::backward() {
 
 void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
-  const auto heads = heads_of(decoder.config());
+  const auto heads = decoder.attention_heads();
   const auto attention = attention_over(packed_.sequences, heads);
   const model::AttentionBackward attention_backward = [&](const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse,
                                                           at::Tensor& d_qkv) {

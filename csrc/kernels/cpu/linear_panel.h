@@ -40,11 +40,20 @@ struct Columns {
   }
 };
 
-/// Memory to ask for while a tile is computed: with few rows a tile takes little longer than its weights take from memory. Evenly
-/// spread: a burst takes the line buffers that this tile's own loads need.
+/// Memory to ask for while a tile is computed, in the order in which it lies there: with few rows a tile takes little longer than its
+/// weights take from memory, and asking for each of its rows a little ahead gets two thirds of what a stream does. Evenly spread: a burst
+/// takes the line buffers that this tile's own loads need.
 struct Ahead {
   const char* at;
-  std::int64_t step;  ///< bytes with every four words along K
+  std::int64_t step;  ///< bytes with every four words along K, or every turn
+
+  /// While the tile at column j of a strip is computed: that at column `next`, which may lie in the strip after it. Only where the rows of
+  /// w follow one another without a gap (`prefetch`).
+  template <class Set>
+  static Ahead of(const Set& columns, const Set& after, int j, int next, bool prefetch, std::int64_t step) {
+    if (!prefetch) return {reinterpret_cast<const char*>(columns.w[j]), 0};
+    return {reinterpret_cast<const char*>(next < columns.count ? columns.w[next] : after.w[(next - columns.count) % Set::kWidth]), step};
+  }
 };
 
 /// Bytes of w in four words of every column.
@@ -103,11 +112,9 @@ template <class T, int kVectors, class Set, class Store>
   using S = typename Terms<T>::S;
   constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * S::kLanes;
   alignas(64) typename S::Scalar by_column[Set::kWidth * kRows], sums[S::kLanes * Set::kWidth];
-  const std::int64_t step = prefetch ? kBytesOfQuads<T, kColumns> : 0;
   for (int j = 0; j < columns.count; j += kColumns) {
-    const int next = j + 2 * kColumns;  // two tiles on: about as long as memory takes
-    const T* ahead = next < columns.count ? columns.w[next] : after.w[(next - columns.count) % Set::kWidth];
-    row_tile<T, kVectors, kColumns>(x, columns.w + j, K, {reinterpret_cast<const char*>(prefetch ? ahead : columns.w[j]), step}, by_column + j * kRows);
+    const auto ahead = Ahead::of(columns, after, j, j + 2 * kColumns, prefetch, kBytesOfQuads<T, kColumns>);  // two tiles on: about as long as memory takes
+    row_tile<T, kVectors, kColumns>(x, columns.w + j, K, ahead, by_column + j * kRows);
   }
   for (int first = 0; first < kRows && first < rows; first += S::kLanes) {
     turn_sums<S>(by_column, kRows, first, columns.count, Set::kWidth, sums);
@@ -115,13 +122,16 @@ template <class T, int kVectors, class Set, class Store>
   }
 }
 
+/// Bytes of w in a turn of so many rows.
+template <int kRows>
+constexpr int kBytesOfTurn = 16 * kRows;
+
 /// out[r][kWidth] = sums of kLanes rows of w with kRows rows of packed x, which lie `row_words` apart.
 template <class T, int kRows, std::int64_t kWidth>
-[[gnu::noinline]] void few_rows_tile(const typename Terms<T>::Word* x, std::int64_t row_words, const T* const* w, std::int64_t K, std::int64_t next,
+[[gnu::noinline]] void few_rows_tile(const typename Terms<T>::Word* x, std::int64_t row_words, const T* const* w, std::int64_t K, Ahead ahead,
                                      typename Terms<T>::Word* out) {
   using X = Terms<T>;
   using S = typename X::S;
-  constexpr std::int64_t kNear = 256 / sizeof(T);  // terms: how far ahead memory is asked for
   typename X::V acc[kRows];
   for (auto& v : acc) v = S::zero();
   std::int64_t k = 0;
@@ -129,8 +139,8 @@ template <class T, int kRows, std::int64_t kWidth>
   if constexpr (Turned<T>::kAvailable) {
     constexpr int kTerms = Turned<T>::kTerms;
     for (; k + kTerms <= K; k += kTerms) {
-      const std::int64_t ahead = k + kNear < K ? kNear : next + kNear - K;
-      for (int q = 0; q < S::kLanes / 4; ++q) __builtin_prefetch(w[(k / kTerms % 4) * (S::kLanes / 4) + q] + k + ahead, 0, 3);
+      for (int offset = 0; offset < kBytesOfTurn<S::kLanes>; offset += 64) __builtin_prefetch(ahead.at + offset, 0, 2);
+      ahead.at += ahead.step;
       const Turned<T> turned(w, k);
 #pragma GCC unroll 4
       for (int q = 0; q < 4; ++q, words += X::kPerColumn)
@@ -145,12 +155,14 @@ template <class T, int kRows, std::int64_t kWidth>
 }
 
 template <class T, int kRows, class Set, class Store>
-void few_rows(const LinearInput<T>& p, const Set& columns, std::int64_t next, const Store& store) {
+void few_rows(const LinearInput<T>& p, const Set& columns, const Set& after, bool prefetch, const Store& store) {
   using X = Terms<T>;
   alignas(64) typename X::Word sums[kRows * Set::kWidth];
   const auto* x = static_cast<const typename X::Word*>(p.packed);
-  for (int j = 0; j < columns.count; j += X::S::kLanes)
-    few_rows_tile<T, kRows, Set::kWidth>(x, packed_row_words<T>(p.K), columns.w + j, p.K, next, sums + j);
+  for (int j = 0; j < columns.count; j += X::S::kLanes) {
+    const auto ahead = Ahead::of(columns, after, j, j + X::S::kLanes, prefetch, kBytesOfTurn<X::S::kLanes>);
+    few_rows_tile<T, kRows, Set::kWidth>(x, packed_row_words<T>(p.K), columns.w + j, p.K, ahead, sums + j);
+  }
   for (int m = 0; m < kRows; ++m) store(m, sums + m * Set::kWidth);
 }
 
@@ -173,12 +185,6 @@ void tile_rows(const LinearInput<T>& p, std::int64_t m0, const Set& columns, con
 template <class T, class ColumnsOf, class StoreOf>
 void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin, std::int64_t end, bool more,
                const ColumnsOf& columns_of, const StoreOf& store_of) {
-  if (p.M <= kLinearFewRows) {  // a tile is a whole strip
-    const std::int64_t next = ldw * Terms<T>::S::kLanes;  // where the next register tile's rows lie
-    for (std::int64_t t = begin; t < end; ++t)
-      with_constant<kLinearFewRows>(static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns_of(t), next, store_of(t)); });
-    return;
-  }
   using Set = decltype(columns_of(begin));
   Set sets[2];  // this strip's columns and the next one's, in turn
   if (begin < end) sets[begin / tiles.steps % 2] = columns_of(tiles.strip(begin));
@@ -188,7 +194,11 @@ void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t l
     Set& after = sets[(turn + 1) % 2];
     const bool go_on = more || (turn + 1) * tiles.steps < end;
     if (t == begin || t % tiles.steps == 0) after = columns_of(go_on ? (strip + 1) % tiles.strips : strip);
-    tile_rows(p, tiles.row(t), columns, after, ldw == p.K, store_of(strip));
+    if (p.M <= kLinearFewRows) {  // a tile is a whole strip
+      with_constant<kLinearFewRows>(static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns, after, ldw == p.K, store_of(strip)); });
+    } else {
+      tile_rows(p, tiles.row(t), columns, after, ldw == p.K, store_of(strip));
+    }
   }
 }
 

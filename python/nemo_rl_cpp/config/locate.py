@@ -52,7 +52,8 @@ def _not_found(given: str, relative: Path) -> str:
     known = sorted(
         {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
     )
-    near = difflib.get_close_matches(str(relative), known, 3, 0.5)
+    stems = {name.removesuffix(".yaml"): name for name in known}  # what all of them end in says nothing
+    near = [stems[stem] for stem in difflib.get_close_matches(str(relative.with_suffix("")), list(stems), 3, 0.6)]
     near += [name for name in known if Path(name).name == relative.name and name not in near]
     hint = f"did you mean {' or '.join(near)}?" if near else f"shipped are {', '.join(known)}"
     return f"the configuration file {given} does not exist, neither here nor among the shipped ones; {hint}"

@@ -281,6 +281,11 @@ def test_unknown_file_names_the_nearest():
         load_grpo_config("configs/grpo_maths_1B.yaml")
 
 
+def test_unknown_file_like_none_lists_them_all():
+    with pytest.raises(ConfigError, match=r"nothing.yaml does not exist.*shipped are .*grpo_math_1B.yaml.*ppo_tiny.yaml"):
+        load_grpo_config("configs/nothing.yaml")
+
+
 def test_mistakes_are_reported_within_a_second_and_without_torch():
     Path("bad.yaml").write_text(compose("grpo:\n  num_promts_per_step: 8"))
     code = (

@@ -56,8 +56,16 @@ def known_keys(model: type[Section]) -> frozenset[str]:
     return frozenset(found)
 
 
+SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
+"""What runs a configuration with such a section."""
+
+
 def unknown_key(dotted: str, model: type[Section]) -> str:
     """Sentence for a key that is not in the schema, with the nearest one."""
+    section = dotted.partition(".")[0]
+    if section in SCRIPTS and section not in model.model_fields:
+        own = [f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields]
+        return f"is unknown here{''.join(own) or ':'} Configurations with a section {section} are run by {SCRIPTS[section]}"
     parent, _, name = dotted.rpartition(".")
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"

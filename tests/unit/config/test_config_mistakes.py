@@ -276,6 +276,13 @@ def test_file_that_is_no_configuration(case):
         assert word in str(caught.value)
 
 
+def test_configuration_of_the_other_algorithm_names_its_script():
+    with pytest.raises(ConfigError, match=r"ppo_tiny.yaml:\d+: ppo is unknown here; did you mean grpo.* run by examples/run_ppo.py"):
+        load_grpo_config("configs/ppo_tiny.yaml")
+    with pytest.raises(ConfigError, match=r"grpo_tiny.yaml:\d+: grpo is unknown here; did you mean ppo.* run by examples/run_grpo_math.py"):
+        load_ppo_config("configs/grpo_tiny.yaml")
+
+
 def test_unknown_file_names_the_nearest():
     with pytest.raises(ConfigError, match=r"grpo_maths_1B.yaml does not exist.*did you mean grpo_math_1B.yaml"):
         load_grpo_config("configs/grpo_maths_1B.yaml")

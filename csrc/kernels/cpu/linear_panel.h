@@ -113,7 +113,8 @@ template <class T, int kVectors, class Set, class Store>
   constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * S::kLanes;
   alignas(64) typename S::Scalar by_column[Set::kWidth * kRows], sums[S::kLanes * Set::kWidth];
   for (int j = 0; j < columns.count; j += kColumns) {
-    const auto ahead = Ahead::of(columns, after, j, j + 2 * kColumns, prefetch, kBytesOfQuads<T, kColumns>);  // two tiles on: about as long as memory takes
+    const int next = j + 2 * kColumns;  // two tiles on: about as long as memory takes
+    const auto ahead = Ahead::of(columns, after, j, next, prefetch, kBytesOfQuads<T, kColumns>);
     row_tile<T, kVectors, kColumns>(x, columns.w + j, K, ahead, by_column + j * kRows);
   }
   for (int first = 0; first < kRows && first < rows; first += S::kLanes) {

@@ -64,8 +64,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     """Sentence for a key that is not in the schema, with the nearest one."""
     section = dotted.partition(".")[0]
     if section in SCRIPTS and section not in model.model_fields:
-        own = [f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields]
-        return f"is unknown here{''.join(own) or ':'} Configurations with a section {section} are run by {SCRIPTS[section]}"
+        own = next((f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields), "")
+        return f"is unknown here{own} (configurations with a section {section} are run by {SCRIPTS[section]})"
     parent, _, name = dotted.rpartition(".")
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"

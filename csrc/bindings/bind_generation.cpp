@@ -203,6 +203,7 @@ void bind_model_runner(py::module_& m) {
       .def("bytes_per_block", &ModelRunner::bytes_per_block)
       .def("allocate_cache", &ModelRunner::allocate_cache, py::arg("num_blocks"), release_gil())
       .def("release_cache", &ModelRunner::release_cache, release_gil())
+      .def("keep_activations", &ModelRunner::keep_activations, py::arg("keep"))
       .def("forward", &ModelRunner::forward, py::arg("batch"), release_gil());
   py::class_<NativeModelRunner, ModelRunner, std::shared_ptr<NativeModelRunner>>(m, "NativeModelRunner", "Reads a DecoderModel's weights in place")
       .def(py::init([](std::shared_ptr<model::DecoderModel> model, bool enforce_eager) {

@@ -31,7 +31,16 @@ void bind_decoder_model(py::module_& m) {
       .def("masters_changed", &DecoderModel::masters_changed, release_gil())
       .def("digest", &DecoderModel::digest, release_gil())
       .def("workspace_bytes", [](DecoderModel& self) { return self.workspace().bytes(); })
-      .def("release_workspace", [](DecoderModel& self) { self.workspace().clear(); });
+      .def("release_workspace", [](DecoderModel& self) { self.workspace().clear(); })
+      .def("keep_activations",
+           [](DecoderModel& self, std::int64_t max_bytes) {
+             NRL_CHECK_ARG(self.device().is_cpu() || max_bytes == 0, "activations are kept for training on the CPU only, not on ", self.device().str());
+             self.kept().set_max_bytes(max_bytes);
+           },
+           py::arg("max_bytes"), "Memory for what generation computes, so that the first update needs no forward; 0: none")
+      .def_property_readonly("max_kept_bytes", [](DecoderModel& self) { return self.kept().max_bytes(); })
+      .def_property_readonly("kept_tokens", [](DecoderModel& self) { return self.kept().tokens(); })
+      .def_property_readonly("kept_bytes", [](DecoderModel& self) { return self.kept().bytes(); });
 }
 
 void bind_trainer(py::module_& m) {
@@ -83,6 +92,7 @@ void bind_trainer(py::module_& m) {
            },
            py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_grad_norm"), release_gil())
       .def("grad_norm", &Trainer::grad_norm, release_gil())
+      .def_property_readonly("reused_tokens", &Trainer::reused_tokens)
       .def_property_readonly("out_dtype", [](Trainer& self) { return self.model().decoder().accumulate_dtype(); })
       .def_property_readonly("grads", [](Trainer& self) { return self.grads(); })
       .def_property_readonly("exp_avg", [](Trainer& self) { return self.exp_avg(); })

@@ -42,6 +42,8 @@ class ModelRunner {
   virtual void allocate_cache(std::int64_t num_blocks) = 0;
   /// Frees cache storage (between generation phases).
   virtual void release_cache() = 0;
+  /// Whether what later forwards compute may be kept for training, by a runner that can (model/kept_activations.h).
+  virtual void keep_activations(bool) {}
   /// Float32 logits [R, V] of batch.logits_rows, in that order; valid until the next call.
   virtual at::Tensor forward(const ForwardBatch& batch) = 0;
 };

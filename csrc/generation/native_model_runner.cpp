@@ -28,7 +28,8 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
     : model_(std::move(model)),
       workspace_(model_->device()),
       step_(model_->decoder().attention_heads(), model_->device()),
-      recorded_(std::move(recorder)) {
+      recorded_(std::move(recorder)),
+      kept_rows_(ops::kKeyTile) {
   NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble, "generation samples from float32 logits: use float32 or bfloat16");
 }
@@ -46,6 +47,7 @@ void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   cache_.clear();
   for (std::int64_t l = 0; l < model_->config().num_layers; ++l)
     cache_.push_back(ops::kv_cache_allocate(num_blocks, step_.heads(), model_->decoder().compute_dtype(), model_->device()));
+  kept_rows_.begin(num_blocks);
 }
 
 void NativeModelRunner::release_cache() {
@@ -69,7 +71,11 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
   model_->decoder().reserve_positions(step_.num_positions());
   if (!recorded) {
-    run(batch.logits_rows);
+    if (keep_ && model_->kept().enabled()) {
+      run_keeping(batch);
+    } else {
+      run(batch.logits_rows);
+    }
     return logits(static_cast<std::int64_t>(batch.logits_rows.size()));
   }
   std::vector<std::int64_t> all(static_cast<std::size_t>(rows));
@@ -84,7 +90,27 @@ void NativeModelRunner::run(std::span<const std::int64_t> rows) {
   const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor&) {
     ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out);
   };
-  const auto h = decoder.forward(step_.token_ids(), step_.positions(), attention, rows, workspace_);
+  finish(decoder.forward(step_.token_ids(), step_.positions(), attention, rows, workspace_));
+}
+
+/// The same, with the rows that training will need put where it finds them.
+void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
+  auto& kept = model_->kept();
+  const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
+    ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out, lse);
+  };
+  try {
+    const auto& nodes = kept_rows_.plan(batch, kept);
+    finish(model_->decoder().forward_keeping(step_.token_ids(), step_.positions(), attention, batch.logits_rows, kept, nodes, workspace_));
+  } catch (...) {
+    kept.clear();  // rows were promised that are not there
+    throw;
+  }
+}
+
+/// The logits of rows h [R, D] of the residual stream.
+void NativeModelRunner::finish(const at::Tensor& h) {
+  const auto& decoder = model_->decoder();
   const auto normed = workspace_.take("rows.normed", h.sizes(), decoder.compute_dtype());
   decoder.final_norm(h, normed, at::Tensor());
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits(h.size(0)));

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "generation/kept_rows.h"
 #include "generation/model_runner.h"
 #include "generation/recorded_steps.h"
 #include "model/decoder_model.h"
@@ -20,11 +21,14 @@ class NativeModelRunner : public ModelRunner {
   std::int64_t bytes_per_block() const override;
   void allocate_cache(std::int64_t num_blocks) override;
   void release_cache() override;
+  void keep_activations(bool keep) override { keep_ = keep; }
   at::Tensor forward(const ForwardBatch& batch) override;
   at::Device device() const { return model_->device(); }
 
  private:
   void run(std::span<const std::int64_t> rows);
+  void run_keeping(const ForwardBatch& batch);
+  void finish(const at::Tensor& h);
   at::Tensor logits(std::int64_t rows);
   std::vector<const void*> places() const;
 
@@ -33,6 +37,8 @@ class NativeModelRunner : public ModelRunner {
   model::Workspace workspace_;
   ops::PagedStep step_;
   RecordedSteps recorded_;
+  bool keep_ = false;
+  KeptRows kept_rows_;
 };
 
 }  // namespace nemo_rl::generation

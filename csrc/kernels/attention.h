@@ -101,6 +101,7 @@ struct PagedAttentionArgs {
   const PagedSlice* slices = nullptr;
   void* cache = nullptr;
   void* out = nullptr;  ///< [T, N*H]
+  void* lse = nullptr;  ///< as in AttentionForwardArgs
 };
 
 /// Work that one thread does in one go: the pairs (slice, kv head) = (i / K, i % K) for i in [pair_begin, pair_end), of

@@ -151,6 +151,7 @@ at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor&
   token_ids_ = token_ids;
   positions_ = places_of(positions);
   checkpoint_ = checkpoint;
+  kept_ = nullptr;
   saved_.clear();
   auto h = workspace.take("h0", {T, D}, accumulate_dtype());
   ops::embedding_forward(parameters_.embedding, token_ids, h);
@@ -164,21 +165,76 @@ at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor&
   return h;
 }
 
+KeptActivations Decoder::kept_activations() const {
+  Workspace workspace;
+  auto a = buffers(0, 1, true, workspace);
+  a.h_in = at::empty({1, config_.hidden_size}, accumulate_dtype());
+  std::int64_t bytes = 0;
+  for (const auto& t : a.all()) bytes += t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
+  return {config_.num_layers, bytes, static_cast<std::int64_t>(a.h_in.nbytes())};
+}
+
+at::Tensor Decoder::forward_keeping(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+                                    std::span<const std::int64_t> rows, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
+                                    Workspace& workspace) {
+  const std::int64_t T = token_ids.numel(), D = config_.hidden_size;
+  const auto places = places_of(positions);
+  auto h = workspace.take("h", {T, D}, accumulate_dtype()), next = workspace.take("h.next", {T, D}, accumulate_dtype());
+  ops::embedding_forward(parameters_.embedding, token_ids, h);
+  for (std::int64_t l = 0; l < config_.num_layers; ++l) {
+    auto a = buffers(0, T, true, workspace);
+    a.h_in = h;
+    run_layer(l, places, attention, a, next, workspace, true);
+    kept.put(l, a, nodes);
+    std::swap(h, next);
+  }
+  LayerActivations last;
+  last.h_in = h;
+  kept.put(config_.num_layers, last, nodes);
+  return are_all(rows, T) ? h : h.index_select(0, ops::index_tensor(rows.data(), static_cast<std::int64_t>(rows.size()), h));
+}
+
+at::Tensor Decoder::forward_from(const KeptActivations& kept, std::vector<KeptActivations::Node> nodes, const at::Tensor& token_ids,
+                                 const at::Tensor& positions, Workspace& workspace) {
+  token_ids_ = token_ids;
+  positions_ = places_of(positions);
+  kept_ = &kept;
+  nodes_ = std::move(nodes);
+  saved_.clear();
+  LayerActivations last;
+  last.h_in = workspace.take("h0", {token_ids.numel(), config_.hidden_size}, accumulate_dtype());
+  kept.get(config_.num_layers, last, nodes_);
+  return last.h_in;
+}
+
+/// A layer's activations as its forward left them: saved, kept, or computed again.
+LayerActivations Decoder::for_backward(std::int64_t layer, const at::Tensor& dh, const Attention& attention, Workspace& workspace) {
+  if (kept_ != nullptr) {
+    auto a = buffers(0, dh.size(0), true, workspace);
+    a.h_in = workspace.take("layer0.h_in", dh.sizes(), accumulate_dtype());
+    kept_->get(layer, a, nodes_);
+    return a;
+  }
+  auto a = saved_[static_cast<std::size_t>(layer)];
+  if (checkpoint_ && layer + 1 < config_.num_layers) {  // the last layer's buffers still hold its own
+    const auto scratch = workspace.take("recomputed", dh.sizes(), dh.scalar_type());
+    run_layer(layer, positions_, attention, a, scratch, workspace, true);
+  }
+  return a;
+}
+
 void Decoder::backward(const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
                        const DecoderParameters& grads, Workspace& workspace) {
-  NRL_CHECK(static_cast<std::int64_t>(saved_.size()) == config_.num_layers, "backward without a forward_train before it");
+  NRL_CHECK(kept_ != nullptr || static_cast<std::int64_t>(saved_.size()) == config_.num_layers, "backward without a forward_train before it");
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
-    auto& a = saved_[static_cast<std::size_t>(l)];
+    const auto a = for_backward(l, dh, attention, workspace);
     const auto& g = grads.layers[static_cast<std::size_t>(l)];
-    if (checkpoint_ && l + 1 < config_.num_layers) {  // the last layer's buffers still hold its own
-      const auto scratch = workspace.take("recomputed", dh.sizes(), dh.scalar_type());
-      run_layer(l, positions_, attention, a, scratch, workspace, true);
-    }
     backward_mlp(l, a, dh, g, workspace);
     backward_attention(l, a, dh, attention_backward, g, workspace);
   }
   ops::embedding_backward(dh, token_ids_, grads.embedding);
   saved_.clear();
+  kept_ = nullptr;
 }
 
 at::Tensor Decoder::in_compute_dtype(const at::Tensor& dh, Workspace& workspace) const {

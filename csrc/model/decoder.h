@@ -7,25 +7,12 @@
 #include <functional>
 #include <span>
 
+#include "model/kept_activations.h"
 #include "model/parameters.h"
 #include "model/workspace.h"
 #include "ops/attention.h"
 
 namespace nemo_rl::model {
-
-/// What a layer keeps for its backward pass. Normalised inputs and the gated activation are recomputed: they are cheap.
-struct LayerActivations {
-  at::Tensor h_in;      ///< [T, D] A: the residual stream before the layer
-  at::Tensor rstd_in;   ///< [T, 1] A
-  at::Tensor qkv_raw;   ///< [T, (N+2K)H] S before qk-norm (only with qk-norm)
-  at::Tensor q_rstd, k_rstd;
-  at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE
-  at::Tensor attn;      ///< [T, N·H] S
-  at::Tensor lse;       ///< [T, N] A
-  at::Tensor h_mid;     ///< [T, D] A: after attention
-  at::Tensor rstd_mid;  ///< [T, 1] A
-  at::Tensor gate_up;   ///< [T, 2I] S
-};
 
 /// attention(layer, qkv, out, lse): out [T, N·H]; lse is undefined where nothing is kept.
 using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse)>;
@@ -74,8 +61,19 @@ class Decoder {
   at::Tensor forward_train(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, bool checkpoint,
                            Workspace& workspace);
 
+  /// forward, which also puts every token's activations into `kept`: row t is that of nodes[t]. `attention` gives lse too.
+  at::Tensor forward_keeping(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+                             std::span<const std::int64_t> rows, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
+                             Workspace& workspace);
+  /// forward_train's result from there, without computing. `kept` must hold these rows until backward, which takes a layer's at a time.
+  /// A row without a node is 0, and so must be all gradients that reach it: nothing is trained on it, and no later row reads it.
+  at::Tensor forward_from(const KeptActivations& kept, std::vector<KeptActivations::Node> nodes, const at::Tensor& token_ids,
+                          const at::Tensor& positions, Workspace& workspace);
+  /// What `kept` is to be made for.
+  KeptActivations kept_activations() const;
+
   /// Adds the gradients of all parameters but the head's and the final norm's to `grads`; dh [T, D] is the gradient of
-  /// forward_train's result and is overwritten. Valid once after forward_train.
+  /// forward_train's result and is overwritten. Valid once after forward_train or forward_from.
   void backward(const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
                 const DecoderParameters& grads, Workspace& workspace);
 
@@ -85,6 +83,7 @@ class Decoder {
  private:
   void run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out,
                  Workspace& workspace, bool keep);
+  LayerActivations for_backward(std::int64_t layer, const at::Tensor& dh, const Attention& attention, Workspace& workspace);
   void run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, Workspace& workspace);
   void run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, Workspace& workspace);
   LayerActivations buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const;
@@ -97,10 +96,12 @@ class Decoder {
   ModelConfig config_;
   DecoderParameters parameters_;
   RopeTable rope_;
-  // of the last forward_train
+  // of the last forward_train or forward_from
   at::Tensor token_ids_, positions_;
   std::vector<LayerActivations> saved_;
   bool checkpoint_ = false;
+  const KeptActivations* kept_ = nullptr;  // where the activations come from, if not from saved_
+  std::vector<KeptActivations::Node> nodes_;
 };
 
 }  // namespace nemo_rl::model

@@ -26,7 +26,8 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
     : layout_(config),
       trainable_(trainable),
       decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype)))),
-      workspace_(decoder_.device()) {
+      workspace_(decoder_.device()),
+      kept_(decoder_.kept_activations()) {
   NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble, "a model computes in float32, bfloat16 or float64, not ",
                 c10::toString(dtype));
   if (dtype != at::kBFloat16) {
@@ -37,6 +38,7 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
 }
 
 void DecoderModel::masters_changed() {
+  kept_.clear();
   if (has_separate_masters()) ops::round_weights(masters_, compute());
 }
 

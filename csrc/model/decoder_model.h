@@ -27,6 +27,8 @@ class DecoderModel {
   /// What products read.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
   bool has_separate_masters() const { return masters_.defined() && !masters_.is_same(compute()); }
+  /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is given memory).
+  KeptActivations& kept() { return kept_; }
   /// After masters were written: rounds them into the compute copy (nothing to do when they are one).
   void masters_changed();
 
@@ -39,6 +41,7 @@ class DecoderModel {
   at::Tensor masters_;
   Decoder decoder_;
   Workspace workspace_;
+  KeptActivations kept_;
 };
 
 }  // namespace nemo_rl::model

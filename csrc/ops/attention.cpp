@@ -245,13 +245,17 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
   attention_paged(qkv, step, cache, out);
 }
 
-void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out) {
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out, const at::Tensor& lse) {
   const AttentionHeads& heads = step.heads();
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   check_cache(cache, shape, qkv.scalar_type(), qkv.device());
   NRL_CHECK_ARG(step.token_ids().size(0) == qkv.size(0) && step.num_blocks() <= cache.size(0), "attention: a step of ", step.token_ids().size(0),
                 " rows over ", step.num_blocks(), " cache blocks, but qkv is ", qkv.sizes(), " and the cache has ", cache.size(0), " blocks");
   check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type(), qkv.device());
+  if (lse.defined()) {
+    NRL_CHECK_ARG(qkv.is_cpu(), "attention: over a cache on ", qkv.device().str(), " there is no lse");
+    check_matrix("lse", lse, qkv.size(0), heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, qkv.device());
+  }
   if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, step.arrays(), shape, cache, out);
 
   const auto slices = step.slices();
@@ -262,7 +266,8 @@ void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& c
                                          qkv.const_data_ptr(),
                                          slices.data(),
                                          cache.mutable_data_ptr(),
-                                         out.mutable_data_ptr()};
+                                         out.mutable_data_ptr(),
+                                         lse.defined() ? lse.mutable_data_ptr() : nullptr};
   const std::size_t bytes = kernels::attention_paged_workspace(shape);
   const bool parallel = cost > kSerialCost;
   parallel_items(static_cast<std::int64_t>(work.split.size()), parallel, [&](std::int64_t i) {

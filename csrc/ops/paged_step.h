@@ -50,7 +50,7 @@ class PagedStep {
   PagedArrays arrays_;
 };
 
-/// attention_paged (ops/attention.h) of the step's slices.
-void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out);
+/// attention_paged (ops/attention.h) of the step's slices. lse as in attention_forward; may be undefined, and must be on CUDA.
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out, const at::Tensor& lse = {});
 
 }  // namespace nemo_rl::ops

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -48,12 +49,36 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   pending_ = options.keep;
   const auto attention = attention_over(packed_.sequences, decoder.attention_heads());
   auto& wanted = packed_.query.rows;
-  if (options.keep) {
+  if (auto nodes = options.keep ? kept_nodes() : std::vector<model::KeptActivations::Node>(); !nodes.empty()) {
+    reused_tokens_ += static_cast<std::int64_t>(nodes.size());
+    h_ = decoder.forward_from(model_->kept(), std::move(nodes), packed_.token_ids, packed_.positions, model_->workspace());
+  } else if (options.keep) {
     h_ = decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace());
   } else {
     h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, wanted, model_->workspace());
     std::iota(wanted.begin(), wanted.end(), 0);  // h_ holds these rows alone
   }
+}
+
+/// Where generation left the rows of packed_; empty unless all are there. The last token of a response never went through the model:
+/// it may be missing, since no log-probability and no other token depends on it.
+std::vector<model::KeptActivations::Node> Trainer::kept_nodes() const {
+  using model::KeptActivations;
+  const auto& kept = model_->kept();
+  if (kept.empty()) return {};
+  const auto* ids = packed_.token_ids.const_data_ptr<std::int64_t>();
+  const auto& wanted = packed_.query.rows;
+  std::vector<KeptActivations::Node> nodes(static_cast<std::size_t>(packed_.token_ids.numel()), KeptActivations::kNone);
+  for (const auto& s : packed_.sequences) {
+    auto node = s.prefix_length > 0 ? nodes[static_cast<std::size_t>(s.prefix_start + s.prefix_length - 1)] : KeptActivations::kRoot;
+    for (std::int64_t row = s.start; row < s.start + s.length; ++row) {
+      node = kept.find(node, ids[row]);
+      const bool unread = row + 1 == s.start + s.length && !std::binary_search(wanted.begin(), wanted.end(), row);
+      if (node == KeptActivations::kNone && !unread) return {};
+      nodes[static_cast<std::size_t>(row)] = node;
+    }
+  }
+  return nodes;
 }
 
 void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
@@ -183,6 +208,7 @@ OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_
   ++optimizer_steps_;
   const auto compute = model_->has_separate_masters() ? std::optional<at::Tensor>(model_->compute()) : std::nullopt;
   ops::adamw_step(model_->masters(), grads_, exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
+  model_->kept().clear();
   return result;
 }
 

@@ -55,6 +55,8 @@ class Trainer {
   /// Clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm changes nothing.
   OptimizerStep step(const ops::AdamWSettings& settings, double max_grad_norm);
   double grad_norm() const;
+  /// Tokens so far whose forward with keep was generation's own (model/kept_activations.h).
+  std::int64_t reused_tokens() const { return reused_tokens_; }
 
   /// Optimizer state as flat buffers; created at the first use.
   const at::Tensor& grads();
@@ -66,11 +68,12 @@ class Trainer {
  private:
   bool values() const { return model_->config().value_head; }
   void forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
+  std::vector<model::KeptActivations::Node> kept_nodes() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   at::Tensor grads_, exp_avg_, exp_avg_sq_;
   std::optional<model::DecoderParameters> grad_views_;
-  std::int64_t optimizer_steps_ = 0;
+  std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;
   model::LmHead head_;
   model::ValueHead value_head_;
   // of the last forward with keep

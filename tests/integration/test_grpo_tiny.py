@@ -64,15 +64,20 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_the_batch(tmp_pat
 
 @pytest.mark.parametrize("updates", [1, 4])
 def test_never_and_auto_give_the_same_weights(tmp_path, updates):
-    """Scoring the batch beforehand changes nothing: generation's log-probabilities are those of the training forward."""
+    """Neither scoring the batch beforehand nor a training forward of its own changes anything: generation's is the same."""
     options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
-    digests, ratios = [], []
-    for reuse in ("auto", "never", "always"):
-        run = tiny.train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")
+    digests, ratios, reused = [], [], []
+    for reuse, gigabytes in (("auto", "null"), ("auto", 0), ("never", "null"), ("always", "null")):
+        run = tiny.train(
+            tmp_path / f"{reuse}-{gigabytes}", *options, f"policy.reuse_generation_logprobs={reuse}", f"policy.kept_activations_gb={gigabytes}"
+        )
         digests.append(run.policy.weight_digest())
         ratios.append([row["probs_ratio_max"] for row in run.history])
-    assert digests[0] == digests[1] == digests[2]
-    assert ratios[0] == ratios[1] == ratios[2]
+        reused.append([row["reused_forward_share"] for row in run.history])
+    assert len(set(digests)) == 1
+    assert ratios[0] == ratios[1] == ratios[2] == ratios[3]
+    assert reused[0] == reused[3] == [0, *[pytest.approx(1 / updates, abs=0.1)] * 3]
+    assert reused[1] == reused[2] == [0] * 4
     if updates > 1:
         assert max(ratios[0]) > 1.0  # later updates of a step are off-policy
 

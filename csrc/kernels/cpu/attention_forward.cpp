@@ -43,7 +43,7 @@ void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tile
       for (std::int64_t head = 0; head < heads; ++head) rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
     for (std::int64_t head = 0; head < heads; ++head)
       rows_of(head).finish(queries.out + token * out_stride + head * head_step, out_stride,
-                           queries.lse == nullptr ? nullptr : queries.lse + token * shape.num_heads, shape.num_heads);
+                           queries.lse == nullptr ? nullptr : queries.lse + token * shape.num_heads + head * shape.group(), shape.num_heads);
     token = next;
   }
 }
@@ -103,9 +103,11 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
     const std::int64_t kv_head = pair % kv_heads, first_head = kv_head * shape.group();
     const std::int64_t heads = slice.query_length == 1 ? smaller(kv_heads - kv_head, item.pair_end - pair) : 1, next = pair + heads;
     for (std::int64_t head = kv_head; item.store && head < kv_head + heads; ++head) write_head(shape, qkv, slice, head, cache);
+    const std::int64_t out_offset = slice.query_start * shape.num_heads + first_head;
     const Queries<Elem, Real> queries{qkv + slice.query_start * shape.row_stride() + first_head * head_dim, slice.context_length,
                                       item.token_begin, smaller(item.token_end, slice.query_length),
-                                      static_cast<Elem*>(args.out) + (slice.query_start * shape.num_heads + first_head) * head_dim, nullptr};
+                                      static_cast<Elem*>(args.out) + out_offset * head_dim,
+                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
     attend(shape, workspace, tiles_of(pair), heads, queries);
     pair = next;
   }

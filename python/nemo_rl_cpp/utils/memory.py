@@ -11,6 +11,7 @@ from nemo_rl_cpp.utils.timer import TOTAL
 GIB = float(1 << 30)
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_CGROUP_LIMIT, _CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 def rss_bytes() -> int:
@@ -26,13 +27,17 @@ def peak_rss_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this machine can still hand out without swapping."""
+    """Memory that can still be taken without swapping: this machine's, or less in a container with a limit."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            found = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-        return found * 1024
+            available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(int(limit) - used, 0))
 
 
 def reset_peak_rss() -> bool:

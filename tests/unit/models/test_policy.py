@@ -84,6 +84,25 @@ def test_generation_that_is_not_exact_is_counted_and_falls_back():
     assert wrong.weight_digest() == right.weight_digest()
 
 
+def test_activations_are_kept_once_both_passes_have_agreed():
+    """Not before the first step has compared them, not where they differ, and not where memory is to be saved."""
+    policy = make_policy(kept_activations_gb=0.001)
+    assert policy.model.max_kept_bytes == 0
+    policy.train(make_data(policy), LOSS)
+    assert 0.9e6 < policy.model.max_kept_bytes <= 1e6
+    data = make_data(policy)
+    data["generation_logprobs"][3, 4] += 0.25
+    policy.train(data, LOSS)
+    assert policy.model.max_kept_bytes == 0
+    for saving in (dict(kept_activations_gb=0), dict(dtensor_cfg={"activation_checkpointing": True}), dict(reuse_generation_logprobs="never")):
+        policy = make_policy(**saving)
+        policy.train(make_data(policy), LOSS) if policy.skips_prev_logprobs else policy.train({**make_data(policy), "prev_logprobs": torch.zeros(12, 9)}, LOSS)
+        assert policy.model.max_kept_bytes == 0
+    policy = make_policy()
+    policy.train(make_data(policy), LOSS)
+    assert policy.model.max_kept_bytes > 1e6  # a quarter of what is free
+
+
 @pytest.mark.parametrize("gbs", [12, 4])
 @pytest.mark.parametrize("error", [0.0, 0.25])
 def test_a_second_pass_gets_the_old_policys_logprobs(gbs, error):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from nemo_rl_cpp.utils.memory import available_bytes
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
@@ -103,6 +103,7 @@ class NativeGeneration(GenerationInterface):
         ids, lengths = _checked_prompts(data)
         stream = _stream(data.get("stream"), len(lengths))
         prompts = _distinct_prompts(ids, lengths)
+        self._runner.keep_activations(stream == "train")
         generated = self._engine.generate(
             prompts.ids, prompts.offsets, self._requests(data, prompts.index, lengths, greedy, stream), on_finished
         )
@@ -221,7 +222,7 @@ class NativeGeneration(GenerationInterface):
         """Memory that can still be taken where the keys and values lie: the GPU's, or this machine's."""
         device = torch.device(getattr(self._runner, "device", "cpu"))
         if device.type != "cuda":
-            return _free_bytes()
+            return available_bytes()
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -311,16 +312,3 @@ def _distinct_prompts(ids: Tensor, lengths: Tensor) -> _Prompts:
     sizes = torch.tensor([0] + [len(prompt) for prompt in index])
     flat = torch.tensor([token for prompt in index for token in prompt], dtype=torch.int64)
     return _Prompts(flat, sizes.cumsum(0), torch.tensor(chosen))
-
-
-def _free_bytes() -> int:
-    """Memory that can be taken without swapping: the system's, or less in a container with a limit."""
-    free = 8 << 30
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        free = int(fields.get("MemAvailable", fields["MemFree"]).split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(int(text) - int(used.read_text()), 0))
-    return free

@@ -15,6 +15,7 @@ from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl_cpp.models.policy.single_process import SingleProcessPolicy
 from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, run_global_batch
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
+from nemo_rl_cpp.utils.memory import available_bytes
 
 
 class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
@@ -50,6 +51,8 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         self.scoring = Scoring.of(config.generation)
         self.reference = self._load(self.folder, trainable=False) if init_reference_model else None
         self._exact = config.reuse_generation_logprobs != "never"
+        if self.device != "cpu" and config.kept_activations_gb:
+            raise ValueError(f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU")
 
     @property
     def skips_prev_logprobs(self) -> bool:
@@ -86,7 +89,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch, see
             `collect_metrics`; "prev_logprobs": [B, S] of the policy before the first update, for further calls on the same
-            data}.
+            data; "packed_tokens", and "reused_tokens", those of them whose forward pass was generation's}.
         """
         size = len(data["input_ids"])
         gbs = self._global_batch_size(size, gbs)
@@ -94,7 +97,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         batching = self._batching("train", mbs)
         on_policy = "prev_logprobs" not in data
         exactness = Exactness() if on_policy and "generation_logprobs" in data else None
-        losses, norms, metrics, packed = [], [], [], 0
+        losses, norms, metrics, packed, reused_before = [], [], [], 0, self.trainer.reused_tokens
         for begin in range(0, size, gbs):
             first = begin == 0
             if not eval_mode:
@@ -109,6 +112,8 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             if on_policy and first:
                 data["prev_logprobs"] = result.outputs if gbs == size else self._old_logprobs(data, exactness)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+            if exactness is not None and first:
+                self._keep_activations(exactness)
             if not eval_mode:
                 norms.append(self._step(data, lr, weight_decay))
             losses.append(result.loss)
@@ -122,6 +127,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             "all_mb_metrics": collect_metrics(metrics, size // gbs),
             "exactness": exactness,
             "packed_tokens": packed,
+            "reused_tokens": self.trainer.reused_tokens - reused_before,
             "prev_logprobs": data["prev_logprobs"],
         }
 
@@ -130,6 +136,16 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         if exactness is not None and exactness.mismatched_tokens == 0:
             return data["generation_logprobs"].to(self.trainer.out_dtype)
         return self._score(self.model, data, None, self.scoring)
+
+    def _keep_activations(self, exactness: Exactness) -> None:
+        """Lets later steps train on generation's own activations once this machine has shown that both passes agree; where they do
+        not, or memory is to be saved (activation_checkpointing), every step makes its own forward pass."""
+        gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
+        if not agree or self.device != "cpu" or self.config.activation_checkpointing or gigabytes == 0:
+            self.model.keep_activations(0)
+        elif self.model.max_kept_bytes == 0:
+            self.model.release_workspace()  # a backward from kept activations holds one layer at a time
+            self.model.keep_activations(int(gigabytes * 1e9) if gigabytes else available_bytes() // 4)
 
     # ---- generation and the rest of the interface ---------------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+// Which rows of the engine's steps are kept for training (model/kept_activations.h).
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "generation/model_runner.h"
+#include "model/kept_activations.h"
+
+namespace nemo_rl::generation {
+
+/// Follows the tokens in the cache: a step's new token is kept behind the one whose keys and values lie before its own. Where memory
+/// runs out, the sequence that comes last in the step is given up, so that those before it are kept whole.
+class KeptRows {
+ public:
+  using Node = model::KeptActivations::Node;
+  explicit KeptRows(std::int64_t block_size) : block_size_(block_size) {}
+
+  /// Of a cache of so many blocks; what was known of it is forgotten.
+  void begin(std::int64_t num_blocks);
+  /// For every row of the step: the node to put its activations at; kNone where they are kept already, or cannot be.
+  const std::vector<Node>& plan(const ForwardBatch& batch, model::KeptActivations& kept);
+
+ private:
+  Node& at(const SequenceSlice& slice, std::int64_t position) {
+    const auto block = static_cast<std::int64_t>(slice.block_table[static_cast<std::size_t>(position / block_size_)]);
+    return nodes_[static_cast<std::size_t>(block * block_size_ + position % block_size_)];
+  }
+  Node last(const SequenceSlice& slice) {
+    return slice.context_length > 0 ? at(slice, slice.context_length - 1) : model::KeptActivations::kRoot;
+  }
+  bool make_room(const ForwardBatch& batch, std::size_t slice, model::KeptActivations& kept);
+
+  std::int64_t block_size_;
+  std::vector<Node> nodes_;  ///< of every position of every block
+  std::vector<Node> put_;
+};
+
+}  // namespace nemo_rl::generation

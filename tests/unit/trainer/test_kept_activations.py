@@ -1,0 +1,174 @@
+"""Training on generation's own activations: the same gradients, bit for bit, as from a forward pass of its own."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.weights import initialize_weights
+
+LLAMA = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
+FAMILIES = {"llama": LLAMA, "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False}, "qwen3": LLAMA | {"model_type": "qwen3"}}
+PLENTY = 1 << 28
+
+
+def make_model(family="qwen3", dtype=torch.bfloat16, max_bytes=PLENTY):
+    model = C.DecoderModel(native_config(FAMILIES[family]), dtype, True)
+    initialize_weights(model, 3, std=0.2)
+    model.masters_changed()
+    model.keep_activations(max_bytes)
+    return model
+
+
+def generation_on(model, **config):
+    settings = dict(max_new_tokens=20, stop_token_ids=[5, 6], kv_cache_gb=0.01) | config
+    return NativeGeneration(native_runner(model, settings), settings, None, seed=7)
+
+
+def prompts(groups=4, generations=4, first=3):
+    """Prompts of 3, 12, 21, ... tokens, a group of rows each."""
+    rows = [[(7 * g + i) % 61 for i in range(first + 9 * g)] for g in range(groups) for _ in range(generations)]
+    width = max(map(len, rows))
+    return BatchedDataDict(
+        input_ids=torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        input_lengths=torch.tensor([len(row) for row in rows]),
+        draw_ids=torch.arange(groups).repeat_interleave(generations),
+        sample_index=torch.arange(generations).repeat(groups),
+    )
+
+
+def batch_of(data, output, generations=4):
+    ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
+    place = torch.arange(ids.shape[1])[None]
+    mask = (place >= data["input_lengths"][:, None]) & (place < lengths[:, None])
+    return C.PaddedBatch(ids.contiguous(), lengths, mask, torch.arange(len(ids)) // generations), mask
+
+
+def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, checkpoint=False):
+    """(gradients, log-probabilities, tokens whose forward was generation's)"""
+    trainer = C.Trainer(model)
+    out = torch.zeros(mask.shape)
+    weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9))
+    for rows in C.plan_micro_batches(batch, 0, len(mask), max_samples, max_tokens, share):
+        trainer.forward(batch, rows, 1.0, share, True, checkpoint, out)
+        trainer.backward(weight * mask)
+    return trainer.grads.clone(), out, trainer.reused_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str)
+def test_gradients_are_those_of_a_forward_of_its_own(family, dtype, split):
+    keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
+    data = prompts()
+    output = generation_on(keeping).generate(data)
+    assert torch.equal(output["logprobs"], generation_on(plain).generate(data)["logprobs"])
+    batch, mask = batch_of(data, output)
+    kept, logprobs, reused = gradients(keeping, batch, mask, **split)
+    computed, expected, none = gradients(plain, batch, mask, **split)
+    assert reused > 0 and none == 0
+    assert torch.equal(logprobs, expected)
+    assert torch.equal(logprobs[mask], output["logprobs"][mask])
+    assert torch.equal(kept, computed)
+
+
+@pytest.mark.parametrize("engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str)
+def test_they_are_found_however_the_engine_went_through_the_tokens(engine):
+    """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
+    keeping, plain = make_model(), make_model(max_bytes=0)
+    data = prompts()
+    generation = generation_on(keeping, **engine)
+    output = generation.generate(data)
+    if "kv_cache_gb" in engine:
+        assert generation.get_logger_metrics()["preemptions"] > 0
+    batch, mask = batch_of(data, output)
+    kept, _, reused = gradients(keeping, batch, mask)
+    assert reused > 0
+    assert torch.equal(kept, gradients(plain, batch, mask)[0])
+
+
+def test_what_memory_does_not_hold_is_computed():
+    """A small budget keeps the first sequences whole; a micro-batch that misses a row makes its own forward."""
+    whole = make_model()
+    data = prompts()
+    output = generation_on(whole).generate(data)
+    batch, mask = batch_of(data, output)
+    expected, _, all_tokens = gradients(whole, batch, mask, max_samples=1, share=False)
+    token_bytes = whole.kept_bytes // (-(-whole.kept_tokens // 64) * 64)
+    reused = []
+    for tokens in (0, 1, 40, 120, whole.kept_tokens):
+        model = make_model(max_bytes=tokens * token_bytes)
+        assert torch.equal(generation_on(model).generate(data)["output_ids"], output["output_ids"])
+        assert model.kept_tokens <= tokens
+        grads, _, n = gradients(model, batch, mask, max_samples=1, share=False)
+        assert torch.equal(grads, expected)
+        reused.append(n)
+    assert reused[0] == reused[1] == 0 < reused[3] < reused[4] == all_tokens
+    assert reused == sorted(reused)
+
+
+def test_a_conversation_goes_on_from_what_is_kept():
+    """A second turn: its prompt is the first turn's text with more behind it; tokens of the first response are trained too."""
+    keeping, plain = make_model(), make_model(max_bytes=0)
+    data, turns = prompts(groups=2), []
+    for _ in range(2):
+        output = generation_on(keeping, stop_token_ids=[]).generate(data)
+        turns.append((data["input_lengths"], output["unpadded_sequence_lengths"]))
+        ids = torch.cat([output["output_ids"], torch.zeros(len(output["output_ids"]), 2, dtype=torch.int64)], 1)
+        for row, end in enumerate(output["unpadded_sequence_lengths"].tolist()):
+            ids[row, end : end + 2] = torch.tensor([11, 12])
+        data = BatchedDataDict(data | {"input_ids": ids, "input_lengths": output["unpadded_sequence_lengths"] + 2})
+    ids, lengths = output["output_ids"].contiguous(), output["unpadded_sequence_lengths"]
+    place = torch.arange(ids.shape[1])[None]
+    mask = sum((place >= begin[:, None]) & (place < end[:, None]) for begin, end in turns).bool()
+    batch = C.PaddedBatch(ids, lengths, mask, torch.arange(len(ids)) // 4)
+    kept, _, reused = gradients(keeping, batch, mask)
+    assert reused == C.packed_tokens(batch, list(range(len(ids))), True)
+    assert torch.equal(kept, gradients(plain, batch, mask)[0])
+
+
+def test_other_tokens_are_not_found():
+    model = make_model()
+    data = prompts()
+    output = generation_on(model).generate(data)
+    output["output_ids"][0, 0] += 1
+    batch, mask = batch_of(data, output)
+    assert gradients(model, batch, mask, max_samples=1, share=False)[2] > 0
+    assert gradients(model, batch, mask)[2] == 0  # one micro-batch with the row among its rows
+
+
+def test_they_end_with_the_weights_they_came_from():
+    model = make_model()
+    data = prompts()
+    output = generation_on(model).generate(data)
+    batch, mask = batch_of(data, output)
+    trainer = C.Trainer(model)
+    out = torch.zeros(mask.shape)
+    for step in range(2):
+        trainer.forward(batch, list(range(len(mask))), 1.0, True, True, False, out)
+        trainer.backward(mask.float())
+        assert (model.kept_tokens > 0) == (step == 0)
+        trainer.step(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
+        assert model.kept_tokens == 0
+    assert trainer.reused_tokens == C.packed_tokens(batch, list(range(len(mask))), True)
+    bytes_before = model.kept_bytes
+    generation_on(model).generate(data)
+    assert model.kept_tokens > 0 and model.kept_bytes <= bytes_before + 64 * 4000  # the memory is used again
+    model.masters_changed()
+    assert model.kept_tokens == 0
+
+
+def test_validation_is_not_kept():
+    model = make_model()
+    generation_on(model).generate(prompts() | {"stream": "val"})
+    assert model.kept_tokens == 0
+
+
+def test_memory_is_given_back():
+    model = make_model()
+    generation_on(model).generate(prompts())
+    model.keep_activations(0)
+    assert model.kept_tokens == model.kept_bytes == model.max_kept_bytes == 0

@@ -137,19 +137,19 @@ struct PolicyTerm {
 /// dR/dx: R itself for an exponential ratio, 1 for REINFORCE.
 template <class T, class Condition>
 NRL_INLINE PolicyTerm<T> clipped_term(T advantage, T ratio, T clamped, Condition in_range, T dlog, bool dual, T c) {
-  const T plain = -advantage * ratio, clipped = -advantage * clamped;
+  T plain = -advantage * ratio, clipped = -advantage * clamped;
   T loss = select(plain <= clipped, clipped, plain);
-  const T share = select(plain > clipped, T(1), select(plain == clipped, T(0.5), T(0)));
+  T share = select(plain > clipped, T(1), select(plain == clipped, T(0.5), T(0)));
   T slope = share + select(in_range, T(1) - share, T(0));
   if (dual) {
-    const T floor = -advantage * c;
+    T floor = -advantage * c;
     const auto negative = advantage < T(0);
-    const T kept = select(loss < floor, T(1), select(loss == floor, T(0.5), T(0)));
+    T kept = select(loss < floor, T(1), select(loss == floor, T(0.5), T(0)));
     slope = select(negative, slope * kept, slope);
     loss = select(negative & (loss >= floor), floor, loss);
   }
   // a ratio that overflowed but is clipped away has slope 0, not 0 * inf
-  const T grad = select(slope == T(0), T(0), -advantage * slope * dlog);
+  T grad = select(slope == T(0), T(0), -advantage * slope * dlog);
   return {ratio, clamped, loss, grad};
 }
 
@@ -158,13 +158,13 @@ template <class T>
 NRL_INLINE PolicyTerm<T> policy_term(RatioMode mode, T x, T prev, T advantage, T lo, T hi, bool dual, T c) {
   if (mode == RatioMode::reinforce) return clipped_term(advantage, x, x, true, T(1), dual, c);
   if (mode == RatioMode::on_policy) {
-    const T one = T(1) + (x - x);
+    T one = T(1) + (x - x);
     return clipped_term(advantage, one, one, true, one, dual, c);
   }
-  const T ratio = exp_of(x - prev);
-  const T clamped = clamp_to(ratio, lo, hi);
+  T ratio = exp_of(x - prev);
+  T clamped = clamp_to(ratio, lo, hi);
   if (mode == RatioMode::cispo) {
-    const T weight = -advantage * clamped;
+    T weight = -advantage * clamped;
     return {ratio, clamped, weight * x, weight};
   }
   return clipped_term(advantage, ratio, clamped, (ratio >= lo) & (ratio <= hi), ratio, dual, c);
@@ -181,16 +181,16 @@ struct MismatchTerm {
 
 template <class T>
 NRL_INLINE MismatchTerm<T> mismatch_term(KlEstimator type, T prev, T generation) {
-  const T d = prev - generation;
-  const T a = abs_of(d);
-  const T e = exp_of(a), w = T(1) / e;
-  const T k3 = exp_minus_linear(a, e);
+  T d = prev - generation;
+  T a = abs_of(d);
+  T e = exp_of(a), w = T(1) / e;
+  T k3 = exp_minus_linear(a, e);
   MismatchTerm<T> out;
   out.importance = finite_or_zero(select(d > T(0), e, w));
   out.mult_prob_error = e;
   out.js = log_cosh_half(a, w, k3);
   if (type == KlEstimator::k3) {
-    const T k3_negative = exp_minus_linear(-a, w);
+    T k3_negative = exp_minus_linear(-a, w);
     out.gen_kl = select(d > T(0), k3, k3_negative);
     out.policy_kl = select(d > T(0), k3_negative, k3);
   } else {
@@ -207,11 +207,11 @@ NRL_INLINE MismatchTerm<T> mismatch_term(KlEstimator type, T prev, T generation)
 /// never leaves: series in d and d^2, without an exponential or a division. Exactly 1 and 0 where both are equal.
 template <class T>
 NRL_INLINE MismatchTerm<T> near_mismatch_term(KlEstimator type, T prev, T generation) {
-  const T d = prev - generation, a = abs_of(d), z = d * d;
+  T d = prev - generation, a = abs_of(d), z = d * d;
   // e^d - 1 - d = z (even + d odd)
-  const T even = mul_add(mul_add(mul_add(z, T(1.0 / 40320), T(1.0 / 720)), z, T(1.0 / 24)), z, T(0.5));
-  const T odd = mul_add(mul_add(mul_add(z, T(1.0 / 362880), T(1.0 / 5040)), z, T(1.0 / 120)), z, T(1.0 / 6));
-  const T k3 = z * mul_add(d, odd, even), k3_negative = z * mul_add(-d, odd, even);
+  T even = mul_add(mul_add(mul_add(z, T(1.0 / 40320), T(1.0 / 720)), z, T(1.0 / 24)), z, T(0.5));
+  T odd = mul_add(mul_add(mul_add(z, T(1.0 / 362880), T(1.0 / 5040)), z, T(1.0 / 120)), z, T(1.0 / 6));
+  T k3 = z * mul_add(d, odd, even), k3_negative = z * mul_add(-d, odd, even);
   MismatchTerm<T> out;
   out.importance = T(1) + (d + k3);
   out.mult_prob_error = T(1) + (a + z * mul_add(a, odd, even));
@@ -236,7 +236,7 @@ template <class T>
 NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T weight, T lo, T hi) {
   if (mode != ImportanceSampling::tis && mode != ImportanceSampling::icepop) return {weight, T(0)};
   const auto inside = (weight >= lo) & (weight <= hi);
-  const T replaced = mode == ImportanceSampling::tis ? clamp_to(weight, lo, hi) : T(0);
+  T replaced = mode == ImportanceSampling::tis ? clamp_to(weight, lo, hi) : T(0);
   return {select(inside, weight, replaced), select(inside, T(0), T(1))};
 }
 

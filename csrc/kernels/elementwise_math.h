@@ -37,7 +37,7 @@ NRL_INLINE T abs_of(T x) {
 /// NaN stays NaN, as in torch.clamp.
 template <class T>
 NRL_INLINE T clamp_to(T x, T lo, T hi) {
-  const T low = select(x < lo, lo, x);
+  T low = select(x < lo, lo, x);
   return select(low > hi, hi, low);
 }
 
@@ -92,11 +92,11 @@ NRL_INLINE double times_power_of_two(double p, double shifted, double) {
 /// x = n ln 2 + r, a polynomial in r, and times 2^n.
 template <class T>
 NRL_INLINE T exp_single(T x) {
-  const T round(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const T c = clamp_to(x, T(-104.f), T(89.f));
-  const T shifted = mul_add(c, T(1.44269504088896341f), round);
-  const T n = shifted - round;
-  const T r = mul_add(n, T(2.12194440e-4f), mul_add(n, T(-0.693359375f), c));
+  T round(12582912.f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  T c = clamp_to(x, T(-104.f), T(89.f));
+  T shifted = mul_add(c, T(1.44269504088896341f), round);
+  T n = shifted - round;
+  T r = mul_add(n, T(2.12194440e-4f), mul_add(n, T(-0.693359375f), c));
   T p(1.9875691500e-4f);
   p = mul_add(p, r, T(1.3981999507e-3f));
   p = mul_add(p, r, T(8.3334519073e-3f));
@@ -109,11 +109,11 @@ NRL_INLINE T exp_single(T x) {
 
 template <class T>
 NRL_INLINE T exp_double(T x) {
-  const T round(6755399441055744.0);  // 1.5 * 2^52
-  const T c = clamp_to(x, T(-746.0), T(710.0));
-  const T shifted = mul_add(c, T(1.4426950408889634074), round);
-  const T n = shifted - round;
-  const T r = mul_add(n, T(-1.42860682030941723212e-6), mul_add(n, T(-6.93145751953125e-1), c));
+  T round(6755399441055744.0);  // 1.5 * 2^52
+  T c = clamp_to(x, T(-746.0), T(710.0));
+  T shifted = mul_add(c, T(1.4426950408889634074), round);
+  T n = shifted - round;
+  T r = mul_add(n, T(-1.42860682030941723212e-6), mul_add(n, T(-6.93145751953125e-1), c));
   T p(1.0 / 6227020800.0);
   p = mul_add(p, r, T(1.0 / 479001600.0));
   p = mul_add(p, r, T(1.0 / 39916800.0));
@@ -169,7 +169,7 @@ NRL_INLINE T exp_minus_linear(T r, T er) {
 /// e^r - 1 - r; takes no exponential where every r is near 0
 template <class T>
 NRL_INLINE T exp_minus_linear(T r) {
-  const T series = exp_minus_linear_series(r);
+  T series = exp_minus_linear_series(r);
   const auto near = abs_of(r) < T(0.5);
   if (all_of(near)) return series;
   return select(near, series, exp_of(r) - T(1) - r);
@@ -178,7 +178,7 @@ NRL_INLINE T exp_minus_linear(T r) {
 /// atanh(t) for |t| <= 1/3
 template <class T>
 NRL_INLINE T atanh_small(T t) {
-  const T z = t * t;
+  T z = t * t;
   T q;
   if (sizeof(scalar_t<T>) == 4) {
     q = T(1.0 / 15);
@@ -206,11 +206,11 @@ NRL_INLINE T atanh_small(T t) {
 /// log(cosh(a / 2)) for a >= 0, given w = e^-a and k3 = e^a - 1 - a, accurate relative to the result everywhere.
 template <class T>
 NRL_INLINE T log_cosh_half(T a, T w, T k3) {
-  const T em1 = k3 + a;
-  const T s = em1 * em1 * w * T(0.25);  // sinh^2(a/2); log cosh = log1p(s) / 2 = atanh(s / (2 + s))
+  T em1 = k3 + a;
+  T s = em1 * em1 * w * T(0.25);  // sinh^2(a/2); log cosh = log1p(s) / 2 = atanh(s / (2 + s))
   const auto near = a < T(1.7);
-  const T t = select(near, s, w - T(1)) / (select(near, s, w) + select(near, T(2), T(3)));
-  const T y = atanh_small(t);
+  T t = select(near, s, w - T(1)) / (select(near, s, w) + select(near, T(2), T(3)));
+  T y = atanh_small(t);
   return select(near, y, a * T(0.5) + T(2) * y);
 }
 

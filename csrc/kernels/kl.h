@@ -21,7 +21,7 @@ template <class T>
 NRL_INLINE KlEstimate<T> kl_estimate(KlEstimator type, T r) {
   if (type == KlEstimator::k1) return {-r, T(-1), T(1) - r};
   if (type == KlEstimator::k2) return {r * r * T(0.5), r, r * (r * T(0.5) - T(1))};
-  const T value = exp_minus_linear(r);
+  T value = exp_minus_linear(r);
   return {value, value + r, -r};
 }
 
@@ -37,10 +37,10 @@ struct KlTerm {
 /// weight carries a gradient; where the output clamp acts nothing does. An infinite clamp is none.
 template <class T>
 NRL_INLINE KlTerm<T> kl_term(KlEstimator type, T logprob, T ref, T weight, T input_clamp, T output_clamp) {
-  const T raw = ref - logprob;
-  const T r = clamp_to(raw, -input_clamp, input_clamp);
-  const KlEstimate<T> k = kl_estimate(type, r);
-  const T product = weight * k.value;
+  T raw = ref - logprob;
+  T r = clamp_to(raw, -input_clamp, input_clamp);
+  KlEstimate<T> k = kl_estimate(type, r);
+  T product = weight * k.value;
   const auto inside = (r == raw) & (abs_of(product) <= output_clamp);
   KlTerm<T> out;
   out.value = clamp_to(product, -output_clamp, output_clamp);

@@ -38,7 +38,7 @@ NRL_INLINE double total(const double* lanes) {
 template <class T, class P = Pack<T>>
 NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, const Terms<P>& v,
                            TileSums<P>& s) {
-  const P huge(HUGE_VAL);
+  P huge(HUGE_VAL);
   const auto valid = k.mask != P(0);
   s.actor = mul_add(v.loss, k.mask, s.actor);
   s.ratio = mul_add(v.ratio, k.mask, s.ratio);
@@ -49,7 +49,7 @@ NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const To
   s.js = mul_add(v.mismatch.js, k.mask, s.js);
   s.importance = mul_add(v.weight, k.mask, s.importance);
   s.entropy = mul_add(v.x_over_gen * k.x, k.mask, s.entropy);
-  const P low = select(valid, v.ratio, huge), high = select(valid, v.ratio, -huge);
+  P low = select(valid, v.ratio, huge), high = select(valid, v.ratio, -huge);
   s.ratio_min = select(low < s.ratio_min, low, s.ratio_min);
   s.ratio_max = select(high > s.ratio_max, high, s.ratio_max);
   if (c.kl_penalty != 0) s.kl = mul_add(v.kl, k.mask, s.kl);
@@ -64,7 +64,7 @@ NRL_INLINE void store_gradient(const Row<T>& row, const ClippedPGConfig& c, std:
                                const Terms<P>& v, TileSums<P>& s) {
   P grad = v.grad * P(grouped_ratio(c) ? T(0) : row.known.grad_weight);
   if (row.known.nll_weight != T(0)) grad = grad - P(row.known.nll_weight);
-  const P kl_weight(static_cast<T>(row.known.grad_weight * c.kl_penalty)), kl_grad = v.kl_grad * kl_weight;
+  P kl_weight(static_cast<T>(row.known.grad_weight * c.kl_penalty)), kl_grad = v.kl_grad * kl_weight;
   if (c.kl_penalty != 0 && !row.grad_unfiltered) grad = mul_add(v.kl_grad, kl_weight, grad);
   grad = k.mask * grad;
   store(row, row.grad, t, grad);
@@ -111,8 +111,8 @@ template <Variant variant, class T>
   fix_settings<variant>(c, row);
   TileSums<Pack<T>> s;
   for (std::int64_t t = start; t < end; t += kPackLanes) {
-    const Tokens<Pack<T>> k = load_tokens(row, c, t);
-    const Terms<Pack<T>> v = terms_of(row, c, k);
+    Tokens<Pack<T>> k = load_tokens(row, c, t);
+    Terms<Pack<T>> v = terms_of(row, c, k);
     accumulate(row, c, k, v, s);
     store_gradient(row, c, t, k, v, s);
   }
@@ -137,9 +137,9 @@ template <class T>
                                                           std::int64_t start, std::int64_t end) {
   using P = Pack<T>;
   for (std::int64_t t = start; t < end; t += kPackLanes) {
-    const Tokens<P> k = load_tokens(row, c, t);
-    const Terms<P> v = terms_of(row, c, k);
-    const P sum = (v.loss - v.loss) + (v.grad - v.grad) + (k.x - k.x) + (v.kl - v.kl) + (v.kl_grad - v.kl_grad);
+    Tokens<P> k = load_tokens(row, c, t);
+    Terms<P> v = terms_of(row, c, k);
+    P sum = (v.loss - v.loss) + (v.grad - v.grad) + (k.x - k.x) + (v.kl - v.kl) + (v.kl_grad - v.kl_grad);
     T check[kPackLanes];
     store_pack(check, select(k.mask != P(0), sum, P(0)));
     for (int l = 0; l < kPackLanes; ++l)
@@ -204,8 +204,8 @@ class RowWorker {
     double length[kPackLanes] = {}, log_ratio[kPackLanes] = {}, log_importance[kPackLanes] = {},
            finite_log_importance[kPackLanes] = {};
     for (std::int64_t t = 0; t < row_.num_tokens; t += kPackLanes) {
-      const Tokens<Pack<T>> k = load_tokens(row_, c_, t);
-      const Pack<T> mask = load(row_, row_.token_mask, t), gap = k.prev - k.gen;
+      Tokens<Pack<T>> k = load_tokens(row_, c_, t);
+      Pack<T> mask = load(row_, row_.token_mask, t), gap = k.prev - k.gen;
       add_lanes(length, mask);
       add_lanes(log_ratio, (k.x - k.prev) * mask);
       add_lanes(log_importance, gap * mask);

@@ -71,7 +71,7 @@ NRL_INLINE void store(const Row<T>& row, T* to, std::int64_t t, Pack<T> v) {
 
 template <class T>
 NRL_INLINE Tokens<Pack<T>> load_tokens(const Row<T>& row, const ClippedPGConfig& c, std::int64_t t) {
-  const Pack<T> mask = load(row, row.token_mask, t), zero(0);
+  Pack<T> mask = load(row, row.token_mask, t), zero(0);
   const auto valid = mask != zero;
   Tokens<Pack<T>> k;
   k.mask = mask * Pack<T>(row.sample_mask);
@@ -86,15 +86,15 @@ NRL_INLINE Tokens<Pack<T>> load_tokens(const Row<T>& row, const ClippedPGConfig&
 
 template <class T, class P = Pack<T>>
 NRL_INLINE PolicyTerm<P> policy_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
-  const P lo(row.lo), hi(row.hi), dual(c.ratio_clip_c);
+  P lo(row.lo), hi(row.hi), dual(c.ratio_clip_c);
   if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
-  const P ratio(row.known.ratio);
+  P ratio(row.known.ratio);
   return clipped_term(k.adv, ratio, clamp_to(ratio, lo, hi), (ratio >= lo) & (ratio <= hi), ratio, c.dual_clip, dual);
 }
 
 template <class P>
 [[gnu::noinline, gnu::cold]] MismatchTerm<P> far_mismatch_terms(KlEstimator type, P prev, P gen) {
-  const MismatchTerm<P> far = mismatch_term(type, prev, gen), near = near_mismatch_term(type, prev, gen);
+  MismatchTerm<P> far = mismatch_term(type, prev, gen), near = near_mismatch_term(type, prev, gen);
   const auto is_near = abs_of(prev - gen) < P(0.5);
   return {select(is_near, near.importance, far.importance), select(is_near, near.mult_prob_error, far.mult_prob_error),
           select(is_near, near.gen_kl, far.gen_kl), select(is_near, near.policy_kl, far.policy_kl),
@@ -111,7 +111,7 @@ template <class P, class M>
 /// generation). A token's result depends on its own gap alone.
 template <class T, class P = Pack<T>>
 NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Terms<P>& out) {
-  const P gap = abs_of(k.prev - k.gen), one(1);
+  P gap = abs_of(k.prev - k.gen), one(1);
   if (sizeof(T) == 8) {
     out.mismatch = mismatch_term(c.kl_type, k.prev, k.gen);
     out.x_over_gen = exp_of(k.x - k.gen);
@@ -132,8 +132,8 @@ NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Ter
 
 template <class T, class P = Pack<T>>
 NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, Terms<P>& out) {
-  const P raw = c.sequence_level_ratios ? P(row.known.importance) : out.mismatch.importance;
-  const TruncatedWeight<P> w =
+  P raw = c.sequence_level_ratios ? P(row.known.importance) : out.mismatch.importance;
+  TruncatedWeight<P> w =
       truncate_importance(c.importance_sampling, raw, P(c.importance_min), P(c.importance_max));
   out.weight = c.importance_sampling == ImportanceSampling::seq_mask_tis ? w.weight * P(row.known.kept) : w.weight;
   out.oob = w.out_of_bounds;
@@ -148,7 +148,7 @@ NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Toke
   if (c.kl_penalty == 0) return;
   P weight = select(is_finite(k.unf), P(1), P(0));
   if (c.use_on_policy_kl_approximation) weight = finite_or_zero(row.unfiltered ? exp_of(k.unf - k.gen) : out.x_over_gen);
-  const KlTerm<P> kl =
+  KlTerm<P> kl =
       kl_term(c.kl_type, k.unf, k.ref, weight, P(c.kl_input_clamp), P(c.kl_output_clamp));
   out.kl = kl.value;
   out.kl_grad = kl.d_logprob;
@@ -156,7 +156,7 @@ NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Toke
 
 template <class T, class P = Pack<T>>
 NRL_INLINE Terms<P> terms_of(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
-  const PolicyTerm<P> p = policy_terms(row, c, k);
+  PolicyTerm<P> p = policy_terms(row, c, k);
   Terms<P> out;
   out.ratio = p.ratio, out.clamped = p.clamped, out.loss = p.loss, out.grad = p.grad;
   mismatch_terms<T>(c, k, out);

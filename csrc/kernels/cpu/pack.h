@@ -1,5 +1,8 @@
 // Sixteen numbers in place of one: the formulas of kernels/*.h are templates, and take a Pack<T> as they take a T. Made
 // of the machine's own vectors (GCC takes wider ones apart lane by lane), so a token's lane is the same everywhere.
+//
+// Locals of type Pack<T>, and of structs of them, are not const, here and in the formulas: GCC 12 takes a const struct for
+// read-only memory, which it never keeps in registers alone (the clipped loss took 1.3 times as long).
 #pragma once
 #ifndef NRL_CAPABILITY
 #error "pack.h belongs to csrc/kernels/cpu/*.cpp, which are compiled once for every CPU capability"

@@ -76,15 +76,18 @@ LayerActivations Decoder::buffers(std::int64_t layer, std::int64_t T, bool keep,
   return a;
 }
 
+Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace) const {
+  return {workspace.take("normed", {T, config_.hidden_size}, compute_dtype()), workspace.take("act", {T, config_.intermediate_size}, compute_dtype())};
+}
+
 void Decoder::run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
-                            Workspace& workspace) {
+                            const Scratch& scratch) {
   const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
   const auto& c = config_;
-  const std::int64_t T = a.h_in.size(0), Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
-  const auto normed = workspace.take("normed", {T, c.hidden_size}, compute_dtype());
+  const std::int64_t Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
 
-  ops::rms_norm_forward(a.h_in, p.input_norm, c.rms_norm_eps, normed, optional(a.rstd_in));
-  ops::linear_forward(normed, p.qkv_weight, optional(p.qkv_bias), c.qk_norm ? a.qkv_raw : a.qkv);
+  ops::rms_norm_forward(a.h_in, p.input_norm, c.rms_norm_eps, scratch.normed, optional(a.rstd_in));
+  ops::linear_forward(scratch.normed, p.qkv_weight, optional(p.qkv_bias), c.qk_norm ? a.qkv_raw : a.qkv);
   if (c.qk_norm) {
     ops::rms_norm_forward(a.qkv_raw.narrow(1, 0, Q), p.q_norm, c.rms_norm_eps, a.qkv.narrow(1, 0, Q), optional(a.q_rstd));
     ops::rms_norm_forward(a.qkv_raw.narrow(1, Q, KV), p.k_norm, c.rms_norm_eps, a.qkv.narrow(1, Q, KV), optional(a.k_rstd));
@@ -95,23 +98,20 @@ void Decoder::run_attention(std::int64_t layer, const at::Tensor& positions, con
 }
 
 /// The attention's output product and the MLP. h_mid holds the residual stream before the layer.
-void Decoder::run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, Workspace& workspace) {
+void Decoder::run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, const Scratch& scratch) {
   const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
-  const std::int64_t T = h_mid.size(0);
-  const auto normed = workspace.take("normed", {T, config_.hidden_size}, compute_dtype());
   ops::linear_forward(a.attn, p.o_weight, optional(p.o_bias), h_mid, /*accumulate=*/true);
-  ops::rms_norm_forward(h_mid, p.post_norm, config_.rms_norm_eps, normed, optional(a.rstd_mid));
-  const auto act = workspace.take("act", {T, config_.intermediate_size}, compute_dtype());
-  ops::linear_swiglu(normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, act);
+  ops::rms_norm_forward(h_mid, p.post_norm, config_.rms_norm_eps, scratch.normed, optional(a.rstd_mid));
+  ops::linear_swiglu(scratch.normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, scratch.act);
   if (!h_out.is_same(h_mid)) h_out.copy_(h_mid);
-  ops::linear_forward(act, p.down_weight, optional(p.down_bias), h_out, /*accumulate=*/true);
+  ops::linear_forward(scratch.act, p.down_weight, optional(p.down_bias), h_out, /*accumulate=*/true);
 }
 
 void Decoder::run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
-                        const at::Tensor& h_out, Workspace& workspace, bool keep) {
-  run_attention(layer, positions, attention, a, workspace);
+                        const at::Tensor& h_out, const Scratch& scratch, bool keep) {
+  run_attention(layer, positions, attention, a, scratch);
   if (keep) a.h_mid.copy_(a.h_in);
-  run_mlp(layer, a, keep ? a.h_mid : a.h_in, h_out, workspace);
+  run_mlp(layer, a, keep ? a.h_mid : a.h_in, h_out, scratch);
 }
 
 /// Positions on the decoder's device, with their angles in the table.
@@ -128,11 +128,12 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   ops::embedding_forward(parameters_.embedding, token_ids, h);
   auto a = buffers(0, T, false, workspace);
   a.h_in = h;
+  const auto between = scratch(T, workspace);
   const std::int64_t R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
-  for (std::int64_t l = 0; l < last; ++l) run_layer(l, places, attention, a, h, workspace, false);
-  run_attention(last, places, attention, a, workspace);
+  for (std::int64_t l = 0; l < last; ++l) run_layer(l, places, attention, a, h, between, false);
+  run_attention(last, places, attention, a, between);
   if (are_all(rows, T)) {
-    run_mlp(last, a, h, h, workspace);
+    run_mlp(last, a, h, h, between);
     return h;
   }
   const auto index = ops::index_tensor(rows.data(), R, h);
@@ -141,7 +142,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   at::index_select_out(attn, a.attn, 0, index);
   at::index_select_out(h_rows, h, 0, index);
   a.attn = attn;
-  run_mlp(last, a, h_rows, h_rows, workspace);
+  run_mlp(last, a, h_rows, h_rows, scratch(R, workspace));
   return h_rows;
 }
 
@@ -159,7 +160,7 @@ at::Tensor Decoder::forward_train(const at::Tensor& token_ids, const at::Tensor&
     auto a = buffers(checkpoint ? 0 : l, T, true, workspace);
     a.h_in = h;
     h = workspace.take("h" + std::to_string(l + 1), {T, D}, accumulate_dtype());
-    run_layer(l, positions_, attention, a, h, workspace, true);
+    run_layer(l, positions_, attention, a, h, scratch(T, workspace), true);
     saved_.push_back(std::move(a));
   }
   return h;
@@ -181,10 +182,11 @@ at::Tensor Decoder::forward_keeping(const at::Tensor& token_ids, const at::Tenso
   const auto places = places_of(positions);
   auto h = workspace.take("h", {T, D}, accumulate_dtype()), next = workspace.take("h.next", {T, D}, accumulate_dtype());
   ops::embedding_forward(parameters_.embedding, token_ids, h);
+  auto a = buffers(0, T, true, workspace);
+  const auto between = scratch(T, workspace);
   for (std::int64_t l = 0; l < config_.num_layers; ++l) {
-    auto a = buffers(0, T, true, workspace);
     a.h_in = h;
-    run_layer(l, places, attention, a, next, workspace, true);
+    run_layer(l, places, attention, a, next, between, true);
     kept.put(l, a, nodes);
     std::swap(h, next);
   }
@@ -217,8 +219,8 @@ LayerActivations Decoder::for_backward(std::int64_t layer, const at::Tensor& dh,
   }
   auto a = saved_[static_cast<std::size_t>(layer)];
   if (checkpoint_ && layer + 1 < config_.num_layers) {  // the last layer's buffers still hold its own
-    const auto scratch = workspace.take("recomputed", dh.sizes(), dh.scalar_type());
-    run_layer(layer, positions_, attention, a, scratch, workspace, true);
+    const auto h_out = workspace.take("recomputed", dh.sizes(), dh.scalar_type());
+    run_layer(layer, positions_, attention, a, h_out, scratch(dh.size(0), workspace), true);
   }
   return a;
 }

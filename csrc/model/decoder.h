@@ -81,11 +81,17 @@ class Decoder {
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
 
  private:
+  /// What a layer's forward writes and nobody reads later; all layers share it.
+  struct Scratch {
+    at::Tensor normed;  ///< [T, D] S
+    at::Tensor act;     ///< [T, I] S
+  };
+  Scratch scratch(std::int64_t T, Workspace& workspace) const;
   void run_layer(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out,
-                 Workspace& workspace, bool keep);
+                 const Scratch& scratch, bool keep);
   LayerActivations for_backward(std::int64_t layer, const at::Tensor& dh, const Attention& attention, Workspace& workspace);
-  void run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, Workspace& workspace);
-  void run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, Workspace& workspace);
+  void run_attention(std::int64_t layer, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const Scratch& scratch);
+  void run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, const Scratch& scratch);
   LayerActivations buffers(std::int64_t layer, std::int64_t T, bool keep, Workspace& workspace) const;
   at::Tensor places_of(const at::Tensor& positions);
   at::Tensor in_compute_dtype(const at::Tensor& dh, Workspace& workspace) const;

@@ -38,6 +38,7 @@ void bind_decoder_model(py::module_& m) {
              self.kept().set_max_bytes(max_bytes);
            },
            py::arg("max_bytes"), "Memory for what generation computes, so that the first update needs no forward; 0: none")
+      .def_property_readonly("kept_bytes_per_token", [](DecoderModel& self) { return self.kept().bytes_per_token(); })
       .def_property_readonly("max_kept_bytes", [](DecoderModel& self) { return self.kept().max_bytes(); })
       .def_property_readonly("kept_tokens", [](DecoderModel& self) { return self.kept().tokens(); })
       .def_property_readonly("kept_bytes", [](DecoderModel& self) { return self.kept().bytes(); });

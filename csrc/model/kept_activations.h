@@ -26,6 +26,7 @@ class KeptActivations {
   /// Keeps up to so many bytes of rows from now on; 0 (as at first): none, and all memory is given back.
   void set_max_bytes(std::int64_t bytes);
   std::int64_t max_bytes() const { return max_rows_ * row_bytes_; }
+  std::int64_t bytes_per_token() const { return row_bytes_; }
   std::int64_t bytes() const { return static_cast<std::int64_t>(slabs_.size()) * kSlabRows * row_bytes_; }
   std::int64_t tokens() const { return static_cast<std::int64_t>(rows_.size() - free_.size()); }
   bool enabled() const { return max_rows_ > 0; }

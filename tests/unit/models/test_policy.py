@@ -8,6 +8,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.models.policy import lm_policy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
@@ -101,6 +102,22 @@ def test_activations_are_kept_once_both_passes_have_agreed():
     policy = make_policy()
     policy.train(make_data(policy), LOSS)
     assert policy.model.max_kept_bytes > 1e6  # a quarter of what is free
+
+
+def test_activations_are_kept_where_a_quarter_of_the_memory_holds_a_step(monkeypatch):
+    policy = make_policy()
+    data = make_data(policy)
+    groups = [int((data["input_lengths"][g : g + 4] - 4).sum()) + 4 for g in (0, 4, 8)]  # a group's prompt of 4 tokens counts once
+    needed = sum(groups) * policy.model.kept_bytes_per_token
+    for available, kept in ((4 * needed - 4, 0), (4 * needed, needed)):
+        policy = make_policy()
+        monkeypatch.setattr(lm_policy, "available_bytes", lambda n=available: n)
+        policy.train(make_data(policy), LOSS, gbs=12)
+        assert policy.model.max_kept_bytes == kept
+    data = make_data(policy)
+    data["group_id"] = torch.arange(12)  # more tokens than the memory that was found
+    policy.train(data, LOSS)
+    assert policy.model.max_kept_bytes == 0
 
 
 @pytest.mark.parametrize("gbs", [12, 4])

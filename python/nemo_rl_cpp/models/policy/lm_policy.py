@@ -113,7 +113,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
                 data["prev_logprobs"] = result.outputs if gbs == size else self._old_logprobs(data, exactness)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if exactness is not None and first:
-                self._keep_activations(exactness)
+                self._keep_activations(exactness, tokens=result.packed_tokens * (size // gbs))
             if not eval_mode:
                 norms.append(self._step(data, lr, weight_decay))
             losses.append(result.loss)
@@ -137,15 +137,18 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             return data["generation_logprobs"].to(self.trainer.out_dtype)
         return self._score(self.model, data, None, self.scoring)
 
-    def _keep_activations(self, exactness: Exactness) -> None:
-        """Lets later steps train on generation's own activations once this machine has shown that both passes agree; where they do
-        not, or memory is to be saved (activation_checkpointing), every step makes its own forward pass."""
+    def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
+        """Lets the next step train on generation's own activations once this machine has shown that both passes agree; where they do
+        not, where memory is to be saved (activation_checkpointing), or where it does not hold the `tokens` of a step (most micro-batches
+        would miss some), a step makes its own forward pass."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
-        if not agree or self.device != "cpu" or self.config.activation_checkpointing or gigabytes == 0:
+        limit = self.model.max_kept_bytes or (available_bytes() // 4 if gigabytes is None else int(gigabytes * 1e9))
+        fits = gigabytes is not None or tokens * self.model.kept_bytes_per_token <= limit
+        if not agree or not fits or limit == 0 or self.device != "cpu" or self.config.activation_checkpointing:
             self.model.keep_activations(0)
         elif self.model.max_kept_bytes == 0:
             self.model.release_workspace()  # a backward from kept activations holds one layer at a time
-            self.model.keep_activations(int(gigabytes * 1e9) if gigabytes else available_bytes() // 4)
+            self.model.keep_activations(limit)
 
     # ---- generation and the rest of the interface ---------------------------------------------------------------------
 

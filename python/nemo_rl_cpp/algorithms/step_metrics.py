@@ -37,8 +37,6 @@ def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
 
     `max_logprob_gap` and `logprob_mismatched_tokens` say how far generation's log-probabilities were from those of the
     first training forward: both 0 as long as the two are exactly the same computation on the same weights.
-    `reused_forward_share`: of the trained tokens, those whose forward pass was generation's own (policy.kept_activations_gb);
-    of these the head alone is computed twice and compared.
     """
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
@@ -46,8 +44,6 @@ def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     if exactness is not None:
         metrics["max_logprob_gap"] = exactness.max_gap
         metrics["logprob_mismatched_tokens"] = exactness.mismatched_tokens
-    if "reused_tokens" in result:
-        metrics["reused_forward_share"] = result["reused_tokens"] / max(result["packed_tokens"], 1)
     return metrics
 
 

@@ -51,6 +51,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         self.scoring = Scoring.of(config.generation)
         self.reference = self._load(self.folder, trainable=False) if init_reference_model else None
         self._exact = config.reuse_generation_logprobs != "never"
+        self.reused_forward_share = 0.0
         if self.device != "cpu" and config.kept_activations_gb:
             raise ValueError(f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU")
 
@@ -121,13 +122,16 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             packed += result.packed_tokens
         if not eval_mode:
             self.schedule.step()
+        reused = self.trainer.reused_tokens - reused_before
+        if on_policy or reused:
+            self.reused_forward_share = reused / max(packed, 1)
         return {
             "loss": torch.tensor(losses),
             "grad_norm": torch.tensor(norms if norms else [0.0]),
             "all_mb_metrics": collect_metrics(metrics, size // gbs),
             "exactness": exactness,
             "packed_tokens": packed,
-            "reused_tokens": self.trainer.reused_tokens - reused_before,
+            "reused_tokens": reused,
             "prev_logprobs": data["prev_logprobs"],
         }
 

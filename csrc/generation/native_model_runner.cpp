@@ -7,9 +7,13 @@
 #include "common/check.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
+#include "ops/team.h"
 
 namespace nemo_rl::generation {
 namespace {
+
+/// Up to so many rows the other threads are kept at hand for a whole step: none of its small ops is worth two threads.
+constexpr std::int64_t kTeamRows = 16;
 
 /// Whether every row is the one new token of a sequence, and its logits are wanted.
 bool is_decode(const ForwardBatch& batch) {
@@ -71,10 +75,11 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
   model_->decoder().reserve_positions(step_.num_positions());
   if (!recorded) {
-    if (keep_ && model_->kept().enabled()) {
-      run_keeping(batch);
+    const auto compute = [&] { keep_ && model_->kept().enabled() ? run_keeping(batch) : run(batch.logits_rows); };
+    if (model_->device().is_cpu() && T <= kTeamRows) {
+      ops::Team::lead(compute);
     } else {
-      run(batch.logits_rows);
+      compute();
     }
     return logits(static_cast<std::int64_t>(batch.logits_rows.size()));
   }
@@ -84,24 +89,23 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   return logits(rows).narrow(0, 0, T);
 }
 
+model::Attention NativeModelRunner::attention() {
+  return [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
+    ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out, lse);
+  };
+}
+
 /// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
 void NativeModelRunner::run(std::span<const std::int64_t> rows) {
-  auto& decoder = model_->decoder();
-  const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor&) {
-    ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out);
-  };
-  finish(decoder.forward(step_.token_ids(), step_.positions(), attention, rows, workspace_));
+  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, workspace_));
 }
 
 /// The same, with the rows that training will need put where it finds them.
 void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
   auto& kept = model_->kept();
-  const model::Attention attention = [&](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
-    ops::attention_paged(qkv, step_, cache_[static_cast<std::size_t>(layer)], out, lse);
-  };
   try {
     const auto& nodes = kept_rows_.plan(batch, kept);
-    finish(model_->decoder().forward_keeping(step_.token_ids(), step_.positions(), attention, batch.logits_rows, kept, nodes, workspace_));
+    finish(model_->decoder().forward_keeping(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, kept, nodes, workspace_));
   } catch (...) {
     kept.clear();  // rows were promised that are not there
     throw;
@@ -111,6 +115,7 @@ void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
 /// The logits of rows h [R, D] of the residual stream.
 void NativeModelRunner::finish(const at::Tensor& h) {
   const auto& decoder = model_->decoder();
+  ops::linear_ask_ahead(decoder.parameters().lm_head);
   const auto normed = workspace_.take("rows.normed", h.sizes(), decoder.compute_dtype());
   decoder.final_norm(h, normed, at::Tensor());
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits(h.size(0)));

@@ -26,6 +26,7 @@ class NativeModelRunner : public ModelRunner {
   at::Device device() const { return model_->device(); }
 
  private:
+  model::Attention attention();
   void run(std::span<const std::int64_t> rows);
   void run_keeping(const ForwardBatch& batch);
   void finish(const at::Tensor& h);

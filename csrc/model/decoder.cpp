@@ -86,8 +86,10 @@ void Decoder::run_attention(std::int64_t layer, const at::Tensor& positions, con
   const auto& c = config_;
   const std::int64_t Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
 
+  ops::linear_ask_ahead(p.qkv_weight);
   ops::rms_norm_forward(a.h_in, p.input_norm, c.rms_norm_eps, scratch.normed, optional(a.rstd_in));
   ops::linear_forward(scratch.normed, p.qkv_weight, optional(p.qkv_bias), c.qk_norm ? a.qkv_raw : a.qkv);
+  ops::linear_ask_ahead(p.o_weight);
   if (c.qk_norm) {
     ops::rms_norm_forward(a.qkv_raw.narrow(1, 0, Q), p.q_norm, c.rms_norm_eps, a.qkv.narrow(1, 0, Q), optional(a.q_rstd));
     ops::rms_norm_forward(a.qkv_raw.narrow(1, Q, KV), p.k_norm, c.rms_norm_eps, a.qkv.narrow(1, Q, KV), optional(a.k_rstd));
@@ -101,8 +103,10 @@ void Decoder::run_attention(std::int64_t layer, const at::Tensor& positions, con
 void Decoder::run_mlp(std::int64_t layer, LayerActivations& a, const at::Tensor& h_mid, const at::Tensor& h_out, const Scratch& scratch) {
   const auto& p = parameters_.layers[static_cast<std::size_t>(layer)];
   ops::linear_forward(a.attn, p.o_weight, optional(p.o_bias), h_mid, /*accumulate=*/true);
+  ops::linear_ask_ahead(p.gate_up_weight, /*gated=*/true);
   ops::rms_norm_forward(h_mid, p.post_norm, config_.rms_norm_eps, scratch.normed, optional(a.rstd_mid));
   ops::linear_swiglu(scratch.normed, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, scratch.act);
+  ops::linear_ask_ahead(p.down_weight);
   if (!h_out.is_same(h_mid)) h_out.copy_(h_mid);
   ops::linear_forward(scratch.act, p.down_weight, optional(p.down_bias), h_out, /*accumulate=*/true);
 }

@@ -192,6 +192,14 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
   }
 }
 
+void linear_ask_ahead(const at::Tensor& w, bool gated) {
+  Team* team = Team::current();
+  if (team == nullptr || !w.is_cpu() || !w.is_contiguous()) return;
+  const std::int64_t parts = gated ? 2 : 1, bytes = static_cast<std::int64_t>(w.nbytes()) / parts;  // gates and ups are read side by side
+  const auto* at = static_cast<const char*>(w.const_data_ptr());
+  team->ask_ahead({{{at, bytes}, {at + bytes, gated ? bytes : 0}}});
+}
+
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate) {
   gemm(dy, false, w, dx, accumulate, "linear_backward_input");
 }

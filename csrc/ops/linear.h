@@ -18,6 +18,9 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
                    const at::Tensor& act);
 
+/// The next product reads w (of linear_swiglu: `gated`): threads of a team (ops/team.h) that wait for it read their part into their caches.
+void linear_ask_ahead(const at::Tensor& w, bool gated = false);
+
 /// dx[M, K] (+)= dy[M, N] · w[N, K].
 void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::Tensor& dx, bool accumulate = false);
 

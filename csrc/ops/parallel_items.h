@@ -1,8 +1,6 @@
 // Work on LibTorch's threads that goes to whoever is free: items of uneven cost, and tiles of even cost on cores that are
 // not equally fast. For work whose result does not depend on who does it.
 #pragma once
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -12,19 +10,40 @@
 #include <vector>
 
 #include "common/large_memory.h"
+#include "ops/team.h"
 
 namespace nemo_rl::ops {
+
+/// How many threads can work here side by side.
+inline int threads_at_hand() {
+  if (const Team* team = Team::current()) return team->threads();
+  return at::in_parallel_region() ? 1 : at::get_num_threads();
+}
+
+/// Calls f(worker) for workers of [0, count), each on a thread of its own. Of a team not all may come, so f takes from what is there until nothing
+/// is left, be it others' part.
+template <class F>
+void parallel_workers(std::int64_t count, const F& f) {
+  if (Team* team = Team::current()) {
+    return team->share([&](std::int64_t thread) {
+      if (thread < count) f(thread);
+    });
+  }
+  at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t worker = begin; worker < end; ++worker) f(worker);
+  });
+}
 
 /// Calls f(i) for i in [0, count), in about ascending order; on this thread alone unless `parallel`.
 template <class F>
 void parallel_items(std::int64_t count, bool parallel, const F& f) {
-  if (!parallel || count < 2 || at::get_num_threads() < 2 || at::in_parallel_region()) {
+  const std::int64_t workers = std::min<std::int64_t>(threads_at_hand(), count);
+  if (!parallel || workers < 2) {
     for (std::int64_t i = 0; i < count; ++i) f(i);
     return;
   }
   std::atomic<std::int64_t> next{0};
-  const std::int64_t workers = std::min<std::int64_t>(at::get_num_threads(), count);
-  at::parallel_for(0, workers, 1, [&](std::int64_t, std::int64_t) {
+  parallel_workers(workers, [&](std::int64_t) {
     for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) f(i);
   });
 }
@@ -65,19 +84,18 @@ inline std::int64_t tiles_at_least(std::int64_t work) { return std::max<std::int
 /// most likely go on with tile `end`. count < 2^31.
 template <class F>
 void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
-  const std::int64_t workers = std::min<std::int64_t>(at::get_num_threads(), (count + at_least - 1) / at_least);
-  if (workers < 2 || at::in_parallel_region()) {
+  const std::int64_t workers = std::min<std::int64_t>(threads_at_hand(), (count + at_least - 1) / at_least);
+  if (workers < 2) {
     if (count > 0) f(std::int64_t{0}, count, false);
     return;
   }
   std::vector<TileRange> ranges(static_cast<std::size_t>(workers));
   for (std::int64_t w = 0; w < workers; ++w) ranges[static_cast<std::size_t>(w)].set(count * w / workers, count * (w + 1) / workers);
-  at::parallel_for(0, workers, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t own = first; own < last; ++own)
-      for (std::int64_t i = 0; i < workers; ++i) {
-        TileRange& range = ranges[static_cast<std::size_t>((own + i) % workers)];
-        for (auto t = range.take(at_least, i == 0); t.begin < t.end; t = range.take(at_least, i == 0)) f(t.begin, t.end, t.left > 0);
-      }
+  parallel_workers(workers, [&](std::int64_t own) {
+    for (std::int64_t i = 0; i < workers; ++i) {
+      TileRange& range = ranges[static_cast<std::size_t>((own + i) % workers)];
+      for (auto t = range.take(at_least, i == 0); t.begin < t.end; t = range.take(at_least, i == 0)) f(t.begin, t.end, t.left > 0);
+    }
   });
 }
 

@@ -12,7 +12,6 @@ from .master import GRPOMasterConfig, PPOMasterConfig
 from .policy import PolicyConfig, TrainedModelConfig
 
 
-
 @dataclass(frozen=True)
 class ModelSizes:
     """What config.json says about a decoder."""
@@ -223,9 +222,10 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in phase.parts)
         lines.append(f"  {phase.name:<18} {_bytes(phase.total):>9}   {parts}")
     lines.append(f"  {'peak':<18} {_bytes(max(phase.total for phase in phases)):>9}")
-    if (kept := config.policy.kept_activations_gb) != 0:
+    kept = config.policy.kept_activations_gb
+    if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
-        lines.append(f"  Beside it generation's activations are kept for training, in up to {amount} (policy.kept_activations_gb).")
+        lines.append(f"  On the CPU generation's activations are kept beside it for training, in up to {amount} (policy.kept_activations_gb).")
     return "\n".join(lines)
 
 

@@ -191,7 +191,9 @@ class PolicyConfig(TrainedModelConfig):
         "auto", "take the generation's log-probabilities as the old policy's; auto: while the two agree bit for bit"
     )
     kept_activations_gb: NonNegative | None = key(
-        None, "memory in GB for generation's activations, which save the first update's forward pass (CPU); null: a quarter of what is free, where that holds a step's; 0: none"
+        None,
+        "memory in GB for generation's activations, which save the first update's forward pass (CPU); null: a quarter of what is free, "
+        "where that holds a step's; 0: none",
     )
     generation_batch_size: Positive = no_effect(
         32, "the engine batches by itself; see policy.generation.max_batch_size"

@@ -90,7 +90,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch, see
             `collect_metrics`; "prev_logprobs": [B, S] of the policy before the first update, for further calls on the same
-            data; "packed_tokens", and "reused_tokens", those of them whose forward pass was generation's}.
+            data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's.
         """
         size = len(data["input_ids"])
         gbs = self._global_batch_size(size, gbs)
@@ -122,8 +122,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             packed += result.packed_tokens
         if not eval_mode:
             self.schedule.step()
-        reused = self.trainer.reused_tokens - reused_before
-        if on_policy or reused:
+        if (reused := self.trainer.reused_tokens - reused_before) or on_policy:
             self.reused_forward_share = reused / max(packed, 1)
         return {
             "loss": torch.tensor(losses),
@@ -131,7 +130,6 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             "all_mb_metrics": collect_metrics(metrics, size // gbs),
             "exactness": exactness,
             "packed_tokens": packed,
-            "reused_tokens": reused,
             "prev_logprobs": data["prev_logprobs"],
         }
 

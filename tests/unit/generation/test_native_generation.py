@@ -6,7 +6,10 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.weights import initialize_weights
 
 
 def make_policy(precision="float32", **generation):
@@ -56,6 +59,35 @@ def test_generation_logprobs_equal_the_trainers_bit_for_bit(precision, threads):
             assert outputs["generation_lengths"].min() >= 1
     finally:
         torch.set_num_threads(before)
+
+
+WIDE = dict(model_type="llama", vocab_size=2000, hidden_size=256, intermediate_size=800, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("texts", [1, 6, 16, 18])
+def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them(texts, dtype):
+    """Up to 16 rows a step's threads stay together (ops/team.h)."""
+    model = C.DecoderModel(native_config(WIDE), dtype, True)
+    initialize_weights(model, 3, std=0.1)
+    model.masters_changed()
+    inputs = prompts([3 + i for i in range(texts)])
+    settings = dict(max_new_tokens=9, stop_token_ids=[], kv_cache_gb=0.02, max_batch_size=32)
+    before, outputs = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            outputs.append(NativeGeneration(native_runner(model, settings), settings, None, seed=7).generate(inputs))
+        finally:
+            torch.set_num_threads(before)
+    data, logprobs = as_training_data(inputs, outputs[0], 1), torch.zeros(outputs[0]["logprobs"].shape)
+    mask = data["token_mask"].bool()
+    batch = C.PaddedBatch(data["input_ids"].contiguous(), data["input_lengths"], mask, data["group_id"])
+    C.Trainer(model).forward(batch, list(range(texts)), 1.0, True, False, False, logprobs)
+    for output in outputs:
+        assert torch.equal(output["output_ids"], outputs[0]["output_ids"])
+        assert torch.equal(output["logprobs"][mask], logprobs[mask])
 
 
 def test_a_text_depends_on_its_own_key_only():

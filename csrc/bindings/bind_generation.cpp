@@ -181,6 +181,14 @@ void bind_sampling(py::module_& m) {
       py::arg("seed"), py::arg("stream"), py::arg("draw_id"), py::arg("sample"), py::arg("position"), "The draw of csrc/common/random.h");
 }
 
+/// Steps of few rows before the weights are packed for such steps: policy.generation.packed_weights.
+std::int64_t pack_after(const std::string& packed_weights) {
+  if (packed_weights == "off") return NativeModelRunner::kNeverPack;
+  if (packed_weights == "on") return 0;
+  NRL_CHECK_ARG(packed_weights == "auto", "packed_weights is one of off, on and auto, not '", packed_weights, "'");
+  return NativeModelRunner::kPackAfter;
+}
+
 void bind_model_runner(py::module_& m) {
   py::class_<SequenceSlice>(m, "SequenceSlice")
       .def_readonly("query_start", &SequenceSlice::query_start)
@@ -206,11 +214,11 @@ void bind_model_runner(py::module_& m) {
       .def("keep_activations", &ModelRunner::keep_activations, py::arg("keep"))
       .def("forward", &ModelRunner::forward, py::arg("batch"), release_gil());
   py::class_<NativeModelRunner, ModelRunner, std::shared_ptr<NativeModelRunner>>(m, "NativeModelRunner", "Reads a DecoderModel's weights in place")
-      .def(py::init([](std::shared_ptr<model::DecoderModel> model, bool enforce_eager) {
+      .def(py::init([](std::shared_ptr<model::DecoderModel> model, bool enforce_eager, const std::string& packed_weights) {
              auto recorder = enforce_eager ? RecordedSteps::Recorder() : RecordedSteps::recorder_for(model->compute());
-             return std::make_shared<NativeModelRunner>(std::move(model), std::move(recorder));
+             return std::make_shared<NativeModelRunner>(std::move(model), std::move(recorder), pack_after(packed_weights));
            }),
-           py::arg("model"), py::arg("enforce_eager") = false)
+           py::arg("model"), py::arg("enforce_eager") = false, py::arg("packed_weights") = "auto")
       .def_property_readonly("device", [](const NativeModelRunner& self) { return self.device().str(); });
 }
 

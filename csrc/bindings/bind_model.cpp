@@ -32,6 +32,7 @@ void bind_decoder_model(py::module_& m) {
       .def("digest", &DecoderModel::digest, release_gil())
       .def("workspace_bytes", [](DecoderModel& self) { return self.workspace().bytes(); })
       .def("release_workspace", [](DecoderModel& self) { self.workspace().clear(); })
+      .def_property_readonly("packed_bytes", &DecoderModel::packed_bytes)
       .def("keep_activations",
            [](DecoderModel& self, std::int64_t max_bytes) {
              NRL_CHECK_ARG(self.device().is_cpu() || max_bytes == 0, "activations are kept for training on the CPU only, not on ", self.device().str());

@@ -3,11 +3,40 @@
 #include "ops/adamw.h"
 #include "ops/advantages.h"
 #include "ops/linear.h"
+#include "ops/packed_weights.h"
 #include "ops/swiglu.h"
 
 namespace nemo_rl::bindings {
 
+namespace {
+
+/// `with PackedWeights.use(weights):`
+struct UsePackedWeights {
+  explicit UsePackedWeights(std::shared_ptr<ops::PackedWeights> used) : weights(std::move(used)) {}
+  std::shared_ptr<ops::PackedWeights> weights;
+  std::optional<ops::PackedWeights::Use> use;
+};
+
+void bind_packed_weights(py::module_& m) {
+  using ops::PackedWeights;
+  py::class_<PackedWeights, std::shared_ptr<PackedWeights>> packed(m, "PackedWeights", "See csrc/ops/packed_weights.h");
+  py::class_<UsePackedWeights>(packed, "Use")
+      .def("__enter__", [](UsePackedWeights& self) { self.use.emplace(self.weights.get()); })
+      .def("__exit__", [](UsePackedWeights& self, const py::args&) { self.use.reset(); });
+  packed.def(py::init<>())
+      .def_static("most_rows", &PackedWeights::most_rows)
+      .def_static("use", [](std::shared_ptr<PackedWeights> weights) { return std::make_unique<UsePackedWeights>(std::move(weights)); },
+                  py::arg("weights"))
+      .def("pack", &PackedWeights::pack, py::arg("w"), py::arg("gated"), release_gil())
+      .def("holds", &PackedWeights::holds, py::arg("w"))
+      .def("clear", &PackedWeights::clear)
+      .def_property_readonly("bytes", &PackedWeights::bytes);
+}
+
+}  // namespace
+
 void bind_ops(py::module_& m) {
+  bind_packed_weights(m);
   m.def("linear_forward", &ops::linear_forward, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("y"), py::arg("accumulate") = false,
         release_gil());
   m.def("linear_swiglu",

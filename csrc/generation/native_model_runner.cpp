@@ -28,11 +28,12 @@ bool is_decode(const ForwardBatch& batch) {
 
 }  // namespace
 
-NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder)
+NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder, std::int64_t pack_after)
     : model_(std::move(model)),
       workspace_(model_->device()),
       step_(model_->decoder().attention_heads(), model_->device()),
       recorded_(std::move(recorder)),
+      pack_after_(pack_after),
       kept_rows_(ops::kKeyTile) {
   NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble, "generation samples from float32 logits: use float32 or bfloat16");
@@ -75,6 +76,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
   model_->decoder().reserve_positions(step_.num_positions());
   if (!recorded) {
+    const ops::PackedWeights::Use packed(model_->packed_for(T, pack_after_));
     const auto compute = [&] { keep_ && model_->kept().enabled() ? run_keeping(batch) : run(batch.logits_rows); };
     if (model_->device().is_cpu() && T <= kTeamRows) {
       ops::Team::lead(compute);

@@ -1,5 +1,6 @@
 // The engine's model runner on our own decoder: the trainer's weights, read in place.
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
@@ -14,8 +15,13 @@ namespace nemo_rl::generation {
 
 class NativeModelRunner : public ModelRunner {
  public:
-  /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are.
-  explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {});
+  /// Steps of few rows after which a copy of the weights that such steps read faster has paid for itself.
+  static constexpr std::int64_t kPackAfter = 16;
+  static constexpr std::int64_t kNeverPack = INT64_MAX;
+
+  /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are. `pack_after`: so many
+  /// steps of few rows, since the weights changed, read the weights where they lie; later ones a packed copy (ops/packed_weights.h).
+  explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {}, std::int64_t pack_after = kPackAfter);
   std::int64_t vocab_size() const override;
   std::int64_t block_size() const override;
   std::int64_t bytes_per_block() const override;
@@ -38,6 +44,7 @@ class NativeModelRunner : public ModelRunner {
   model::Workspace workspace_;
   ops::PagedStep step_;
   RecordedSteps recorded_;
+  std::int64_t pack_after_;
   bool keep_ = false;
   KeptRows kept_rows_;
 };

@@ -37,8 +37,28 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
   }
 }
 
+const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64_t after) {
+  if (rows > ops::PackedWeights::most_rows() || compute().scalar_type() != at::kBFloat16 || !device().is_cpu()) return nullptr;
+  if (!is_packed_) {
+    if (steps_of_few_rows_ < after) {
+      ++steps_of_few_rows_;
+      return nullptr;
+    }
+    for (const auto& layer : decoder_.parameters().layers) {
+      for (const auto& w : {layer.qkv_weight, layer.o_weight, layer.down_weight}) packed_.pack(w, /*gated=*/false);
+      packed_.pack(layer.gate_up_weight, /*gated=*/true);
+    }
+    packed_.pack(decoder_.parameters().lm_head, /*gated=*/false);
+    is_packed_ = true;
+  }
+  return &packed_;
+}
+
 void DecoderModel::masters_changed() {
   kept_.clear();
+  packed_.clear();
+  is_packed_ = false;
+  steps_of_few_rows_ = 0;
   if (has_separate_masters()) ops::round_weights(masters_, compute());
 }
 

@@ -6,6 +6,7 @@
 #include "model/decoder.h"
 #include "model/lm_head.h"
 #include "model/value_head.h"
+#include "ops/packed_weights.h"
 
 namespace nemo_rl::model {
 
@@ -29,6 +30,10 @@ class DecoderModel {
   bool has_separate_masters() const { return masters_.defined() && !masters_.is_same(compute()); }
   /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is given memory).
   KeptActivations& kept() { return kept_; }
+  /// For a step of so many rows: the weights packed (ops/packed_weights.h), which happens once `after` steps of few rows have run since they
+  /// changed; nullptr: as they are, because the rows are many, or so few such steps do not pay for it.
+  const ops::PackedWeights* packed_for(std::int64_t rows, std::int64_t after);
+  std::int64_t packed_bytes() const { return packed_.bytes(); }
   /// After masters were written: rounds them into the compute copy (nothing to do when they are one).
   void masters_changed();
 
@@ -42,6 +47,9 @@ class DecoderModel {
   Decoder decoder_;
   Workspace workspace_;
   KeptActivations kept_;
+  ops::PackedWeights packed_;
+  std::int64_t steps_of_few_rows_ = 0;  ///< since the weights changed
+  bool is_packed_ = false;
 };
 
 }  // namespace nemo_rl::model

@@ -1,5 +1,6 @@
-// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h and, of many rows, linear_wide.h.
+// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h, of many rows in linear_wide.h, of few with packed weights in packed_strip.h.
 #include "kernels/cpu/linear_wide.h"
+#include "kernels/cpu/packed_strip.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -58,6 +59,13 @@ void linear_forward_wide(const LinearForwardArgs<T, O>& p, const LinearWideTile&
   run_wide<1>(p.input, tile, [&](std::int64_t strip) { return store_strip(p, strip); });
 }
 
+template <class O>
+void packed_weights_forward(const LinearForwardArgs<bfloat16, O>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end) {
+  run_packed_strips<1>(p.input, packed, begin, end, [&](std::int64_t strip) {
+    return StoreColumns<bfloat16, O>{p, strip * kPackedStrip, static_cast<int>(kPackedStrip)};
+  });
+}
+
 }  // namespace
 
 void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
@@ -67,5 +75,7 @@ void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::i
 void linear_forward_wide_f32(const LinearForwardArgs<float, float>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
 void linear_forward_wide_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
 void linear_forward_wide_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
+void packed_weights_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const PackedMatrix& w, std::int64_t b, std::int64_t e) { packed_weights_forward(p, w, b, e); }
+void packed_weights_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const PackedMatrix& w, std::int64_t b, std::int64_t e) { packed_weights_forward(p, w, b, e); }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -112,6 +112,7 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
                 *resting,
                 ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
                 ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
+                *_packed_weights(policy, sizes),
             ),
         ),
         Phase(
@@ -173,6 +174,13 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:
     a_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
     full = float(sequences * length * a_token)
     return min(full, generation.kv_cache_gb * 1e9) if generation.kv_cache_gb else full
+
+
+def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
+    """The copy that steps of few texts read (CPU)."""
+    if policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
+        return ()
+    return (("packed weights", sizes.parameters * 1.53),)
 
 
 def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:

@@ -120,8 +120,6 @@ def check_generation_backend(generation: GenerationConfig, name: str, report: Re
                 f"{name}.backend",
                 f"is vllm, which is not supported yet; use the native engine: add the override {name}.backend=native",
             )
-    if generation.packed_weights == "on":
-        report.add(f"{name}.packed_weights", "is not supported yet; set it to 'off'")
 
 
 def _check_sampling(generation: GenerationConfig, report: Report) -> None:

@@ -77,7 +77,7 @@ BAD_FILES = {
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": ("policy:\n  model_name: m\n  backend: hf", "policy.backend", 3, ["not available yet", "use native"]),
     "vllm": ("policy:\n  model_name: m\n  generation: {backend: vllm}", "policy.generation.backend", 3, ["policy.generation.backend=native"]),
-    "packed weights": ("policy:\n  model_name: m\n  generation: {packed_weights: 'on'}", "policy.generation.packed_weights", 3, ["not supported yet", "'off'"]),
+    "packed weights": ("policy:\n  model_name: m\n  generation: {packed_weights: always}", "policy.generation.packed_weights", 3, ["'always'", "auto"]),
     "nothing kept": ("policy:\n  model_name: m\n  generation: {top_p: 0}", "policy.generation.top_p", 3, ["greater than 0"]),
     "greedy training": ("policy:\n  model_name: m\n  generation: {temperature: 0}", "policy.generation.temperature", 3, ["greedy", "above 0"]),
     "optimizer name": ("policy:\n  model_name: m\n  optimizer: {name: torch.optim.SGD}", "policy.optimizer.name", 3, ["torch.optim.AdamW"]),

@@ -65,15 +65,21 @@ WIDE = dict(model_type="llama", vocab_size=2000, hidden_size=256, intermediate_s
             num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
 
 
+def wide_model(dtype=torch.bfloat16, seed=3):
+    model = C.DecoderModel(native_config(WIDE), dtype, True)
+    initialize_weights(model, seed, std=0.1)
+    model.masters_changed()
+    return model
+
+
+@pytest.mark.parametrize("packed", ["off", "on"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("texts", [1, 6, 16, 18])
-def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them(texts, dtype):
-    """Up to 16 rows a step's threads stay together (ops/team.h)."""
-    model = C.DecoderModel(native_config(WIDE), dtype, True)
-    initialize_weights(model, 3, std=0.1)
-    model.masters_changed()
+def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them(texts, dtype, packed):
+    """Up to 16 rows a step's threads stay together (ops/team.h), up to 8 may read packed weights (ops/packed_weights.h)."""
+    model = wide_model(dtype)
     inputs = prompts([3 + i for i in range(texts)])
-    settings = dict(max_new_tokens=9, stop_token_ids=[], kv_cache_gb=0.02, max_batch_size=32)
+    settings = dict(max_new_tokens=9, stop_token_ids=[], kv_cache_gb=0.02, max_batch_size=32, packed_weights=packed)
     before, outputs = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -88,6 +94,47 @@ def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them
     for output in outputs:
         assert torch.equal(output["output_ids"], outputs[0]["output_ids"])
         assert torch.equal(output["logprobs"][mask], logprobs[mask])
+
+
+PACKS = pytest.mark.skipif(C.PackedWeights.most_rows() == 0, reason="weights are packed on processors with AVX-512 only")
+
+
+def generation_of(model, packed, **settings):
+    settings = dict(max_new_tokens=12, stop_token_ids=[], kv_cache_gb=0.02, packed_weights=packed) | settings
+    return NativeGeneration(native_runner(model, settings), settings, None, seed=7)
+
+
+@PACKS
+def test_weights_are_packed_when_steps_of_few_texts_have_paid_for_it():
+    inputs = prompts([5])
+    for packed, when in (("off", [False, False]), ("auto", [False, True]), ("on", [True, True])):
+        model = wide_model()
+        generation = generation_of(model, packed)
+        for expected in when:  # 12 steps each
+            generation.generate(inputs)
+            assert (model.packed_bytes > 0) == expected, packed
+    many, model = prompts([5] * 20), wide_model()
+    generation_of(model, "on", max_batch_size=20).generate(many)
+    assert model.packed_bytes == 0  # no step was of few
+
+
+@PACKS
+def test_weights_that_changed_are_packed_anew():
+    inputs, model, other = prompts([5, 9]), wide_model(seed=3), wide_model(seed=4)
+    generation = generation_of(model, "on")
+    first = generation.generate(inputs)
+    model.masters.copy_(other.masters)
+    model.masters_changed()
+    generation._next_draw_id = 0
+    changed, expected = generation.generate(inputs), generation_of(other, "off").generate(inputs)
+    assert torch.equal(changed["output_ids"], expected["output_ids"]) and torch.equal(changed["logprobs"], expected["logprobs"])
+    assert not torch.equal(changed["logprobs"], first["logprobs"])
+
+
+@pytest.mark.parametrize("packed", ["yes", "ON"])
+def test_packing_is_off_on_or_auto(packed):
+    with pytest.raises(ValueError, match=f"off, on and auto, not '{packed}'"):
+        generation_of(wide_model(), packed)
 
 
 def test_a_text_depends_on_its_own_key_only():
@@ -115,7 +162,7 @@ def test_enforce_eager_reaches_the_runner_and_changes_no_result(monkeypatch, enf
     monkeypatch.setattr(C, "NativeModelRunner", watched)
     policy = make_policy(vllm_cfg={"enforce_eager": enforce_eager})
     assert torch.equal(policy.create_generation().generate(prompts([5, 9]))["output_ids"], expected)
-    assert asked == [{"enforce_eager": enforce_eager}]
+    assert [options["enforce_eager"] for options in asked] == [enforce_eager]
 
 
 def test_stop_strings_and_lengths():

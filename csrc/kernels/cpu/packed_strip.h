@@ -1,0 +1,121 @@
+// Packed weights (kernels/packed_weights.h) in registers: a block is four words of 16 rows each (word 0 of rows 0-15 and of rows 16-31, then
+// word 1), packed into 192 bytes: 32 x 4 exponents, then sign and mantissa of the first two words in the halves of 16 bits, then of the others.
+#pragma once
+#include "kernels/cpu/linear_terms.h"
+#include "kernels/packed_weights.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+#if defined(__AVX512BW__)
+inline constexpr bool kHasPackedWeights = true;
+
+struct PackedBlock {
+  static constexpr std::int64_t kBytes = 192, kTerms = 4;
+  __m512i words[4];
+
+  static __m512i exponents() { return _mm512_set1_epi16(0x7f80); }
+  static __m512i sign_and_mantissa() { return _mm512_set1_epi16(static_cast<short>(0x807f)); }
+  /// The bytes of every 16 bits in turn: what is sign and mantissa there is where the other word has its exponent.
+  static __m512i turned_bytes(__m512i x) {
+    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_setr_epi8(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)));
+  }
+
+  PackedBlock() = default;
+  [[gnu::always_inline]] PackedBlock(const std::byte* at, __m512i lowest) {
+    const __m512i codes = _mm512_loadu_si512(at), first = _mm512_loadu_si512(at + 64), second = _mm512_loadu_si512(at + 128);
+    words[0] = weights(first, _mm512_slli_epi16(codes, 7), lowest);
+    words[1] = weights(turned_bytes(first), _mm512_slli_epi16(codes, 3), lowest);
+    words[2] = weights(second, _mm512_srli_epi16(codes, 1), lowest);
+    words[3] = weights(turned_bytes(second), _mm512_srli_epi16(codes, 5), lowest);
+  }
+
+  /// Writes it to `at`; of a strip whose exponents lie above `lowest`. Returns which of its words hold a weight that does not fit.
+  [[gnu::always_inline]] std::uint64_t pack(__m512i lowest, std::byte* at) const {
+    __m512i codes[4], rest[4];
+    std::uint64_t misfits = 0;
+    for (int i = 0; i < 4; ++i) {
+      const __m512i exponent = _mm512_and_si512(words[i], exponents());
+      codes[i] = _mm512_subs_epu16(exponent, lowest);
+      rest[i] = _mm512_and_si512(words[i], sign_and_mantissa());
+      const __m512i misfit = _mm512_movm_epi16(_mm512_test_epi16_mask(exponent, exponent) & _mm512_testn_epi16_mask(codes[i], codes[i]));
+      misfits |= static_cast<std::uint64_t>(_mm512_test_epi32_mask(misfit, misfit)) << (16 * i);
+    }
+    const __m512i high = _mm512_or_si512(_mm512_slli_epi16(codes[2], 1), _mm512_slli_epi16(codes[3], 5));
+    _mm512_storeu_si512(at, _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes[0], 7), _mm512_srli_epi16(codes[1], 3), high, 0xfe));
+    _mm512_storeu_si512(at + 64, _mm512_or_si512(rest[0], turned_bytes(rest[1])));
+    _mm512_storeu_si512(at + 128, _mm512_or_si512(rest[2], turned_bytes(rest[3])));
+    return misfits;
+  }
+
+ private:
+  /// codes: four bits where a bfloat16 has its exponent's lowest; zero stays zero.
+  [[gnu::always_inline]] static __m512i weights(__m512i rest, __m512i codes, __m512i lowest) {
+    const __m512i code = _mm512_and_si512(codes, _mm512_set1_epi16(0x0780));
+    const __m512i exponent = _mm512_mask_add_epi16(code, _mm512_test_epi16_mask(code, code), code, lowest);
+    return _mm512_ternarylogic_epi32(rest, sign_and_mantissa(), exponent, 0xea);  // rest & mask | exponent
+  }
+};
+
+/// out[r][width] = sums of a strip's rows with kRows rows of packed x: the operations of few_rows_tile, in its order.
+template <int kRows>
+[[gnu::always_inline]] inline void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip, std::int64_t width,
+                                                float* out) {
+  using X = Terms<bfloat16>;
+  constexpr std::int64_t kAhead = 2048;  // bytes: about as long as memory takes
+  const auto* at = packed.strips + strip * packed_strip_bytes(p.K);
+  const PackedPatch* patch = packed.patches + strip * packed_patches(p.K);
+  const __m512i lowest = _mm512_set1_epi16(static_cast<short>(patch++->pair));
+  const std::int64_t row_words = packed_row_words<bfloat16>(p.K), blocks = p.K / PackedBlock::kTerms;
+  const auto* x = static_cast<const X::Word*>(p.packed);
+  X::V sums[kRows][2];
+  for (auto& row : sums) row[0] = row[1] = X::S::zero();
+  const auto multiply = [&](const PackedBlock& block) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int word = 0; word < 2; ++word, x += X::kPerColumn)
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+        for (int half = 0; half < 2; ++half)
+          sums[r][half] = X::add_column(_mm512_castsi512_ps(block.words[2 * word + half]), x + r * row_words, sums[r][half]);
+  };
+  for (std::int64_t b = 0;; ++b, at += PackedBlock::kBytes) {
+    const std::int64_t next = smaller<std::int64_t>(patch->block, blocks);
+    for (; b < next; ++b, at += PackedBlock::kBytes) {
+      for (int offset = 0; offset < PackedBlock::kBytes; offset += 64) __builtin_prefetch(at + kAhead + offset, 0, 3);
+      multiply(PackedBlock(at, lowest));
+    }
+    if (b == blocks) break;
+    alignas(64) std::uint32_t words[64];
+    PackedBlock block(at, lowest);
+    for (int i = 0; i < 4; ++i) _mm512_store_si512(words + 16 * i, block.words[i]);
+    for (; patch->block == b; ++patch) words[patch->place] = patch->pair;
+    for (int i = 0; i < 4; ++i) block.words[i] = _mm512_load_si512(words + 16 * i);
+    multiply(block);
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int half = 0; half < 2; ++half) X::S::store(out + r * width + 16 * half, sums[r][half]);
+}
+
+/// For every tile of kStrips strips, its rows' sums to store_of(tile)(row, sums).
+template <int kStrips, class StoreOf>
+void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end, const StoreOf& store_of) {
+  constexpr std::int64_t kWidth = kStrips * kPackedStrip;
+  with_constant<kPackedMostRows>(static_cast<int>(p.M), [&](auto rows) {
+    alignas(64) float sums[rows() * kWidth];
+    for (std::int64_t tile = begin; tile < end; ++tile) {
+      for (int s = 0; s < kStrips; ++s) packed_strip<rows()>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
+      const auto store = store_of(tile);
+      for (int m = 0; m < rows(); ++m) store(m, sums + m * kWidth);
+    }
+  });
+}
+#else
+inline constexpr bool kHasPackedWeights = false;
+
+/// Never called: packed_weights_rows says so.
+template <int kStrips, class StoreOf>
+void run_packed_strips(const LinearInput<bfloat16>&, const PackedMatrix&, std::int64_t, std::int64_t, const StoreOf&) {}
+#endif
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

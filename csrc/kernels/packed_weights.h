@@ -14,7 +14,7 @@ namespace nemo_rl::kernels {
 inline constexpr std::int64_t kPackedStrip = 32;  ///< rows of w
 inline constexpr std::int64_t kPackedTerms = 8;   ///< K is a multiple of these
 inline constexpr std::int64_t kPackedMostTerms = std::int64_t{4} * 0xffff;
-inline constexpr std::int64_t kPackedMostRows = 8;  ///< of x, in any capability
+inline constexpr std::int64_t kPackedMostRows = 12;  ///< of x, in any capability: their sums fit in registers
 
 /// A pair of weights of one row as they are, and where: in which block of four words of a strip, and in which word and row of that.
 struct PackedPatch {

@@ -55,7 +55,8 @@ class PackedWeights {
 };
 
 /// linear_forward and linear_swiglu (ops/linear.h) with packed weights: the same bits. Shapes and dtypes have been checked.
-void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate);
+void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
+                            bool accumulate);
 void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
                            const at::Tensor& act);
 

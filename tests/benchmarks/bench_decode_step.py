@@ -3,7 +3,8 @@
     uv run python tests/benchmarks/bench_decode_step.py [--batches 1 16 64] [--precision bfloat16 float32] [--threads 2]
 
 A step is what each of the last 48 of 64 new tokens costs for all texts: a generation of 64 less one of 16, prompts of 40 tokens. Its
-products are those of every layer and of the head, on the model's weights, nothing else between them; `of_step` is their share of a step.
+products are those of every layer and of the head, on the model's weights, packed where steps read them packed
+(policy.generation.packed_weights), nothing else between them; `of_step` is their share of a step.
 `exactness` is a step over the same step with torch's products (oneDNN for bfloat16, MKL for float32), whose sums depend on the batch and
 on the number of threads, in place of ours; below 1 where ours are the faster ones. Sides take turns in one run.
 """
@@ -47,15 +48,20 @@ def our_products(weights: list[list[torch.Tensor]], batch: int):
     dtype, (qkv, o, gate_up, down) = head.dtype, layers[0]
     hidden, attn = torch.randn(batch, qkv.shape[1]).to(dtype), torch.randn(batch, o.shape[1]).to(dtype)
     y, act, logits = torch.empty(batch, len(qkv), dtype=dtype), torch.empty(batch, down.shape[1], dtype=dtype), torch.empty(batch, len(head))
-    out = torch.zeros_like(hidden)
+    out, packed = torch.zeros_like(hidden), C.PackedWeights()
+    if batch <= packed.most_rows():
+        for layer in weights:
+            for i, w in enumerate(layer):
+                packed.pack(w, i == 2)
 
     def run() -> None:
-        for qkv, o, gate_up, down in layers:
-            C.linear_forward(hidden, qkv, None, y)
-            C.linear_forward(attn, o, None, out)
-            C.linear_swiglu(hidden, gate_up, None, None, act)
-            C.linear_forward(act, down, None, out)
-        C.linear_forward(hidden, head, None, logits)
+        with packed.use(packed):
+            for qkv, o, gate_up, down in layers:
+                C.linear_forward(hidden, qkv, None, y)
+                C.linear_forward(attn, o, None, out)
+                C.linear_swiglu(hidden, gate_up, None, None, act)
+                C.linear_forward(act, down, None, out)
+            C.linear_forward(hidden, head, None, logits)
 
     return run
 

@@ -57,26 +57,47 @@ struct PackedBlock {
   }
 };
 
+/// Rows of packed x, as linear_pack leaves them: few lie one after another, more side by side.
+template <bool kSideBySide>
+struct PackedRows {
+  using X = Terms<bfloat16>;
+  const X::Word* at;
+  std::int64_t row_step;
+  explicit PackedRows(const LinearInput<bfloat16>& p)
+      : at(static_cast<const X::Word*>(p.packed)), row_step(kSideBySide ? 1 : packed_row_words<bfloat16>(p.K)) {}
+  void next_word() { at += kSideBySide ? X::S::kLanes : 1; }
+  /// sum + a column of weights times the words at hand of row r.
+  [[gnu::always_inline]] X::V add(__m512i column, int r, X::V sum) const {
+    const auto* word = at + r * row_step;
+    if constexpr (kSideBySide && X::kPerColumn > 1) {
+      const X::Word pair[] = {word[0], word[X::S::kLanes]};
+      return X::add_column(_mm512_castsi512_ps(column), pair, sum);
+    } else {
+      return X::add_column(_mm512_castsi512_ps(column), word, sum);
+    }
+  }
+};
+
 /// out[r][width] = sums of a strip's rows with kRows rows of packed x: the operations of few_rows_tile, in its order.
 template <int kRows>
-[[gnu::always_inline]] inline void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip, std::int64_t width,
-                                                float* out) {
+[[gnu::noinline]] void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip, std::int64_t width, float* out) {
   using X = Terms<bfloat16>;
   constexpr std::int64_t kAhead = 2048;  // bytes: about as long as memory takes
   const auto* at = packed.strips + strip * packed_strip_bytes(p.K);
   const PackedPatch* patch = packed.patches + strip * packed_patches(p.K);
   const __m512i lowest = _mm512_set1_epi16(static_cast<short>(patch++->pair));
-  const std::int64_t row_words = packed_row_words<bfloat16>(p.K), blocks = p.K / PackedBlock::kTerms;
-  const auto* x = static_cast<const X::Word*>(p.packed);
+  const std::int64_t blocks = p.K / PackedBlock::kTerms;
+  PackedRows<(kRows > kLinearFewRows)> x(p);
   X::V sums[kRows][2];
   for (auto& row : sums) row[0] = row[1] = X::S::zero();
   const auto multiply = [&](const PackedBlock& block) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-    for (int word = 0; word < 2; ++word, x += X::kPerColumn)
-#pragma GCC unroll 8
+    for (int word = 0; word < 2; ++word) {
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r)
-        for (int half = 0; half < 2; ++half)
-          sums[r][half] = X::add_column(_mm512_castsi512_ps(block.words[2 * word + half]), x + r * row_words, sums[r][half]);
+        for (int half = 0; half < 2; ++half) sums[r][half] = x.add(block.words[2 * word + half], r, sums[r][half]);
+      for (int i = 0; i < X::kPerColumn; ++i) x.next_word();
+    }
   };
   for (std::int64_t b = 0;; ++b, at += PackedBlock::kBytes) {
     const std::int64_t next = smaller<std::int64_t>(patch->block, blocks);
@@ -100,12 +121,15 @@ template <int kRows>
 template <int kStrips, class StoreOf>
 void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end, const StoreOf& store_of) {
   constexpr std::int64_t kWidth = kStrips * kPackedStrip;
-  with_constant<kPackedMostRows>(static_cast<int>(p.M), [&](auto rows) {
-    alignas(64) float sums[rows() * kWidth];
+  constexpr int kMost = static_cast<int>(kPackedMostRows), kFew = static_cast<int>(kLinearFewRows);
+  static_assert(kMost > kFew && kMost <= Terms<bfloat16>::S::kLanes);  // side by side in one panel, whose absent rows are zero
+  with_constant<kFew + 1>(static_cast<int>(smaller<std::int64_t>(p.M, kFew + 1)), [&](auto n) {
+    constexpr int kRows = n() > kFew ? kMost : n();
+    alignas(64) float sums[kRows * kWidth];
     for (std::int64_t tile = begin; tile < end; ++tile) {
-      for (int s = 0; s < kStrips; ++s) packed_strip<rows()>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
+      for (int s = 0; s < kStrips; ++s) packed_strip<kRows>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
       const auto store = store_of(tile);
-      for (int m = 0; m < rows(); ++m) store(m, sums + m * kWidth);
+      for (std::int64_t m = 0; m < p.M; ++m) store(m, sums + m * kWidth);
     }
   });
 }

@@ -30,7 +30,7 @@ def pack(w, gated=False):
     return packed
 
 
-@pytest.mark.parametrize("rows", range(1, 11))
+@pytest.mark.parametrize("rows", range(1, 15))
 @pytest.mark.parametrize("N,K", [(32, 8), (96, 72), (640, 576), (64, 1032)])
 def test_the_product_has_the_same_bits(rows, N, K):
     x, w, bias, h = normal(rows, K), normal(N, K, seed=1, scale=0.1), normal(N, seed=2), torch.randn(rows, N)
@@ -47,7 +47,7 @@ def test_the_product_has_the_same_bits(rows, N, K):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gated_product_has_the_same_bits(rows, bias):
     I, K = 160, 200  # noqa: E741

@@ -54,12 +54,16 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
   return &packed_;
 }
 
-void DecoderModel::masters_changed() {
+void DecoderModel::weights_changed() {
   kept_.clear();
   packed_.clear();
   is_packed_ = false;
   steps_of_few_rows_ = 0;
+}
+
+void DecoderModel::masters_changed() {
   if (has_separate_masters()) ops::round_weights(masters_, compute());
+  weights_changed();
 }
 
 std::uint64_t DecoderModel::digest() const { return ops::weight_digest(compute()); }

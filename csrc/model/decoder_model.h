@@ -34,6 +34,8 @@ class DecoderModel {
   /// changed; nullptr: as they are, because the rows are many, or so few such steps do not pay for it.
   const ops::PackedWeights* packed_for(std::int64_t rows, std::int64_t after);
   std::int64_t packed_bytes() const { return packed_.bytes(); }
+  /// After the compute weights were written: drops what was made of the old ones.
+  void weights_changed();
   /// After masters were written: rounds them into the compute copy (nothing to do when they are one).
   void masters_changed();
 

@@ -157,7 +157,7 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
                 "linear_forward: x ", x.sizes(), ", w ", w.sizes(), ", y ", y.sizes(), " or their dtypes do not match");
   if (y.numel() == 0) return;
   if (x.is_cuda()) return linear_forward_cuda.get(x)(x, w, bias, y, accumulate);
-  if (const auto* packed = PackedWeights::in_use(w, x.size(0))) return packed_weights_forward(x, *packed, bias, y, accumulate);
+  if (const auto* packed = PackedWeights::in_use(w, x.size(0), /*gated=*/false)) return packed_weights_forward(x, *packed, bias, y, accumulate);
   using namespace kernels;
   const auto type = x.scalar_type(), out = y.scalar_type();
   if (type == at::kFloat && out == at::kFloat) return run<float, float>({linear_pack_f32, linear_forward_f32, linear_wide_from_f32, linear_pack_weights_f32, linear_forward_wide_f32}, x, w, bias, y, accumulate);
@@ -185,7 +185,7 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
     linear_forward(x, w, bias, both);
     return swiglu_forward(both, act);
   }
-  if (const auto* packed = PackedWeights::in_use(w, M)) return packed_weights_swiglu(x, *packed, bias, gate_up, act);
+  if (const auto* packed = PackedWeights::in_use(w, M, /*gated=*/true)) return packed_weights_swiglu(x, *packed, bias, gate_up, act);
   using namespace kernels;
   switch (x.scalar_type()) {
     case at::kFloat: return run_swiglu<float>({linear_pack_f32, linear_swiglu_f32, linear_wide_from_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x, w, bias, gate_up, act);
@@ -198,7 +198,7 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
 void linear_ask_ahead(const at::Tensor& w, bool gated) {
   Team* team = Team::current();
   if (team == nullptr || !w.is_cpu() || !w.is_contiguous()) return;
-  if (const auto* packed = PackedWeights::in_use(w, 1)) return team->ask_ahead({{{packed->memory.const_data_ptr(), packed->bytes()}, {}}});
+  if (const auto* packed = PackedWeights::in_use(w, 1, gated)) return team->ask_ahead({{{packed->memory.const_data_ptr(), packed->bytes()}, {}}});
   const std::int64_t parts = gated ? 2 : 1, bytes = static_cast<std::int64_t>(w.nbytes()) / parts;  // gates and ups are read side by side
   const auto* at = static_cast<const char*>(w.const_data_ptr());
   team->ask_ahead({{{at, bytes}, {at + bytes, gated ? bytes : 0}}});

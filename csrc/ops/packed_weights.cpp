@@ -78,11 +78,13 @@ const PackedWeights::Matrix* PackedWeights::find(const at::Tensor& w) const {
   const auto found = matrices_.find(w.const_data_ptr());
   if (found == matrices_.end()) return nullptr;
   const Matrix& m = found->second;
-  return m.is_packed && w.size(0) == m.N && w.size(1) == m.K ? &m : nullptr;
+  return m.is_packed && w.is_contiguous() && w.size(0) == m.N && w.size(1) == m.K ? &m : nullptr;
 }
 
-const PackedWeights::Matrix* PackedWeights::in_use(const at::Tensor& w, std::int64_t rows) {
-  return current_ == nullptr || rows > most_rows() ? nullptr : current_->find(w);
+const PackedWeights::Matrix* PackedWeights::in_use(const at::Tensor& w, std::int64_t rows, bool gated) {
+  if (current_ == nullptr || rows > most_rows()) return nullptr;
+  const Matrix* const found = current_->find(w);
+  return found != nullptr && found->gated == gated ? found : nullptr;
 }
 
 void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,

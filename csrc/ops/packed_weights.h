@@ -45,7 +45,7 @@ class PackedWeights {
     const PackedWeights* before_;
   };
   /// Of w, for a product of so many rows; nullptr: it reads w itself.
-  static const Matrix* in_use(const at::Tensor& w, std::int64_t rows);
+  static const Matrix* in_use(const at::Tensor& w, std::int64_t rows, bool gated);
 
  private:
   const Matrix* find(const at::Tensor& w) const;

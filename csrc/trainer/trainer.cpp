@@ -208,7 +208,7 @@ OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_
   ++optimizer_steps_;
   const auto compute = model_->has_separate_masters() ? std::optional<at::Tensor>(model_->compute()) : std::nullopt;
   ops::adamw_step(model_->masters(), grads_, exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
-  model_->kept().clear();
+  model_->weights_changed();
   return result;
 }
 

@@ -131,6 +131,24 @@ def test_weights_that_changed_are_packed_anew():
     assert not torch.equal(changed["logprobs"], first["logprobs"])
 
 
+@PACKS
+def test_an_optimizer_step_changes_what_packed_weights_generate():
+    inputs, outputs, digests = prompts([5, 9]), [], set()
+    for packed in ("on", "off"):
+        model = wide_model()
+        trainer, generation = C.Trainer(model), generation_of(model, packed)
+        before = generation.generate(inputs)
+        trainer.zero_grad()
+        trainer.grads.copy_(model.masters)  # some gradient
+        trainer.step(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
+        generation._next_draw_id = 0
+        outputs.append(generation.generate(inputs))
+        digests.add(model.digest())
+        assert not torch.equal(outputs[-1]["logprobs"], before["logprobs"])
+    assert len(digests) == 1
+    assert torch.equal(outputs[0]["output_ids"], outputs[1]["output_ids"]) and torch.equal(outputs[0]["logprobs"], outputs[1]["logprobs"])
+
+
 @pytest.mark.parametrize("packed", ["yes", "ON"])
 def test_packing_is_off_on_or_auto(packed):
     with pytest.raises(ValueError, match=f"off, on and auto, not '{packed}'"):
@@ -162,7 +180,7 @@ def test_enforce_eager_reaches_the_runner_and_changes_no_result(monkeypatch, enf
     monkeypatch.setattr(C, "NativeModelRunner", watched)
     policy = make_policy(vllm_cfg={"enforce_eager": enforce_eager})
     assert torch.equal(policy.create_generation().generate(prompts([5, 9]))["output_ids"], expected)
-    assert [options["enforce_eager"] for options in asked] == [enforce_eager]
+    assert asked == [{"enforce_eager": enforce_eager, "packed_weights": "auto"}]
 
 
 def test_stop_strings_and_lengths():

@@ -116,6 +116,17 @@ def test_they_are_used_only_where_they_hold_this_very_matrix():
     assert torch.equal(forward(x, w, packed=packed), expected)
     assert torch.equal(forward(x, w), torch.zeros_like(expected))  # out of use
     assert torch.equal(forward(x, w[:32], packed=packed), torch.zeros_like(expected[:, :32]))  # another shape at the same place
+    gated = pack(w, gated=True)
+    act = torch.empty(2, 32).bfloat16()
+    w.copy_(normal(64, 64, seed=6))
+    plain = forward(x, w)
+    assert torch.equal(forward(x, w, packed=gated), plain)  # packed for the other product
+    C.linear_swiglu(x, w, None, None, act)
+    with C.PackedWeights.use(packed):
+        other = torch.empty_like(act)
+        C.linear_swiglu(x, w, None, None, other)
+    assert torch.equal(bits(other), bits(act))
+    w.zero_()
     many = normal(ROWS + 1, 64)
     assert torch.equal(forward(many, w, packed=packed), torch.zeros_like(forward(many, w)))
     bytes_before = packed.bytes

@@ -28,7 +28,8 @@ def native_runner(model: Any, config: Any) -> Any:
     says, steps of few texts read bfloat16 weights in twelve bits each. Either way the results are the same.
     """
     eager = bool(_get(_get(config, "vllm_cfg"), "enforce_eager"))
-    return C.NativeModelRunner(model, enforce_eager=eager, packed_weights=_get(config, "packed_weights") or "auto")
+    packed = _get(config, "packed_weights")
+    return C.NativeModelRunner(model, enforce_eager=eager, packed_weights="auto" if packed is None else packed)
 
 
 class NativeGeneration(GenerationInterface):

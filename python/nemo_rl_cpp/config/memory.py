@@ -105,6 +105,8 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
         resting += _resting(config.value, value.backbone_parameters, "value")
     if config.loss_fn.reference_policy_kl_penalty:
         resting += (("reference weights", sizes.parameters * width),)
+    if config.cluster.device == "cpu":
+        resting += _packed_weights(policy, sizes)
     phases = [
         Phase(
             "generation",
@@ -112,7 +114,6 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
                 *resting,
                 ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
                 ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
-                *_packed_weights(policy, sizes),
             ),
         ),
         Phase(
@@ -177,10 +178,10 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """The copy that steps of few texts read (CPU)."""
+    """The copy that steps of few texts read, once made: 12 bits a weight and room for patches (csrc/kernels/packed_weights.h)."""
     if policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
         return ()
-    return (("packed weights", sizes.parameters * 1.53),)
+    return (("packed weights", sizes.parameters * (1.5 + 1 / 16)),)
 
 
 def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:

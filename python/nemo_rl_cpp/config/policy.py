@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from .backends import DTensorConfig, MegatronConfig
-from .base import Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
 from .generation import GenerationConfig
 from .optimizer import (
     MegatronSchedule,
@@ -194,6 +194,10 @@ class PolicyConfig(TrainedModelConfig):
         None,
         "memory in GB for generation's activations, which save the first update's forward pass (CPU); null: a quarter of what is free, "
         "where that holds a step's; 0: none",
+    )
+    kept_activations_check_period: Count = key(
+        20, "every so many steps the first update makes its own forward pass all the same, and all of it is compared with generation's; "
+        "0: in the first step of a run alone",
     )
     generation_batch_size: Positive = no_effect(
         32, "the engine batches by itself; see policy.generation.max_batch_size"

@@ -120,6 +120,43 @@ def test_activations_are_kept_where_a_quarter_of_the_memory_holds_a_step(monkeyp
     assert policy.model.max_kept_bytes == 0
 
 
+def rollouts(policy, seed):
+    prompts = torch.randint(4, 14, (3, 4), generator=torch.Generator().manual_seed(seed)).repeat_interleave(4, 0)
+    out = policy.generate(BatchedDataDict(input_ids=prompts, input_lengths=torch.full((12,), 4)))
+    lengths, position = out["unpadded_sequence_lengths"], torch.arange(out["output_ids"].shape[1])[None]
+    return {
+        "input_ids": out["output_ids"], "input_lengths": lengths, "sample_mask": torch.ones(12), "group_id": torch.arange(12) // 4,
+        "token_mask": ((position >= 4) & (position < lengths[:, None])).float(), "generation_logprobs": out["logprobs"],
+        "advantages": torch.linspace(-1, 1, 12)[:, None].expand(12, position.shape[1]).contiguous(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("period", [0, 1, 3])
+def test_a_whole_pass_is_compared_every_so_many_steps(period):
+    policy, same = (make_policy("bfloat16", kept_activations_check_period=p) for p in (period, 20))
+    compared = []
+    for step in range(8):
+        result = policy.train(rollouts(policy, step), LOSS)
+        assert result["exactness"].mismatched_tokens == 0
+        assert policy.reused_forward_share in (0, 1)
+        compared.append(policy.reused_forward_share == 0)
+        same.train(rollouts(same, step), LOSS)
+    assert compared == [step == 0 or (period > 0 and step % period == 0) for step in range(8)]
+    assert policy.weight_digest() == same.weight_digest()
+
+
+def test_layers_that_generate_with_other_weights_show_when_a_whole_pass_is_compared():
+    """From kept activations both have the same head on the same hidden states, whatever made those."""
+    policy = make_policy("bfloat16", kept_activations_check_period=2)
+    mismatched = []
+    for step in range(4):
+        data = rollouts(policy, step)
+        bits = policy.state_dict()["model.layers.0.mlp.down_proj.weight"].view(torch.int16)
+        bits[0, 0] ^= (1 << 13) if step else 0  # behind the model's back, until the optimizer writes the weight again
+        mismatched.append(policy.train(data, LOSS)["exactness"].mismatched_tokens > 0)
+    assert mismatched == [False, False, True, True]  # what did not agree is not kept: the step after it compares too
+
+
 @pytest.mark.parametrize("gbs", [12, 4])
 @pytest.mark.parametrize("error", [0.0, 0.25])
 def test_a_second_pass_gets_the_old_policys_logprobs(gbs, error):

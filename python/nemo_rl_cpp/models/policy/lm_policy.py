@@ -52,6 +52,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         self.reference = self._load(self.folder, trainable=False) if init_reference_model else None
         self._exact = config.reuse_generation_logprobs != "never"
         self.reused_forward_share = 0.0
+        self._steps_since_comparison = 0  # of whole forward passes: generation's with training's own
         if self.device != "cpu" and config.kept_activations_gb:
             raise ValueError(f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU")
 
@@ -98,6 +99,8 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         batching = self._batching("train", mbs)
         on_policy = "prev_logprobs" not in data
         exactness = Exactness() if on_policy and "generation_logprobs" in data else None
+        if exactness is not None:
+            self._compare_whole_pass_now_and_then()
         losses, norms, metrics, packed, reused_before = [], [], [], 0, self.trainer.reused_tokens
         for begin in range(0, size, gbs):
             first = begin == 0
@@ -138,6 +141,14 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         if exactness is not None and exactness.mismatched_tokens == 0:
             return data["generation_logprobs"].to(self.trainer.out_dtype)
         return self._score(self.model, data, None, self.scoring)
+
+    def _compare_whole_pass_now_and_then(self) -> None:
+        """Gives kept activations up when it is time, so that the step makes its own forward pass. From kept ones generation and training
+        are compared by the head alone: what goes wrong before it (layers that read a stale copy of weights) shows only here."""
+        self._steps_since_comparison += 1
+        if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
+            self.model.keep_activations(0)
+            self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Lets the next step train on generation's own activations once this machine has shown that both passes agree; where they do

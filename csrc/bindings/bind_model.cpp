@@ -53,10 +53,10 @@ void bind_trainer(py::module_& m) {
            }),
            py::arg("input_ids"), py::arg("input_lengths"), py::arg("token_mask"), py::arg("group_ids"));
   m.def("plan_micro_batches",
-        [](const PaddedBatch& batch, std::int64_t begin, std::int64_t end, std::int64_t max_samples, std::int64_t max_tokens, bool share_prefix) {
-          return plan_micro_batches(batch, begin, end, {max_samples, max_tokens, share_prefix});
+        [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_samples, std::int64_t max_tokens, bool share_prefix) {
+          return plan_micro_batches(batch, samples, {max_samples, max_tokens, share_prefix});
         },
-        py::arg("batch"), py::arg("begin"), py::arg("end"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
+        py::arg("batch"), py::arg("samples"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
   m.def("packed_tokens", [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
     return pack_batch(batch, samples, share_prefix).token_ids.numel();
   });

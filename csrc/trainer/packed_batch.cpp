@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "batching/packing.h"
 #include "common/check.h"
@@ -137,14 +136,15 @@ PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>
   return out;
 }
 
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, std::int64_t begin, std::int64_t end,
+std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
                                                           const MicroBatchOptions& options) {
   const auto prompts = prompt_lengths(batch);
   const Rows rows(batch);
-  NRL_CHECK_ARG(begin >= 0 && begin <= end && end <= batch.input_ids.size(0), "rows ", begin, "..", end, " are outside the batch");
-  std::vector<std::int64_t> samples(static_cast<std::size_t>(end - begin));
-  std::iota(samples.begin(), samples.end(), begin);
-  const std::int64_t max_samples = options.max_samples > 0 ? options.max_samples : end - begin;
+  const auto B = batch.input_ids.size(0), count = static_cast<std::int64_t>(samples.size());
+  for (std::int64_t i = 0; i < count; ++i)
+    NRL_CHECK_ARG(samples[static_cast<std::size_t>(i)] >= (i == 0 ? 0 : samples[static_cast<std::size_t>(i - 1)] + 1) && samples[static_cast<std::size_t>(i)] < B,
+                  "samples must be ascending rows of the batch of ", B, ", got row ", samples[static_cast<std::size_t>(i)], " at place ", i);
+  const std::int64_t max_samples = options.max_samples > 0 ? options.max_samples : count;
   const std::int64_t max_tokens = options.max_tokens > 0 ? options.max_tokens : std::int64_t{1} << 40;
 
   // Units: runs of a shared prompt, cut where a limit is reached.

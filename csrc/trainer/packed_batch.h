@@ -38,9 +38,9 @@ struct MicroBatchOptions {
   bool share_prefix = true;
 };
 
-/// Cuts rows [begin, end) into micro-batches, groups kept together where the limits allow: a group's prompt then counts
+/// Cuts `samples`, ascending rows, into micro-batches, groups kept together where the limits allow: a group's prompt then counts
 /// once. Bins are filled first fit, longest first; the order of micro-batches and of rows inside is fixed by the batch.
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, std::int64_t begin, std::int64_t end,
+std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
                                                           const MicroBatchOptions& options);
 
 }  // namespace nemo_rl::trainer

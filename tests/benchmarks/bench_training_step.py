@@ -46,7 +46,8 @@ def our_step(model, max_tokens: int):
     """A step of rows that are trained whole, in micro-batches of so many tokens."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-    from nemo_rl_cpp.models.policy.train_step import MicroBatching, Scoring, run_global_batch
+    from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
+    from nemo_rl_cpp.models.policy.train_step import Scoring, run_global_batch
 
     trainer = C.Trainer(model)
     # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss; every token counts

@@ -82,6 +82,12 @@ def test_never_and_auto_give_the_same_weights(tmp_path, updates):
         assert max(ratios[0]) > 1.0  # later updates of a step are off-policy
 
 
+def test_groups_of_equal_rewards_go_without_a_backward(tmp_path):
+    run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=6", "loss_fn.reference_policy_kl_penalty=0")
+    equal = [row["zero_std_groups"] > 0 for row in run.history]
+    assert [row["zero_gradient_share"] > 0 for row in run.history] == equal and any(equal)
+
+
 def flip_one_bit(policy):
     """The highest bit of one weight's mantissa: a change of a quarter to a half of it."""
     weight = policy.state_dict()["lm_head.weight"].view(torch.int32)

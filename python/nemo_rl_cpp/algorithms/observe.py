@@ -113,8 +113,9 @@ def log_times(parts: Any, state: TrainState, report: StepReport) -> None:
         total_num_tokens=report.metrics.get("total_num_tokens", 0),
         num_generated_tokens=report.generated_tokens,
     )
-    reused = getattr(parts.policy, "reused_forward_share", None)  # 0 in the first step of a process: of how it ran, not of what it did
-    performance |= {} if reused is None else {"reused_forward_share": reused}
+    for share in ("reused_forward_share", "zero_gradient_share"):  # the first is 0 in a process's first step: of how it ran, not of what it did
+        if hasattr(parts.policy, share):
+            performance[share] = getattr(parts.policy, share)
     if run.logger is not None:
         run.logger.log_metrics(performance, step, prefix="performance")
         if run.memory is not None:

@@ -39,7 +39,7 @@ def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
         batch, ids, mask = groups_batch()
         weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(9)).to(trainer.out_dtype)
         out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
-        plans = C.plan_micro_batches(batch, 0, len(ids), max_samples, max_tokens, share)
+        plans = C.plan_micro_batches(batch, list(range(len(ids))), max_samples, max_tokens, share)
         assert sorted(b for rows in plans for b in rows) == list(range(len(ids)))
         for rows in plans:
             trainer.forward(batch, rows, 1.0, share, True, False, out)

@@ -52,7 +52,7 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
     trainer = C.Trainer(model)
     out = torch.zeros(mask.shape)
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9))
-    for rows in C.plan_micro_batches(batch, 0, len(mask), max_samples, max_tokens, share):
+    for rows in C.plan_micro_batches(batch, list(range(len(mask))), max_samples, max_tokens, share):
         trainer.forward(batch, rows, 1.0, share, True, checkpoint, out)
         trainer.backward(weight * mask)
     return trainer.grads.clone(), out, trainer.reused_tokens

@@ -7,7 +7,8 @@ from test_gradient_invariance import CONFIG, groups_batch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.models.hf_config import native_config
-from nemo_rl_cpp.models.policy.train_step import GlobalCounts, MicroBatching, Scoring, fused_token_loss, run_global_batch
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
+from nemo_rl_cpp.models.policy.train_step import GlobalCounts, Scoring, fused_token_loss, run_global_batch
 from nemo_rl_cpp.models.weights import initialize_weights
 
 TOKEN_LOSSES = {

@@ -257,6 +257,14 @@ class ClippedPGLossFn:
             **self._op_inputs({"prev_logprobs": None, **data}),
         )
 
+    def zero_gradient_rows(self, data: Mapping[str, Any]) -> Tensor | None:
+        """Bool [B]: rows whose gradient is zero whatever their log-probabilities, since their advantages are (a group of
+        equal rewards under GRPO); None where another term than the advantages' has a gradient."""
+        config, advantages, mask = self.op_config(), data["advantages"], data["token_mask"]
+        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or advantages.shape != mask.shape:
+            return None
+        return ((advantages == 0) | (mask == 0)).all(1)
+
     def __call__(
         self,
         next_token_logprobs: Tensor,

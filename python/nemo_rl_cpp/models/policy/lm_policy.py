@@ -51,7 +51,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         self.scoring = Scoring.of(config.generation)
         self.reference = self._load(self.folder, trainable=False) if init_reference_model else None
         self._exact = config.reuse_generation_logprobs != "never"
-        self.reused_forward_share = 0.0
+        self.reused_forward_share = self.zero_gradient_share = 0.0
         self._steps_since_comparison = 0  # of whole forward passes: generation's with training's own
         if self.device != "cpu" and config.kept_activations_gb:
             raise ValueError(f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU")
@@ -91,7 +91,8 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch, see
             `collect_metrics`; "prev_logprobs": [B, S] of the policy before the first update, for further calls on the same
-            data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's.
+            data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's,
+            `zero_gradient_share` how many no backward pass, because their loss has no gradient.
         """
         size = len(data["input_ids"])
         gbs = self._global_batch_size(size, gbs)
@@ -101,7 +102,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         exactness = Exactness() if on_policy and "generation_logprobs" in data else None
         if exactness is not None:
             self._compare_whole_pass_now_and_then()
-        losses, norms, metrics, packed, reused_before = [], [], [], 0, self.trainer.reused_tokens
+        losses, norms, metrics, packed, no_gradient, reused_before = [], [], [], 0, 0, self.trainer.reused_tokens
         for begin in range(0, size, gbs):
             first = begin == 0
             if not eval_mode:
@@ -123,8 +124,10 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             losses.append(result.loss)
             metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
             packed += result.packed_tokens
+            no_gradient += result.zero_gradient_tokens
         if not eval_mode:
             self.schedule.step()
+        self.zero_gradient_share = no_gradient / max(packed, 1)
         if (reused := self.trainer.reused_tokens - reused_before) or on_policy:
             self.reused_forward_share = reused / max(packed, 1)
         return {

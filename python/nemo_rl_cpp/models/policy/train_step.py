@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, select_rows, wanted_tokens
 
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is not a number: the run stops before the optimizer step."""
-
-
-@dataclass(frozen=True)
-class MicroBatching:
-    """How rows are cut into micro-batches: by samples, or by a budget of packed tokens."""
-
-    max_samples: int = 0
-    max_tokens: int = 0
-    share_prefix: bool = True
-    checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,12 +61,14 @@ class Exactness:
 
 @dataclass
 class GlobalBatchResult:
-    """`outputs`: what the model's head said of each trained token, [B, S]; 0 elsewhere and in rows outside the batch."""
+    """`outputs`: what the model's head said of each trained token, [B, S]; 0 elsewhere and in rows outside the batch.
+    `zero_gradient_tokens`: of `packed_tokens` those that needed no backward."""
 
     outputs: Tensor
     loss: float = 0.0
     metrics: list[dict[str, float]] = field(default_factory=list)
     packed_tokens: int = 0
+    zero_gradient_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,36 +87,6 @@ class GlobalCounts:
         return GlobalCounts(sample_mask.sum(), per_row.sum(), positive)
 
 
-def padded_batch(data: Mapping[str, Any], wanted: Tensor) -> Any:
-    """The native view of a padded batch; rows share prompts by `group_id` (none without that key)."""
-    input_ids = data["input_ids"].to(torch.int64).contiguous()
-    groups = data.get("group_id")
-    groups = torch.full((len(input_ids),), -1) if groups is None else torch.as_tensor(groups)
-    return C.PaddedBatch(input_ids, data["input_lengths"].to(torch.int64), wanted.contiguous(), groups.to(torch.int64))
-
-
-def wanted_tokens(data: Mapping[str, Any]) -> Tensor:
-    """Bool [B, S]: trained tokens of rows that count; every token but the first of a row where no mask is given."""
-    lengths, S = data["input_lengths"], data["input_ids"].shape[1]
-    wanted = torch.arange(S)[None] < lengths[:, None]
-    if "token_mask" in data:
-        wanted = wanted & (data["token_mask"] != 0)
-    if "sample_mask" in data:
-        wanted = wanted & (data["sample_mask"] != 0)[:, None]
-    wanted = wanted.clone()
-    wanted[:, 0] = False
-    return wanted
-
-
-def plan(data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching: MicroBatching) -> tuple[Any, list[list[int]]]:
-    """The native batch and its micro-batches (lists of rows); rows without a wanted token are left out."""
-    batch = padded_batch(data, wanted)
-    rows = C.plan_micro_batches(batch, begin, end, batching.max_samples, batching.max_tokens, batching.share_prefix)
-    used = wanted.any(1).tolist()
-    plans = [[b for b in micro if used[b]] for micro in rows]
-    return batch, [micro for micro in plans if micro]
-
-
 def run_global_batch(
     trainer: Any, data: Mapping[str, Any], loss_fn: Any, begin: int, end: int, batching: MicroBatching, scoring: Scoring,
     *, train: bool, on_policy: bool = False, exactness: Exactness | None = None, evaluate: Callable[..., LossResult] | None = None,
@@ -133,6 +96,9 @@ def run_global_batch(
     Under top-k or top-p a loss with a KL term also gets `curr_logprobs_unfiltered` [b, S-1] in its data, and its gradient
     with respect to them is followed too.
 
+    Where the loss's gradient is zero in a whole micro-batch there is no backward. Rows of which the loss says so beforehand
+    (`zero_gradient_rows`) therefore get micro-batches of their own.
+
     Args:
         on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
         exactness: where to compare them with `generation_logprobs`; None: no comparison.
@@ -141,7 +107,8 @@ def run_global_batch(
     evaluate = evaluate or evaluate_loss
     counts = GlobalCounts.of({k: v[begin:end] for k, v in data.items() if isinstance(v, Tensor) and v.dim() and len(v) == len(data["input_ids"])})
     wanted = wanted_tokens(data)
-    batch, micro_batches = plan(data, wanted, begin, end, batching)
+    apart = loss_fn.zero_gradient_rows(data) if train and hasattr(loss_fn, "zero_gradient_rows") else None
+    batch, micro_batches = plan(data, wanted, begin, end, batching, apart)
     outputs = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
     d_outputs = torch.zeros_like(outputs)
     unfiltered = torch.zeros_like(outputs) if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0 else None
@@ -149,8 +116,10 @@ def run_global_batch(
     token_loss = fused_token_loss(trainer, loss_fn, data, counts, scoring) if train else None
     result = GlobalBatchResult(outputs)
     for rows in micro_batches:
-        result.packed_tokens += C.packed_tokens(batch, rows, batching.share_prefix)
-        if token_loss is not None:
+        packed_tokens = C.packed_tokens(batch, rows, batching.share_prefix)
+        result.packed_tokens += packed_tokens
+        fused = token_loss is not None and (apart is None or not apart[rows[0]])
+        if fused:
             trainer.forward_with_loss(batch, rows, scoring.temperature, batching.share_prefix, batching.checkpoint, outputs, token_loss)
         else:
             trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, outputs,
@@ -167,8 +136,10 @@ def run_global_batch(
             micro["curr_logprobs_unfiltered"] = unfiltered[index, 1:width]
         loss = evaluate(loss_fn, curr, micro, counts, need_grad=train)
         check_finite(loss, rows, curr)
-        if token_loss is not None:
+        if fused:
             trainer.finish_backward()
+        elif train and loss.has_no_gradient():
+            result.zero_gradient_tokens += packed_tokens
         elif train:
             d_outputs[index, loss.first_column : width] = loss.grad.to(d_outputs.dtype)
             if d_unfiltered is not None:
@@ -198,23 +169,6 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
     return (logprobs.masked_fill(removed, 0.0) if count else logprobs), count
 
 
-def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str, Any]:
-    """The rows of a micro-batch; [B, S] tensors are cut to `width` columns, masks become float."""
-    size, S = data["input_ids"].shape
-    rows: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Tensor) and value.dim() and len(value) == size:
-            picked = value[index]
-            rows[key] = picked[:, :width] if picked.dim() > 1 and picked.shape[1] == S else picked
-        elif isinstance(value, list) and len(value) == size:
-            rows[key] = [value[i] for i in index.tolist()]
-        else:
-            rows[key] = value
-    for key in ("token_mask", "sample_mask"):
-        rows[key] = rows[key].float()
-    return rows
-
-
 @dataclass(frozen=True)
 class LossResult:
     """A loss of one micro-batch; the gradients [b, width - first_column] are with respect to the head's outputs and the
@@ -226,6 +180,9 @@ class LossResult:
     grad_unfiltered: Tensor | None = None
     first_column: int = 1
     what: str = "log-probability"
+
+    def has_no_gradient(self) -> bool:
+        return all(grad is None or not grad.any() for grad in (self.grad, self.grad_unfiltered))
 
 
 def evaluate_loss(loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool) -> LossResult:

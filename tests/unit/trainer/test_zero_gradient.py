@@ -1,0 +1,110 @@
+"""Rows without a gradient (groups of equal rewards) go without a backward: the same log-probabilities, metrics and gradients."""
+
+import pytest
+import torch
+from test_gradient_invariance import groups_batch
+from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
+
+NO_OTHER_TERM = {
+    name: settings | {"reference_policy_kl_penalty": 0.0}
+    for name, settings in (TOKEN_LOSSES | ROW_LOSSES).items() if "positive_example_nll_weight" not in settings
+}  # fmt: skip
+
+
+class EveryRow(ClippedPGLossFn):
+    """The same loss, with a backward for every row."""
+
+    def zero_gradient_rows(self, data):
+        return None
+
+
+def data_with_zeros(rows):
+    data = training_data()
+    data["advantages"][rows] = 0.0
+    return data
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 5e-3)], ids=str)
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]], ids=str)
+def test_gradients_are_those_of_a_backward_of_every_row(rows, dtype, bound):
+    data, settings = data_with_zeros(rows), {"reference_policy_kl_penalty": 0.0}
+    some, grads = train(ClippedPGLossFn(settings), data, dtype)
+    every, expected = train(EveryRow(settings), data, dtype)
+    assert some.zero_gradient_tokens > 0 == every.zero_gradient_tokens and len(some.metrics) == 2 > len(every.metrics)
+    assert torch.equal(some.outputs, every.outputs)
+    assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
+    for name in ("loss", "probs_ratio", "gen_kl_error", "approx_entropy", "num_valid_samples"):
+        assert sum(m[name] for m in some.metrics) == pytest.approx(sum(m[name] for m in every.metrics), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NO_OTHER_TERM)
+def test_every_loss_of_advantages_alone_does_without(name):
+    data = data_with_zeros([4, 5, 6, 7])
+    some, grads = train(ClippedPGLossFn(NO_OTHER_TERM[name]), data)
+    _, expected = train(EveryRow(NO_OTHER_TERM[name]), data)
+    assert some.zero_gradient_tokens > 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("settings", [{}, dict(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.1)], ids=["KL", "NLL"])
+def test_another_term_keeps_all_rows_together(settings):
+    data = data_with_zeros([0, 1, 2, 3])
+    assert ClippedPGLossFn(settings).zero_gradient_rows(data) is None
+    result, _ = train(ClippedPGLossFn(settings), data)
+    assert result.zero_gradient_tokens == 0 and len(result.metrics) == 1
+
+
+def test_advantages_where_no_token_is_trained_do_not_count():
+    data = data_with_zeros([])
+    data["advantages"][2] = data["token_mask"][2] - 1  # -1 outside of the response
+    assert ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).zero_gradient_rows(data).nonzero().tolist() == [[2]]
+    data["advantages"][2, int(data["token_mask"][2].nonzero()[-1])] = float("nan")
+    assert not ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).zero_gradient_rows(data).any()
+
+
+def test_a_step_without_any_gradient():
+    data = data_with_zeros(slice(None))
+    result, grads = train(ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), data)
+    assert result.zero_gradient_tokens == result.packed_tokens > 0 and not grads.any() and result.outputs.any()
+
+
+def test_what_a_loss_says_is_checked_against_its_gradient():
+    class Wrong(ClippedPGLossFn):
+        def zero_gradient_rows(self, data):
+            return torch.arange(len(data["input_ids"])) < 4
+
+    data, settings = training_data(), {"reference_policy_kl_penalty": 0.0}
+    wrong, grads = train(Wrong(settings), data)
+    _, expected = train(EveryRow(settings), data)
+    assert wrong.zero_gradient_tokens == 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_loss_of_the_users_goes_without_a_backward_where_it_has_no_gradient():
+    def loss_fn(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        return (next_token_logprobs * data["advantages"][:, 1:] * data["token_mask"][:, 1:]).sum(), {}
+
+    result, grads = train(loss_fn, data_with_zeros([0]), batching=MicroBatching(max_samples=1))
+    assert 0 < result.zero_gradient_tokens < result.packed_tokens and grads.any()
+
+
+@pytest.mark.parametrize("batching", [MicroBatching(max_samples=3), MicroBatching(max_tokens=100)], ids=str)
+def test_rows_apart_come_last_and_keep_to_the_limits(batching):
+    data = training_data()
+    apart = torch.zeros(len(data["input_ids"]), dtype=torch.bool)
+    apart[[1, 4, 5]] = True
+    batch, micro_batches = plan(data, wanted_tokens(data), 1, 7, batching, apart)
+    flat = [b for rows in micro_batches for b in rows]
+    assert sorted(flat) == [1, 2, 4, 5, 6] and set(flat[:2]) == {2, 6}  # row 3 counts nowhere: sample_mask
+    for rows in micro_batches:
+        assert len(set(apart[rows].tolist())) == 1
+        assert len(rows) <= 3 and (len(rows) == 1 or not batching.max_tokens or C.packed_tokens(batch, rows, True) <= batching.max_tokens)
+
+
+@pytest.mark.parametrize("samples", [[2, 1], [0, 0], [-1], [0, 10_000]], ids=str)
+def test_rows_that_are_not_ascending_rows_of_the_batch_are_refused(samples):
+    batch, *_ = groups_batch()
+    with pytest.raises(ValueError, match="ascending rows of the batch"):
+        C.plan_micro_batches(batch, samples, 0, 0, True)

@@ -116,11 +116,7 @@ void KeptActivations::put(std::int64_t layer, const LayerActivations& a, std::sp
 
 void KeptActivations::get(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes) const {
   for_each_row(layer, a, nodes, [&](Node node, std::int64_t offset, std::byte* to, std::size_t bytes) {
-    if (node == kNone) {
-      std::memset(to, 0, bytes);
-    } else {
-      std::memcpy(to, place(node, layer) + offset, bytes);
-    }
+    std::memcpy(to, place(node, layer) + offset, bytes);
   });
 }
 

@@ -48,7 +48,7 @@ class KeptActivations {
   /// Row t of a layer's activations becomes that of nodes[t]; rows of kNone are passed over. Behind the last layer, `layer` =
   /// num_layers, there is h_in alone.
   void put(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes);
-  /// The same back into `a`; rows of kNone become 0.
+  /// The same back into `a`; every node is a kept one.
   void get(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes) const;
 
  private:

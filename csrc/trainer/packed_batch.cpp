@@ -36,18 +36,18 @@ void check(const PaddedBatch& b) {
   }
 }
 
-bool same_prompt(const Rows& rows, const std::vector<std::int64_t>& prompts, std::int64_t a, std::int64_t b) {
-  const std::int64_t P = prompts[static_cast<std::size_t>(a)];
-  return rows.groups[a] >= 0 && rows.groups[a] == rows.groups[b] && P > 0 && P == prompts[static_cast<std::size_t>(b)] &&
+bool same_prompt(const Rows& rows, const std::vector<RowTokens>& tokens, std::int64_t a, std::int64_t b) {
+  const std::int64_t P = tokens[static_cast<std::size_t>(a)].prompt;
+  return rows.groups[a] >= 0 && rows.groups[a] == rows.groups[b] && P > 0 && P == tokens[static_cast<std::size_t>(b)].prompt &&
          std::memcmp(rows.row(a), rows.row(b), static_cast<std::size_t>(P) * sizeof(std::int64_t)) == 0;
 }
 
 /// Runs of consecutive rows that share a prompt.
-std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::vector<std::int64_t>& prompts,
+std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::vector<RowTokens>& tokens,
                                                    const std::vector<std::int64_t>& samples, bool share_prefix) {
   std::vector<std::vector<std::int64_t>> runs;
   for (auto b : samples) {
-    if (share_prefix && !runs.empty() && same_prompt(rows, prompts, runs.back().front(), b)) {
+    if (share_prefix && !runs.empty() && same_prompt(rows, tokens, runs.back().front(), b)) {
       runs.back().push_back(b);
     } else {
       runs.push_back({b});
@@ -62,8 +62,9 @@ class Packer {
  public:
   Packer(const PaddedBatch& batch, PackedBatch& out) : rows_(batch), mask_(batch.token_mask.const_data_ptr<bool>()), out_(out) {}
 
-  /// Row b's tokens [from, length) as a sequence behind a prefix of `from` tokens at prefix_start.
+  /// Row b's tokens [from, to), if there are any, as a sequence behind a prefix of `from` tokens at prefix_start.
   void add(std::int64_t b, std::int64_t from, std::int64_t to, std::int64_t prefix_start) {
+    if (from == to) return;
     const std::int64_t start = static_cast<std::int64_t>(tokens_.size());
     out_.sequences.push_back({start, to - from, prefix_start, from});
     for (std::int64_t t = from; t < to; ++t) {
@@ -103,42 +104,44 @@ class Packer {
 
 }  // namespace
 
-std::vector<std::int64_t> prompt_lengths(const PaddedBatch& batch) {
+std::vector<RowTokens> row_tokens(const PaddedBatch& batch) {
   check(batch);
   const std::int64_t B = batch.input_ids.size(0), S = batch.input_ids.size(1);
-  const bool* mask = batch.token_mask.const_data_ptr<bool>();
-  std::vector<std::int64_t> prompts(static_cast<std::size_t>(B));
+  std::vector<RowTokens> rows(static_cast<std::size_t>(B));
   for (std::int64_t b = 0; b < B; ++b) {
+    const bool* const mask = batch.token_mask.const_data_ptr<bool>() + b * S;
     const std::int64_t length = batch.input_lengths.const_data_ptr<std::int64_t>()[b];
-    std::int64_t t = 1;
-    while (t < length && !mask[b * S + t]) ++t;
-    prompts[static_cast<std::size_t>(b)] = t < length ? t : 0;  // a row without wanted tokens shares nothing
+    std::int64_t first = 1, last = length - 1;
+    while (first < length && !mask[first]) ++first;
+    while (last > first && !mask[last]) --last;
+    if (first < length) rows[static_cast<std::size_t>(b)] = {first, last};
   }
-  return prompts;
+  return rows;
 }
 
 PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
-  const auto prompts = prompt_lengths(batch);
+  const auto tokens = row_tokens(batch);
   const Rows rows(batch);
   PackedBatch out;
   Packer packer(batch, out);
-  for (const auto& run : prompt_runs(rows, prompts, samples, share_prefix)) {
-    const std::int64_t P = run.size() > 1 ? prompts[static_cast<std::size_t>(run.front())] : 0;
+  for (const auto& run : prompt_runs(rows, tokens, samples, share_prefix)) {
+    const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
     const std::int64_t prefix_start = packer.size();
     if (P > 0) packer.add(run.front(), 0, P, 0);
     for (auto b : run) {
       const std::int64_t start = packer.size();
-      packer.add(b, P, rows.lengths[b], P > 0 ? prefix_start : 0);
+      packer.add(b, P, tokens[static_cast<std::size_t>(b)].read, P > 0 ? prefix_start : 0);
       packer.want(b, P, prefix_start, start);
     }
   }
+  NRL_CHECK_ARG(packer.size() > 0, "none of these ", samples.size(), " rows has a wanted token (token_mask)");
   packer.finish();
   return out;
 }
 
 std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
                                                           const MicroBatchOptions& options) {
-  const auto prompts = prompt_lengths(batch);
+  const auto tokens = row_tokens(batch);
   const Rows rows(batch);
   const auto B = batch.input_ids.size(0), count = static_cast<std::int64_t>(samples.size());
   for (std::int64_t i = 0; i < count; ++i)
@@ -150,12 +153,12 @@ std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& bat
   // Units: runs of a shared prompt, cut where a limit is reached.
   std::vector<std::vector<std::int64_t>> units;
   std::vector<std::int64_t> costs;
-  for (const auto& run : prompt_runs(rows, prompts, samples, options.share_prefix)) {
-    std::int64_t P = run.size() > 1 ? prompts[static_cast<std::size_t>(run.front())] : 0;
+  for (const auto& run : prompt_runs(rows, tokens, samples, options.share_prefix)) {
+    const std::int64_t P = run.size() > 1 ? tokens[static_cast<std::size_t>(run.front())].prompt : 0;
     units.emplace_back();
     costs.push_back(P);
     for (auto b : run) {
-      const std::int64_t own = rows.lengths[b] - P;
+      const std::int64_t own = tokens[static_cast<std::size_t>(b)].read - P;
       if (!units.back().empty() && (costs.back() + own > max_tokens || static_cast<std::int64_t>(units.back().size()) >= max_samples)) {
         units.emplace_back();
         costs.push_back(P);

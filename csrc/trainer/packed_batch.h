@@ -1,4 +1,5 @@
-// Rows of a padded batch as packed tokens: no padding, and the prompt that a group's samples share once.
+// Rows of a padded batch as packed tokens: no padding, the prompt that a group's samples share once, and of every row what stands before
+// its last wanted token: a token's log-probability is read at the token before it, so neither that one nor what follows is computed.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -18,8 +19,12 @@ struct PaddedBatch {
   at::Tensor group_ids;      ///< [B] int64: rows with the same id >= 0 may share their prompt
 };
 
-/// Tokens before the first wanted one: what the row may share with its group.
-std::vector<std::int64_t> prompt_lengths(const PaddedBatch& batch);
+/// Of one row; both 0 without a wanted token.
+struct RowTokens {
+  std::int64_t prompt = 0;  ///< tokens before the first wanted one: what the row may share with its group
+  std::int64_t read = 0;    ///< tokens before the last wanted one: those that are computed
+};
+std::vector<RowTokens> row_tokens(const PaddedBatch& batch);
 
 struct PackedBatch {
   at::Tensor token_ids;  ///< [T]
@@ -30,6 +35,7 @@ struct PackedBatch {
 };
 
 /// Packs rows `samples` in this order. Consecutive rows of one group whose prompts are equal share it when `share_prefix`.
+/// At least one of them has a wanted token.
 PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
 
 struct MicroBatchOptions {

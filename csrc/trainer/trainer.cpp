@@ -60,21 +60,18 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   }
 }
 
-/// Where generation left the rows of packed_; empty unless all are there. The last token of a response never went through the model:
-/// it may be missing, since no log-probability and no other token depends on it.
+/// Where generation left the rows of packed_; empty unless all are there.
 std::vector<model::KeptActivations::Node> Trainer::kept_nodes() const {
   using model::KeptActivations;
   const auto& kept = model_->kept();
   if (kept.empty()) return {};
   const auto* ids = packed_.token_ids.const_data_ptr<std::int64_t>();
-  const auto& wanted = packed_.query.rows;
   std::vector<KeptActivations::Node> nodes(static_cast<std::size_t>(packed_.token_ids.numel()), KeptActivations::kNone);
   for (const auto& s : packed_.sequences) {
     auto node = s.prefix_length > 0 ? nodes[static_cast<std::size_t>(s.prefix_start + s.prefix_length - 1)] : KeptActivations::kRoot;
     for (std::int64_t row = s.start; row < s.start + s.length; ++row) {
       node = kept.find(node, ids[row]);
-      const bool unread = row + 1 == s.start + s.length && !std::binary_search(wanted.begin(), wanted.end(), row);
-      if (node == KeptActivations::kNone && !unread) return {};
+      if (node == KeptActivations::kNone) return {};
       nodes[static_cast<std::size_t>(row)] = node;
     }
   }

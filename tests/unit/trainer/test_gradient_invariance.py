@@ -73,3 +73,58 @@ def test_shared_prompts_save_their_tokens():
     alone, shared = (C.packed_tokens(batch, list(range(8)), share) for share in (False, True))
     prompt = int((~mask[0]).nonzero().flatten()[mask[0].nonzero()[0] - 1]) + 1
     assert alone - shared == 7 * prompt
+
+
+def row_batch(wanted, lengths):
+    """Rows of the tokens 1, 2, 3, ... of which `wanted` are."""
+    S = max(lengths)
+    mask = torch.zeros(len(lengths), S, dtype=torch.bool)
+    for row, places in enumerate(wanted):
+        mask[row, places] = True
+    ids = torch.arange(1, S + 1).repeat(len(lengths), 1)
+    return C.PaddedBatch(ids, torch.tensor(lengths), mask, torch.zeros(len(lengths), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "wanted,lengths,alone,shared",
+    [([[3, 4]], [5], 4, 4), ([[3]], [9], 3, 3), ([[1]], [2], 1, 1), ([[2, 6]], [9], 6, 6), ([[3, 4], [3], [3, 4, 5]], [5, 5, 6], 12, 6),
+     ([[3], [3]], [4, 4], 6, 3), ([[], [2]], [6, 3], 2, 2)],
+    ids=["last token", "what follows it", "second token", "gap", "group", "group of one token each", "nothing wanted"],
+)  # fmt: skip
+def test_what_no_wanted_token_reads_is_left_out(wanted, lengths, alone, shared):
+    rows = list(range(len(lengths)))
+    assert C.packed_tokens(row_batch(wanted, lengths), rows, False) == alone
+    assert C.packed_tokens(row_batch(wanted, lengths), rows, True) == shared
+
+
+def test_rows_without_any_wanted_token_are_refused():
+    with pytest.raises(ValueError, match="none of these 1 rows has a wanted token"):
+        C.packed_tokens(row_batch([[], [2]], [6, 3]), [0], True)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_responses_of_one_token_behind_a_shared_prompt(share):
+    """Their rows have no token of their own: the prompt's last row has all their log-probabilities."""
+    model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
+    initialize_weights(model, 3, std=0.2)
+    trainer = C.Trainer(model)
+    ids = torch.tensor([[3, 4, 5, 7], [3, 4, 5, 8], [3, 4, 5, 9]])
+    mask = torch.tensor([[False, False, False, True]]).expand(3, 4).contiguous()
+    batch = C.PaddedBatch(ids, torch.tensor([4, 4, 4]), mask, torch.zeros(3, dtype=torch.int64))
+    out = torch.zeros(3, 4, dtype=torch.float64)
+    trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)
+    expected = torch.log_softmax(trainer.logits(torch.tensor([3, 4, 5]))[-1], 0)[ids[:, 3]]
+    torch.testing.assert_close(out[:, 3], expected, rtol=1e-12, atol=1e-12)
+    trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)
+    weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    trainer.backward(weight[:, None] * mask)
+    grads, step = trainer.grads.clone(), 1e-6
+    masters, direction = model.masters, torch.randn(len(grads), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    losses = []
+    for sign in (1, -1):
+        masters.add_(direction, alpha=sign * step)
+        model.masters_changed()
+        trainer.forward(batch, [0, 1, 2], 1.0, share, False, False, out)
+        losses.append(float((out[:, 3] * weight).sum()))
+        masters.sub_(direction, alpha=sign * step)
+    assert float(grads @ direction) == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-6)

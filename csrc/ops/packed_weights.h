@@ -44,7 +44,7 @@ class PackedWeights {
    private:
     const PackedWeights* before_;
   };
-  /// Of w, for a product of so many rows; nullptr: it reads w itself.
+  /// Of w as the gated product reads it, or the other one, for so many rows; nullptr: the product reads w itself.
   static const Matrix* in_use(const at::Tensor& w, std::int64_t rows, bool gated);
 
  private:

@@ -13,8 +13,8 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
-from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
+from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, without_removed_tokens
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 

@@ -115,7 +115,7 @@ def test_responses_of_one_token_behind_a_shared_prompt(share):
     trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)
     expected = torch.log_softmax(trainer.logits(torch.tensor([3, 4, 5]))[-1], 0)[ids[:, 3]]
     torch.testing.assert_close(out[:, 3], expected, rtol=1e-12, atol=1e-12)
-    trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)
+    trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)  # `logits` was a forward too
     weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     trainer.backward(weight[:, None] * mask)
     grads, step = trainer.grads.clone(), 1e-6

@@ -12,8 +12,8 @@
 namespace nemo_rl::generation {
 namespace {
 
-/// Up to so many rows the other threads are kept at hand for a whole step: none of its small ops is worth two threads.
-constexpr std::int64_t kTeamRows = 16;
+/// Up to so many rows the other threads are kept at hand for a whole step: its pieces of work are too small to wake them for each.
+constexpr std::int64_t kTeamRows = 64;
 
 /// Whether every row is the one new token of a sequence, and its logits are wanted.
 bool is_decode(const ForwardBatch& batch) {

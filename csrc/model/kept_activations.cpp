@@ -1,12 +1,12 @@
 #include "model/kept_activations.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <cstring>
 
 #include "common/check.h"
 #include "ops/large_tensor.h"
+#include "ops/parallel_items.h"
 
 namespace nemo_rl::model {
 KeptActivations::KeptActivations(std::int64_t num_layers, std::int64_t layer_bytes, std::int64_t last_bytes)
@@ -97,7 +97,7 @@ void KeptActivations::for_each_row(std::int64_t layer, const LayerActivations& a
   }
   NRL_CHECK(T == 0 || sum == (layer < num_layers_ ? layer_bytes_ : row_bytes_ - num_layers_ * layer_bytes_), "kept activations: ", sum,
             " bytes of a token in layer ", layer);
-  at::parallel_for(0, T, /*grain=*/8, [&](std::int64_t begin, std::int64_t end) {
+  ops::parallel_rows(T, /*grain=*/8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
       std::int64_t offset = 0;
       for (const auto& field : fields) {

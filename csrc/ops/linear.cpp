@@ -27,11 +27,30 @@ bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
   return !bias || (bias->numel() == w.size(0) && bias->scalar_type() == w.scalar_type());
 }
 
+/// Up to so many rows of x every thread packs them for itself: it reads lines that another core has written, as it must, but none that it
+/// would have to take away from another core to write them; and nobody waits.
+constexpr std::int64_t kOwnRows = kernels::kLinearTileM;
+
+/// Computes tiles by kernel(args(input, 0)) from x of up to kOwnRows rows.
+template <class T, class ArgsOf, class Kernel>
+void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
+  const std::int64_t M = x.size(0), K = x.size(1);
+  const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
+  const std::uint64_t product = PackedRows::next_product();
+  parallel_tiles(kernels::LinearTiles(M, N, K, tile_n).count(), tiles_at_least(K * tile_n * M), [&](std::int64_t begin, std::int64_t end, bool more) {
+    auto& rows = PackedRows::of_this_thread();
+    const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, rows.memory(bytes)};
+    if (!rows.are(product, 0)) pack(input, 0, 1);
+    kernel(args_of(input, 0), begin, end, more);
+  });
+}
+
 /// Packs x, then computes tiles by kernel(args(input, first row)), for so many rows at a time as are still in a nearby cache once packed.
 template <class T, class ArgsOf, class Kernel>
 void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
   constexpr std::int64_t kMostBytes = 2 << 20;
   const std::int64_t M = x.size(0), K = x.size(1), block = kernels::LinearTiles(M, N, K, tile_n).block_rows;
+  if (M <= kOwnRows) return run_packed_each(pack, x, N, tile_n, args_of, kernel);
   const std::int64_t tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
   const std::int64_t at_once = std::max<std::int64_t>(1, kMostBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) * block;
   void* packed = thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(std::min(M, at_once), K, sizeof(T))));

@@ -99,6 +99,15 @@ void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
   });
 }
 
+/// Calls f(begin, end) until [0, count) is done, about `grain` or more at a time: at::parallel_for that finds a team's threads as well.
+template <class F>
+void parallel_rows(std::int64_t count, std::int64_t grain, const F& f) {
+  if (Team::current() == nullptr) return at::parallel_for(0, count, grain, f);
+  if (count <= 0) return;
+  const std::int64_t workers = std::clamp<std::int64_t>(count / std::max<std::int64_t>(1, grain), 1, threads_at_hand());
+  parallel_tiles(count, (count + workers - 1) / workers, [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
+}
+
 /// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults. Above kSmall it comes in huge pages.
 class ScratchMemory {
  public:

@@ -5,6 +5,7 @@
 
 #include "kernels/rms_norm.h"
 #include "ops/kernel_types.h"
+#include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
 
@@ -22,8 +23,7 @@ void forward(kernels::RmsNormForward<X, T>* kernel, const at::Tensor& x, const a
   const std::int64_t D = w.numel(), inner = x.size(1) / D;
   const kernels::RmsNormForwardArgs<X, T> args{ptr<X>(x), x.stride(0), ptr<T>(w), mutable_ptr<T>(y), y.stride(0),
                                                rstd ? mutable_ptr<A>(*rstd) : nullptr, inner, D, eps};
-  at::parallel_for(0, x.size(0), std::max<std::int64_t>(1, 16384 / (inner * D)),
-                   [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+  parallel_rows(x.size(0), std::max<std::int64_t>(1, 16384 / (inner * D)), [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
 }
 
 template <class X, class G, class T>

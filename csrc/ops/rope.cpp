@@ -1,9 +1,9 @@
 #include "ops/rope.h"
 
-#include <ATen/Parallel.h>
 
 #include "kernels/rope.h"
 #include "ops/kernel_types.h"
+#include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
 
@@ -18,7 +18,7 @@ void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Ten
   dispatch_floating(x.scalar_type(), "rope", [&](auto tag) {
     using T = decltype(tag);
     const kernels::RopeArgs<T> args{mutable_ptr<T>(x), x.stride(0), ptr<std::int64_t>(positions), ptr<float>(cos), ptr<float>(sin), heads, H, inverse};
-    at::parallel_for(0, x.size(0), std::max<std::int64_t>(1, 8192 / (heads * H)), [&](std::int64_t begin, std::int64_t end) {
+    parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / (heads * H)), [&](std::int64_t begin, std::int64_t end) {
       if constexpr (std::is_same_v<T, float>) kernels::rope_f32(args, begin, end);
       if constexpr (std::is_same_v<T, double>) kernels::rope_f64(args, begin, end);
       if constexpr (std::is_same_v<T, bfloat16>) kernels::rope_bf16(args, begin, end);

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.utils.memory import startup_objects_frozen
 from nemo_rl_cpp.utils.report.page import duration
 
 
@@ -16,7 +17,7 @@ def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config:
     if run.report is not None:
         run.report.start()
     try:
-        with run.stop:
+        with run.stop, startup_objects_frozen():
             loop(parts, config, state)
         status = "interrupted" if run.stop.requested else "finished"
     except KeyboardInterrupt:

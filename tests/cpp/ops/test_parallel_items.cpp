@@ -1,4 +1,4 @@
-// parallel_tiles: every tile once, whatever the least number at a time; a range that owner and thieves empty at once. (This file is
+// parallel_tiles, parallel_rows: every tile once, whatever the least number at a time; a range that owner and thieves empty at once. (This file is
 // compiled without OpenMP: one thread does all stretches in turn. tests/unit/ops/test_linear_swiglu.py has two.)
 #include "ops/parallel_items.h"
 
@@ -25,6 +25,22 @@ TEST(ParallelTiles, EveryTileOnce) {
     for (const std::int64_t count : {0, 1, 2, 7, 18, 1000})
       for (const std::int64_t at_least : {1, 4, 10}) EXPECT_EQ(times_done(count, at_least), std::vector<int>(static_cast<std::size_t>(count), 1));
   }
+}
+
+TEST(ParallelRows, EveryRowOnceAloneAndByATeam) {
+  for (const bool team : {false, true})
+    for (const std::int64_t count : {0, 1, 5, 64, 1000})
+      for (const std::int64_t grain : {1, 8, 100}) {
+        std::vector<std::atomic<int>> done(static_cast<std::size_t>(count));
+        const auto work = [&] {
+          parallel_rows(count, grain, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t t = begin; t < end; ++t) done[static_cast<std::size_t>(t)]++;
+          });
+        };
+        Team leads(team ? 3 : 1);  // helpers that never come: whoever leads does all
+        team ? leads.lead_here(work) : work();
+        for (const auto& n : done) EXPECT_EQ(n, 1) << count << " rows, grain " << grain << ", team " << team;
+      }
 }
 
 TEST(TileRange, OwnerTakesFromTheFrontOthersFromTheBack) {

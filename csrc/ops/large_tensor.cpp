@@ -1,7 +1,11 @@
 #include "ops/large_tensor.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
+#include <cstring>
+
+#include "common/check.h"
 #include "common/large_memory.h"
 
 namespace nemo_rl::ops {
@@ -14,6 +18,23 @@ at::Tensor empty_large(at::IntArrayRef sizes, const at::TensorOptions& options, 
   return at::from_blob(block.release(), sizes, free, options);
 }
 
-at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options) { return empty_large(sizes, options).zero_(); }
+at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  auto tensor = empty_large(sizes, options);
+  clear(tensor);
+  return tensor;
+}
+
+void clear(const at::Tensor& tensor) {
+  NRL_CHECK(tensor.is_contiguous(), "clear: a contiguous tensor was expected, got strides ", tensor.strides());
+  if (!tensor.is_cpu()) {
+    tensor.zero_();
+    return;
+  }
+  auto* const at = static_cast<std::byte*>(tensor.mutable_data_ptr());
+  constexpr std::int64_t kStretch = 1 << 20;
+  at::parallel_for(0, static_cast<std::int64_t>(tensor.nbytes()), kStretch, [at](std::int64_t begin, std::int64_t end) {
+    std::memset(at + begin, 0, static_cast<std::size_t>(end - begin));
+  });
+}
 
 }  // namespace nemo_rl::ops

@@ -190,7 +190,7 @@ const at::Tensor& Trainer::exp_avg_sq() {
   return exp_avg_sq_;
 }
 
-void Trainer::zero_grad() { const_cast<at::Tensor&>(grads()).zero_(); }
+void Trainer::zero_grad() { ops::clear(grads()); }
 
 double Trainer::grad_norm() const { return grads_.defined() ? ops::l2_norm(grads_) : 0.0; }
 

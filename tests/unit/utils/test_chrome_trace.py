@@ -1,6 +1,7 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -48,21 +49,26 @@ def test_a_busy_stage_and_an_idle_one(tmp_path):
     assert busy["args"]["rss_gb"] > 0
 
 
-def test_the_file_is_whole_after_every_event_and_threads_have_lines_of_their_own(tmp_path):
+def test_the_file_is_whole_after_every_event(tmp_path):
     timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
     timer.subscribe(trace)
+    for count in range(1, 6):
+        with timer(f"stage{count}"):
+            pass
+        assert [event["name"] for event in stages(trace.path)] == [f"stage{i}" for i in range(1, count + 1)]
+
+
+def test_threads_that_end_at_once_have_lines_of_their_own(tmp_path):
+    timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
+    timer.subscribe(trace)
+    barrier = threading.Barrier(3, timeout=60)
 
     def work(label):
         with timer(label):
             barrier.wait()
-        assert stages(trace.path)
 
-    barrier = threading.Barrier(3)
-    threads = [threading.Thread(target=work, args=(f"score{i}",)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, ["score0", "score1", "score2"]))  # raises what they raise
     events = stages(trace.path)
     assert {event["name"] for event in events} == {"score0", "score1", "score2"}
     assert len({event["tid"] for event in events}) == 3

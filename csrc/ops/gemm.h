@@ -42,11 +42,11 @@ class PackedRows {
   std::int64_t chunk_ = -1;
 };
 
-/// Some strips of a chunk of rows, and where a thread has, or keeps, its rows packed.
+/// Some strips of a chunk of rows, and where a thread has, or keeps, its rows packed. `more`: it will most likely go on with what follows.
 struct ChunkTile {
   std::int64_t chunk, strip_begin, strip_end;
   void* packed_rows;
-  bool is_packed;
+  bool is_packed, more;
 };
 
 /// Calls f(ChunkTile) for all strips of all chunks. Tiles go through a chunk's strips, then chunk by chunk, so that a thread packs a chunk's
@@ -54,12 +54,12 @@ struct ChunkTile {
 template <class F>
 void parallel_chunks(std::int64_t chunks, std::int64_t strips, std::int64_t at_least, std::size_t bytes, const F& f) {
   const std::uint64_t product = PackedRows::next_product();
-  parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool) {
+  parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool more) {
     auto& rows = PackedRows::of_this_thread();
     void* const packed = rows.memory(bytes);
     while (begin < end) {
       const std::int64_t chunk = begin / strips, last = std::min(end, (chunk + 1) * strips);
-      f(ChunkTile{chunk, begin % strips, last - chunk * strips, packed, rows.are(product, chunk)});
+      f(ChunkTile{chunk, begin % strips, last - chunk * strips, packed, rows.are(product, chunk), more || last < end});
       begin = last;
     }
   });

@@ -36,12 +36,11 @@ template <class T, class ArgsOf, class Kernel>
 void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
   const std::int64_t M = x.size(0), K = x.size(1);
   const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
-  const std::uint64_t product = PackedRows::next_product();
-  parallel_tiles(kernels::LinearTiles(M, N, K, tile_n).count(), tiles_at_least(K * tile_n * M), [&](std::int64_t begin, std::int64_t end, bool more) {
-    auto& rows = PackedRows::of_this_thread();
-    const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, rows.memory(bytes)};
-    if (!rows.are(product, 0)) pack(input, 0, 1);
-    kernel(args_of(input, 0), begin, end, more);
+  const std::int64_t tiles = kernels::LinearTiles(M, N, K, tile_n).count();
+  parallel_chunks(1, tiles, tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
+    const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, t.packed_rows};
+    if (!t.is_packed) pack(input, 0, 1);
+    kernel(args_of(input, 0), t.strip_begin, t.strip_end, t.more);
   });
 }
 

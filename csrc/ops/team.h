@@ -23,7 +23,7 @@ class Team {
  public:
   static constexpr int kStretches = 2;
 
-  /// Calls f() on this thread; parallel_tiles and parallel_items inside it find the other threads at hand. Whatever else would
+  /// Calls f() on this thread; what ops/parallel_items.h has inside it finds the other threads at hand. Whatever else would
   /// run in parallel inside f runs on this thread alone.
   template <class F>
   static void lead(const F& f) {

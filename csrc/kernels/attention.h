@@ -9,6 +9,10 @@
 // Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
 // or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
+// A CPU with bfloat16 instructions multiplies bfloat16 in pairs, two terms of a chain at a time: q as it is, the sum of a score
+// times c * log2(e) afterwards; w(j) rounded to bfloat16 where it is multiplied (l adds it unrounded), as FlashAttention does. The
+// backward rounds P, dS and d_out likewise. Sums stay float.
+//
 // Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
 // Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over keys), then
 // one of values [kKeyTile, H]: a decode step reads a block from its beginning to its end.

@@ -13,10 +13,10 @@ constexpr int kOuterKeys = 8, kOuterVecs = 2;
 constexpr int kOuterKeys = 4, kOuterVecs = 2;
 #endif
 
-/// acc[j][c..] += sum_r w[r][j] * x[r][c..] for kOuterKeys keys and C vectors of columns; w has rows of kTile.
-template <int C, class Real>
-__attribute__((noinline)) void outer_columns(const Real* w, const Real* x, std::int64_t rows, std::int64_t stride,
-                                             Real* acc) {
+/// acc[j][c..] += sum_r w[r][j] * x[r][c..] for kOuterKeys keys and C vectors of columns, r over `words` rows of words; w has rows of
+/// kTile words.
+template <int C, class Word, class Real>
+__attribute__((noinline)) void outer_columns(const Word* w, const Word* x, std::int64_t words, std::int64_t stride, Real* acc) {
   using Vec = typename Simd<Real>::Vec;
   constexpr int W = Simd<Real>::width;
   Vec sum[kOuterKeys][C];
@@ -24,13 +24,13 @@ __attribute__((noinline)) void outer_columns(const Real* w, const Real* x, std::
   for (int j = 0; j < kOuterKeys; ++j)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sum[j][c] = load(acc + j * stride + c * W);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    Vec v[C];
+  for (std::int64_t r = 0; r < words; ++r) {
+    WordVec<Word> v[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) v[c] = load(x + r * stride + c * W);
 #pragma GCC unroll 8
     for (int j = 0; j < kOuterKeys; ++j) {
-      const Vec weight = splat(w[r * kTile + j]);
+      const auto weight = splat(w[r * kTile + j]);
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[j][c] = fma(weight, v[c], sum[j][c]);
     }
@@ -42,84 +42,135 @@ __attribute__((noinline)) void outer_columns(const Real* w, const Real* x, std::
 }
 
 /// Tiles of one run of keys and the sums of their gradients.
-template <class Real>
+template <class Elem>
 struct KeyTiles {
-  Real *keys_t, *values_t;  ///< [tile][H][kTile]
-  Real* keys;               ///< [tile][kTile][H]
+  using Real = typename AttentionTerms<Elem>::Real;
+  using Word = typename AttentionTerms<Elem>::Word;
+  Word *keys_t, *values_t;  ///< [tile][H][kTile] in words
+  Word* keys;               ///< [tile][kTile][H] in words
   Real *d_keys, *d_values;  ///< [tile][kTile][stride]
   std::int64_t tile_size, grad_tile_size;
 
-  static std::int64_t reals(std::int64_t keys, std::int64_t head_dim, std::int64_t stride) {
-    return round_up(keys, kTile) * (3 * head_dim + 2 * stride);
+  static std::size_t bytes(std::int64_t keys, std::int64_t head_dim, std::int64_t stride) {
+    return round_up(keys, kTile) * (3 * head_dim / AttentionTerms<Elem>::kPerWord * sizeof(Word) + 2 * stride * sizeof(Real));
   }
-  KeyTiles(Real* memory, std::int64_t count, std::int64_t head_dim, std::int64_t stride)
-      : tile_size(head_dim * kTile), grad_tile_size(stride * kTile) {
-    const std::int64_t positions = round_up(count, kTile);
-    d_keys = memory;
-    d_values = d_keys + positions * stride;
-    keys_t = d_values + positions * stride;
-    values_t = keys_t + positions * head_dim;
-    keys = values_t + positions * head_dim;
-    fill(d_keys, 2 * positions * stride, Real(0));
+  KeyTiles(std::byte* memory, std::int64_t count, std::int64_t head_dim, std::int64_t stride)
+      : tile_size(head_dim * kTile / AttentionTerms<Elem>::kPerWord), grad_tile_size(stride * kTile) {
+    const std::int64_t tiles = round_up(count, kTile) / kTile;
+    d_keys = reinterpret_cast<Real*>(memory);
+    d_values = d_keys + tiles * grad_tile_size;
+    keys_t = reinterpret_cast<Word*>(d_values + tiles * grad_tile_size);
+    values_t = keys_t + tiles * tile_size;
+    keys = values_t + tiles * tile_size;
+    fill(d_keys, 2 * tiles * grad_tile_size, Real(0));
   }
-  template <class Elem>
-  void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows,
-            const SegmentRows<Elem>& value_rows, std::int64_t head_dim) {
+  void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows, const SegmentRows<Elem>& value_rows,
+            std::int64_t head_dim) {
     pack_transposed(key_rows, tile, head_dim, keys_t + slot * tile_size);
     pack_transposed(value_rows, tile, head_dim, values_t + slot * tile_size);
     pack_straight(key_rows, tile, head_dim, keys + slot * tile_size);
   }
 };
 
-/// A block of query rows in the backward: QueryRows' q, scores and acc (here d_q) and what else it takes.
-template <class Real>
-struct BackwardRows : QueryRows<Real> {
-  using Base = QueryRows<Real>;
+/// A block of query rows in the backward: QueryRows' q, scores and acc (here d_q) and what else it takes. Sums over rows multiply what
+/// `*_by_row` hold: with pairs, two rows a word; else the same numbers as q, d_out, scores and d_scores.
+template <class Elem>
+struct BackwardRows : QueryRows<Elem> {
+  using Base = QueryRows<Elem>;
+  using Real = typename Base::Real;
+  using Word = typename Base::Word;
   using Vec = typename Simd<Real>::Vec;
-  using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W;
-  Real* d_out;          ///< [rows][acc_stride], zeros behind H
-  Real* d_scores;       ///< [rows][kTile]
-  Real *log_sum, *dot;  ///< [rows]: log2 of the softmax's sum; d_out . out
+  using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W, Base::kPairs;
+  Word* d_out;                       ///< [rows][acc_stride], zeros behind H
+  Real* d_scores;                    ///< [rows][kTile]; as gradients, words of so many rows
+  Real *log_sum, *dot;               ///< [rows]: log2 of the softmax's sum; d_out . out
+  Word *q_by_row, *d_out_by_row;     ///< [rows in words][acc_stride]
+  Word *p_by_row, *d_scores_by_row;  ///< [rows in words][kTile]
 
+  static std::int64_t most_rows(const AttentionShape& shape) { return attention_query_tokens(shape.group()) * shape.group(); }
   static std::int64_t own_reals(const AttentionShape& shape) {
-    const std::int64_t rows = attention_query_tokens(shape.group()) * shape.group();
-    return round_up(rows * (round_up(shape.head_dim, kNativeBytes / 4) + kTile + 2), 16);
+    const std::int64_t rows = most_rows(shape), width = round_up(shape.head_dim, kNativeBytes / 4) + kTile;
+    return round_up(rows * (width + 2) + (kPairs ? (rows + 1) / 2 * 2 * width : 0), 16);
   }
   static std::size_t rows_bytes(const AttentionShape& shape) {
     return round_up(Base::bytes(shape, attention_query_tokens(shape.group())), 64);
   }
   static std::size_t bytes(const AttentionShape& shape) {
-    return rows_bytes(shape) + own_reals(shape) * sizeof(Real);
+    return round_up(rows_bytes(shape) + own_reals(shape) * sizeof(Real), 64);
   }
 
   BackwardRows(const AttentionShape& shape, std::byte* workspace)
       : Base(shape, workspace, attention_query_tokens(shape.group())) {
-    const std::int64_t most = attention_query_tokens(group) * group;
-    d_out = reinterpret_cast<Real*>(workspace + rows_bytes(shape));
-    d_scores = d_out + most * acc_stride;
+    const std::int64_t most = most_rows(shape), pairs = (most + 1) / 2;
+    d_out = reinterpret_cast<Word*>(workspace + rows_bytes(shape));
+    d_scores = reinterpret_cast<Real*>(d_out + most * acc_stride);
     log_sum = d_scores + most * kTile;
     dot = log_sum + most;
+    if constexpr (kPairs) {
+      q_by_row = reinterpret_cast<Word*>(dot + most);
+      d_out_by_row = q_by_row + pairs * acc_stride;
+      p_by_row = d_out_by_row + pairs * acc_stride;
+      d_scores_by_row = p_by_row + pairs * kTile;
+    } else {
+      q_by_row = q, d_out_by_row = d_out, p_by_row = scores, d_scores_by_row = d_scores;
+    }
   }
 
   /// Pointers are those of the block's first token and the group's first head.
-  template <class Elem, class Grad>
-  void begin_backward(const AttentionShape& shape, const Elem* queries, const Elem* out, const Grad* grad,
-                      const Real* lse, std::int64_t tokens, std::int64_t position) {
-    const auto scale = static_cast<Real>(shape.scale * kLog2E);
+  template <class Grad>
+  void begin_backward(const AttentionShape& shape, const Elem* queries, const Elem* out, const Grad* grad, const Real* lse,
+                      std::int64_t tokens, std::int64_t position) {
     const std::int64_t out_stride = shape.num_heads * head_dim;
     Base::place(tokens, position);
-    Base::begin(queries, shape.row_stride(), scale);
-    Base::copy_rows(grad, out_stride, Real(1), d_out);
+    Base::begin(queries, shape.row_stride());
+    if constexpr (kPairs) {
+      round_rows(grad, out_stride);
+      join_rows(q, q_by_row);
+      join_rows(d_out, d_out_by_row);
+    } else {
+      Base::copy_rows(grad, out_stride, Real(1), d_out);
+    }
     for (std::int64_t token = 0, r = 0; token < tokens; ++token)
       for (std::int64_t i = 0; i < group; ++i, ++r) {
         log_sum[r] = lse[token * shape.num_heads + i] * static_cast<Real>(kLog2E);
-        const Elem* o = out + token * out_stride + i * head_dim;
-        const Real* g = d_out + r * acc_stride;
-        Vec total = Vec{};
+        dot[r] = dot_product(reinterpret_cast<const GradTerm*>(d_out + r * acc_stride), out + token * out_stride + i * head_dim);
+      }
+  }
+  /// What d_out's words are made of.
+  using GradTerm = std::conditional_t<kPairs, Elem, Real>;
+
+  Real dot_product(const GradTerm* g, const Elem* o) const {
+    Vec total = Vec{};
+    std::int64_t h = 0;
+    for (; h + W <= head_dim; h += W) total = fma(load(g + h), load(o + h), total);
+    if (h < head_dim) {
+      const int left = static_cast<int>(head_dim - h);
+      total = fma(load_partial(g + h, left), load_partial(o + h, left), total);
+    }
+    return horizontal_sum(total);
+  }
+
+  /// d_out: the rows of `grad`, rounded to what the products multiply.
+  template <class Grad>
+  void round_rows(const Grad* grad, std::int64_t token_stride) {
+    Word* to = d_out;
+    for (std::int64_t token = 0; token < Base::tokens; ++token, grad += token_stride)
+      for (std::int64_t i = 0; i < group; ++i, to += acc_stride) {
+        const Grad* row = grad + i * head_dim;
+        auto* rounded = reinterpret_cast<Elem*>(to);
         std::int64_t h = 0;
-        for (; h + W <= head_dim; h += W) total = fma(load(g + h), load(o + h), total);
-        if (h < head_dim) total = fma(load(g + h), load_partial(o + h, static_cast<int>(head_dim - h)), total);
-        dot[r] = horizontal_sum(total);
+        for (; h + W <= head_dim; h += W) store(rounded + h, load(row + h));
+        if (h < head_dim) store_partial(rounded + h, load_partial(row + h, static_cast<int>(head_dim - h)), static_cast<int>(head_dim - h));
+      }
+  }
+
+  /// Two rows of pairs along H become one of pairs along the rows; the partner of an odd last row is zeros.
+  void join_rows(const Word* from, Word* to) const {
+    for (std::int64_t r = 0; r < rows; r += 2, from += 2 * acc_stride, to += acc_stride)
+      for (std::int64_t h = 0; h < acc_stride; h += W) {
+        const auto* first = reinterpret_cast<const Elem*>(from) + h;
+        const auto joined = join(first, first + 2 * acc_stride);
+        store(to + h, r + 1 < rows ? joined : joined & 0xffffu);
       }
   }
 
@@ -129,43 +180,63 @@ struct BackwardRows : QueryRows<Real> {
     for (int i = 0; i < W; ++i) lane[i] = i;
     const Vec minus = splat(log_sum[r]), d = splat(dot[r]);
     for (int l = 0; l < kTile; l += W) {
-      Real* s = scores + r * kTile + l;
-      Real* ds = d_scores + r * kTile + l;
-      const Vec p = exp2_vec(load(s) - minus);
-      const Vec g = p * (load(ds) - d);
-      store(s, lane + l < keys ? p : Vec{});
-      store(ds, lane + l < keys ? g : Vec{});
+      const Vec p = exp2_vec(Base::scaled(load(scores + r * kTile + l)) - minus);
+      const Vec g = p * (load(d_scores + r * kTile + l) - d);
+      const Vec seen_p = lane + l < keys ? p : Vec{}, seen_g = lane + l < keys ? g : Vec{};
+      if constexpr (kPairs) {
+        store_rounded(reinterpret_cast<Word*>(d_scores + r * kTile) + l / 2, seen_g);
+        put_row(p_by_row, r, l, seen_p);
+        put_row(d_scores_by_row, r, l, seen_g);
+      } else {
+        store(scores + r * kTile + l, seen_p);
+        store(d_scores + r * kTile + l, seen_g);
+      }
     }
+  }
+  /// Row r's half of a vector of words; rows come in order.
+  NRL_INLINE_MEMBER void put_row(Word* by_row, std::int64_t r, int column, Vec x) const {
+    Word* to = by_row + r / 2 * kTile + column;
+    store(to, r % 2 == 0 ? lower_halves(x) : load(to) | lower_halves(x) << 16);
   }
 
   /// Tile t, which lies at `slot` of `tiles`.
-  void add_tile_backward(std::int64_t t, const KeyTiles<Real>& tiles, std::int64_t slot) {
-    const Real* keys = tiles.keys + slot * tiles.tile_size;
-    Base::score(t, tiles.keys_t + slot * tiles.tile_size, q, scores);
-    Base::score(t, tiles.values_t + slot * tiles.tile_size, d_out, d_scores);
+  void add_tile_backward(std::int64_t t, const KeyTiles<Elem>& tiles, std::int64_t slot) {
+    const auto rows_of = [&](const Word* tile, std::int64_t stride) { return WordRows<Word>{tile + slot * tiles.tile_size, stride}; };
+    Base::score(t, rows_of(tiles.keys_t, kTile), q, scores);
+    Base::score(t, rows_of(tiles.values_t, kTile), d_out, d_scores);
     const std::int64_t begin = Base::first_token(t, 0);
+    if constexpr (kPairs) clear_partner(begin * group);
     for (std::int64_t token = begin, r = begin * group; token < Base::tokens; ++token) {
       const int seen = Base::visible(token, t);
       for (std::int64_t end = r + group; r < end; ++r) weights_row(r, seen);
     }
+    const auto keys = rows_of(tiles.keys, head_dim);
     for (std::int64_t r = begin * group; r < rows; r += kValueRows) {
       const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows);
       with_constant<kValueRows>(static_cast<int>(end - r), [&](auto n) {
-        weighted_rows<n()>(keys, head_dim, d_scores + r * kTile, 0, Base::visible((end - 1) / group, t),
+        weighted_rows<n()>(keys, head_dim, reinterpret_cast<const Word*>(d_scores) + r * kTile, 0, Base::visible((end - 1) / group, t),
                            acc + r * acc_stride, acc_stride);
       });
     }
-    add_outer(t, scores, d_out, tiles.d_values + slot * tiles.grad_tile_size);
-    add_outer(t, d_scores, q, tiles.d_keys + slot * tiles.grad_tile_size);
+    add_outer(t, p_by_row, d_out_by_row, tiles.d_values + slot * tiles.grad_tile_size);
+    add_outer(t, d_scores_by_row, q_by_row, tiles.d_keys + slot * tiles.grad_tile_size);
   }
 
-  /// to[j] += sum_r w[r][j] * x[r] over the rows that see key j.
-  void add_outer(std::int64_t t, const Real* w, const Real* x, Real* to) const {
+  /// The row before an odd first one sees nothing of a tile.
+  void clear_partner(std::int64_t first) {
+    if (first % 2 == 0) return;
+    fill(p_by_row + first / 2 * kTile, kTile, Word(0));
+    fill(d_scores_by_row + first / 2 * kTile, kTile, Word(0));
+  }
+
+  /// to[j] += sum_r w[r][j] * x[r] over the rows that see key j; of pairs, over their partners too, whose weights are zeros.
+  void add_outer(std::int64_t t, const Word* w, const Word* x, Real* to) const {
+    constexpr std::int64_t P = Base::Terms::kPerWord;
     const int keys = Base::visible(Base::tokens - 1, t);
     const auto columns = [&](auto vecs, std::int64_t c) {
       for (int j = 0; j < keys; j += kOuterKeys) {
-        const std::int64_t r = Base::first_token(t, j) * group;
-        outer_columns<vecs()>(w + r * kTile + j, x + r * acc_stride + c, rows - r, acc_stride, to + j * acc_stride + c);
+        const std::int64_t r = Base::first_token(t, j) * group / P, end = (rows + P - 1) / P;
+        outer_columns<vecs()>(w + r * kTile + j, x + r * acc_stride + c, end - r, acc_stride, to + j * acc_stride + c);
       }
     };
     std::int64_t c = 0;
@@ -174,16 +245,21 @@ struct BackwardRows : QueryRows<Real> {
   }
 };
 
-constexpr double kLn2 = 0.69314718055994530942;  // queries carry log2(e), so sums for keys do too
+/// What makes the sum for a key its gradient: numbers of queries carry scale * log2(e), pairs nothing.
+template <class Elem>
+typename AttentionTerms<Elem>::Real key_factor(const AttentionShape& shape) {
+  constexpr double kLn2 = 0.69314718055994530942;
+  return static_cast<typename AttentionTerms<Elem>::Real>(AttentionTerms<Elem>::kPerWord == 2 ? shape.scale : kLn2);
+}
 
 /// One job of one kv head.
 template <class Elem, class Grad>
 struct Job {
-  using Real = typename RealOf<Elem>::type;
+  using Real = typename AttentionTerms<Elem>::Real;
   const AttentionBackwardArgs& args;
   const AttentionShape& shape;
   std::int64_t kv_head, head_dim, stride;
-  BackwardRows<Real> block;
+  BackwardRows<Elem> block;
   const Elem *qkv, *keys, *values;
 
   Job(const AttentionBackwardArgs& args, std::int64_t kv_head, std::byte* workspace)
@@ -203,8 +279,8 @@ struct Job {
   }
 
   /// Own query tokens [begin, end): tiles before `shared` lie in `prefix`, the others in `own`.
-  void queries(const AttentionSequence& s, std::int64_t begin, std::int64_t end, const KeyTiles<Real>& prefix,
-               std::int64_t shared, const KeyTiles<Real>& own) {
+  void queries(const AttentionSequence& s, std::int64_t begin, std::int64_t end, const KeyTiles<Elem>& prefix,
+               std::int64_t shared, const KeyTiles<Elem>& own) {
     const std::int64_t most = attention_query_tokens(shape.group()), out_stride = shape.num_heads * head_dim;
     const std::int64_t first_head = kv_head * shape.group();
     for (std::int64_t token = begin; token < end;) {
@@ -227,18 +303,18 @@ struct Job {
   }
 
   /// d_qkv of `count` key rows from packed row `row` on; their sums begin at slot position `from` of `tiles`.
-  void write_keys(const KeyTiles<Real>& tiles, std::int64_t from, std::int64_t count, std::int64_t row) {
+  void write_keys(const KeyTiles<Elem>& tiles, std::int64_t from, std::int64_t count, std::int64_t row) {
     Grad* d_keys = static_cast<Grad*>(args.d_qkv) + (shape.num_heads + kv_head) * head_dim;
     for (std::int64_t i = 0; i < count; ++i) {
       Grad* to = d_keys + (row + i) * stride;
-      write_row(tiles.d_keys + (from + i) * block.acc_stride, head_dim, static_cast<Real>(kLn2), to);
+      write_row(tiles.d_keys + (from + i) * block.acc_stride, head_dim, key_factor<Elem>(shape), to);
       write_row(tiles.d_values + (from + i) * block.acc_stride, head_dim, Real(1), to + shape.num_kv_heads * head_dim);
     }
   }
 
-  void sharer(const AttentionSequence& s, const KeyTiles<Real>& prefix, Real* memory) {
+  void sharer(const AttentionSequence& s, const KeyTiles<Elem>& prefix, std::byte* memory) {
     const std::int64_t total = s.prefix_length + s.length, shared = s.prefix_length / kTile, first = shared * kTile;
-    KeyTiles<Real> own(memory, total - first, head_dim, block.acc_stride);
+    KeyTiles<Elem> own(memory, total - first, head_dim, block.acc_stride);
     for (std::int64_t t = shared; t * kTile < total; ++t)
       own.pack(t - shared, t, rows_of(s, keys, total), rows_of(s, values, total), head_dim);
     queries(s, 0, s.length, prefix, shared, own);
@@ -249,10 +325,10 @@ struct Job {
     write_keys(own, s.prefix_length - first, s.length, s.start);
   }
 
-  void run(const AttentionBackwardJob& job, Real* memory) {
+  void run(const AttentionBackwardJob& job, std::byte* memory) {
     const AttentionSequence& owner = args.sequences[job.owner];
-    KeyTiles<Real> tiles(memory, job.key_end, head_dim, block.acc_stride);
-    Real* more = memory + KeyTiles<Real>::reals(job.key_end, head_dim, block.acc_stride);
+    KeyTiles<Elem> tiles(memory, job.key_end, head_dim, block.acc_stride);
+    std::byte* more = memory + KeyTiles<Elem>::bytes(job.key_end, head_dim, block.acc_stride);
     for (std::int64_t t = 0; t * kTile < job.key_end; ++t)
       tiles.pack(t, t, rows_of(owner, keys, job.key_end), rows_of(owner, values, job.key_end), head_dim);
     queries(owner, job.token_begin, job.token_end, tiles, 0, tiles);
@@ -268,7 +344,7 @@ struct Job {
 template <class Elem, class Grad>
 void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs, std::int64_t count,
             std::int64_t kv_head, std::int64_t key_begin, std::int64_t key_end) {
-  using Real = typename RealOf<Elem>::type;
+  using Real = typename AttentionTerms<Elem>::Real;
   const AttentionShape& shape = args.shape;
   const std::int64_t head_dim = shape.head_dim;
   Real sum[256];
@@ -283,7 +359,7 @@ void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
                            ((kv_head * 2 + part) * jobs[j].key_end + key) * head_dim;
         for (std::int64_t h = 0; h < head_dim; ++h) sum[h] += from[h];
       }
-      write_row(sum, head_dim, part == 0 ? static_cast<Real>(kLn2) : Real(1), to);
+      write_row(sum, head_dim, part == 0 ? key_factor<Elem>(shape) : Real(1), to);
     }
   }
 }
@@ -302,29 +378,22 @@ void with_types(const AttentionBackwardArgs& args, F&& f) {
   }
 }
 
-template <class Real>
-std::size_t workspace_bytes(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys) {
-  const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
-  return round_up(BackwardRows<Real>::bytes(shape), 64) + (KeyTiles<Real>::reals(owner_keys, shape.head_dim, stride) +
-                                                           KeyTiles<Real>::reals(sharer_keys, shape.head_dim, stride)) *
-                                                              sizeof(Real);
-}
-
 }  // namespace
 
-std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64_t owner_keys,
-                                         std::int64_t sharer_keys) {
-  return shape.type == ElementType::float64 ? workspace_bytes<double>(shape, owner_keys, sharer_keys)
-                                            : workspace_bytes<float>(shape, owner_keys, sharer_keys);
+std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys) {
+  return with_element(shape.type, [&](auto elem) {
+    using Elem = decltype(elem);
+    const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);
+    return BackwardRows<Elem>::bytes(shape) + KeyTiles<Elem>::bytes(owner_keys, shape.head_dim, stride) +
+           KeyTiles<Elem>::bytes(sharer_keys, shape.head_dim, stride);
+  });
 }
 
 void attention_backward_job(const AttentionBackwardArgs& args, const AttentionBackwardJob& job, std::int64_t kv_head,
                             std::byte* workspace) {
   with_types(args, [&](auto elem, auto grad) {
-    using Work = Job<decltype(elem), decltype(grad)>;
-    using Real = typename Work::Real;
-    Work(args, kv_head, workspace)
-        .run(job, reinterpret_cast<Real*>(workspace + round_up(BackwardRows<Real>::bytes(args.shape), 64)));
+    using Elem = decltype(elem);
+    Job<Elem, decltype(grad)>(args, kv_head, workspace).run(job, workspace + BackwardRows<Elem>::bytes(args.shape));
   });
 }
 

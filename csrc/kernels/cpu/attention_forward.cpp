@@ -7,10 +7,10 @@ namespace NRL_CAPABILITY {
 namespace {
 
 /// Of a block of query tokens of one kv head, or of one token of every kv head.
-template <class Real>
+template <class Elem>
 std::size_t query_rows_bytes(const AttentionShape& shape) {
-  const std::size_t block = QueryRows<Real>::bytes(shape, attention_query_tokens(shape.group()));
-  return round_up(larger<std::size_t>(block, shape.num_kv_heads * QueryRows<Real>::bytes(shape, 1)), 64);
+  const std::size_t block = QueryRows<Elem>::bytes(shape, attention_query_tokens(shape.group()));
+  return round_up(larger<std::size_t>(block, shape.num_kv_heads * QueryRows<Elem>::bytes(shape, 1)), 64);
 }
 
 /// Query tokens of one sequence: `first` points to the first one's first head, `position` is its own.
@@ -27,18 +27,17 @@ struct Queries {
 template <class Elem, class Real, class Tiles>
 void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tiles, std::int64_t heads, const Queries<Elem, Real>& queries) {
   const std::int64_t most = heads > 1 ? 1 : attention_query_tokens(shape.group());
-  const std::int64_t size = QueryRows<Real>::bytes(shape, most);
-  const auto scale = static_cast<Real>(shape.scale * kLog2E);
+  const std::int64_t size = QueryRows<Elem>::bytes(shape, most);
   const std::int64_t stride = shape.row_stride(), out_stride = shape.num_heads * shape.head_dim, head_step = shape.group() * shape.head_dim;
   for (std::int64_t token = queries.begin; token < queries.end;) {
     // blocks end at multiples of `most`, so that only a block's last tile is cut by causality
     const std::int64_t position = queries.position + token, next = smaller(queries.end, round_up(position + 1, most) - queries.position);
     const auto rows_of = [&](std::int64_t head) {
-      QueryRows<Real> rows(shape, workspace + head * size, most);
+      QueryRows<Elem> rows(shape, workspace + head * size, most);
       rows.place(next - token, position);
       return rows;
     };
-    for (std::int64_t head = 0; head < heads; ++head) rows_of(head).begin(queries.first + token * stride + head * head_step, stride, scale);
+    for (std::int64_t head = 0; head < heads; ++head) rows_of(head).begin(queries.first + token * stride + head * head_step, stride);
     for (std::int64_t t = 0, count = rows_of(0).tiles(); t < count; ++t)
       for (std::int64_t head = 0; head < heads; ++head) rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
     for (std::int64_t head = 0; head < heads; ++head)
@@ -50,20 +49,21 @@ void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tile
 
 template <class Elem>
 void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace) {
-  using Real = typename RealOf<Elem>::type;
+  using Real = typename AttentionTerms<Elem>::Real;
+  using Word = typename AttentionTerms<Elem>::Word;
   const AttentionShape& shape = args.shape;
   const std::int64_t stride = shape.row_stride(), head_dim = shape.head_dim, first_head = item.kv_head * shape.group();
   const auto* qkv = static_cast<const Elem*>(args.qkv);
   const Elem* keys = qkv + (shape.num_heads + item.kv_head) * head_dim;
   const Elem* values = keys + shape.num_kv_heads * head_dim;
 
-  auto* key_tiles = reinterpret_cast<Real*>(workspace + query_rows_bytes<Real>(shape));
-  const std::int64_t tile_size = head_dim * kTile;
+  auto* key_tiles = reinterpret_cast<Word*>(workspace + query_rows_bytes<Elem>(shape));
+  const std::int64_t tile_size = head_dim * kTile / AttentionTerms<Elem>::kPerWord;
   std::int64_t most_keys = 0;
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i)
     most_keys =
         larger(most_keys, args.sequences[i].prefix_length + smaller(args.sequences[i].length, item.token_end));
-  Real* value_tiles = key_tiles + round_up(most_keys, kTile) * head_dim;
+  Word* value_tiles = key_tiles + round_up(most_keys, kTile) / kTile * tile_size;
 
   std::int64_t packed = 0;  // whole tiles of the common prefix that are in place already
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i) {
@@ -79,7 +79,7 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
     }
     packed = sequence.prefix_length / kTile;
     const std::int64_t out_offset = sequence.start * shape.num_heads + first_head;
-    const PackedTiles<Real> tiles{key_tiles, value_tiles, tile_size};
+    const PackedTiles<Word> tiles{key_tiles, value_tiles, head_dim, tile_size};
     const Queries<Elem, Real> queries{qkv + sequence.start * stride + first_head * head_dim, sequence.prefix_length, item.token_begin, end,
                                       static_cast<Elem*>(args.out) + out_offset * head_dim,
                                       args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
@@ -89,14 +89,14 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
 
 template <class Elem>
 void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {
-  using Real = typename RealOf<Elem>::type;
+  using Real = typename AttentionTerms<Elem>::Real;
   const AttentionShape& shape = args.shape;
   const std::int64_t kv_heads = shape.num_kv_heads, head_dim = shape.head_dim, tile_size = head_dim * kTile;
   const auto* qkv = static_cast<const Elem*>(args.qkv);
   auto* cache = static_cast<Elem*>(args.cache);
   const auto tiles_of = [&](std::int64_t pair) {
     return CachedTiles<Elem>{cache + pair % kv_heads * 2 * tile_size, args.slices[pair / kv_heads].block_table, kv_heads * 2 * tile_size,
-                             tile_size};
+                             head_dim, tile_size};
   };
   for (std::int64_t pair = item.pair_begin; pair < item.pair_end;) {
     const PagedSlice& slice = args.slices[pair / kv_heads];
@@ -116,34 +116,23 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
 }  // namespace
 
 std::size_t attention_forward_workspace(const AttentionShape& shape, std::int64_t max_keys) {
-  const bool wide = shape.type == ElementType::float64;
-  return (wide ? query_rows_bytes<double>(shape) : query_rows_bytes<float>(shape)) + 2 * round_up(max_keys, kTile) * shape.head_dim * (wide ? 8 : 4);
+  return with_element(shape.type, [&](auto elem) {
+    using Terms = AttentionTerms<decltype(elem)>;
+    const std::size_t words = 2 * round_up(max_keys, kTile) * shape.head_dim / Terms::kPerWord;
+    return query_rows_bytes<decltype(elem)>(shape) + words * sizeof(typename Terms::Word);
+  });
 }
 
 void attention_forward_item(const AttentionForwardArgs& args, const AttentionItem& item, std::byte* workspace) {
-  switch (args.shape.type) {
-    case ElementType::float32:
-      return forward_item<float>(args, item, workspace);
-    case ElementType::bfloat16:
-      return forward_item<std::uint16_t>(args, item, workspace);
-    case ElementType::float64:
-      return forward_item<double>(args, item, workspace);
-  }
+  with_element(args.shape.type, [&](auto elem) { forward_item<decltype(elem)>(args, item, workspace); });
 }
 
 std::size_t attention_paged_workspace(const AttentionShape& shape) {
-  return shape.type == ElementType::float64 ? query_rows_bytes<double>(shape) : query_rows_bytes<float>(shape);
+  return with_element(shape.type, [&](auto elem) { return query_rows_bytes<decltype(elem)>(shape); });
 }
 
 void attention_paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte* workspace) {
-  switch (args.shape.type) {
-    case ElementType::float32:
-      return paged_item<float>(args, item, workspace);
-    case ElementType::bfloat16:
-      return paged_item<std::uint16_t>(args, item, workspace);
-    case ElementType::float64:
-      return paged_item<double>(args, item, workspace);
-  }
+  with_element(args.shape.type, [&](auto elem) { paged_item<decltype(elem)>(args, item, workspace); });
 }
 
 }  // namespace NRL_CAPABILITY

@@ -4,14 +4,14 @@
 #include <cmath>
 
 #include "kernels/attention.h"
-#include "kernels/cpu/attention_simd.h"
-#include "kernels/cpu/plain.h"
+#include "kernels/cpu/attention_terms.h"
 
 namespace nemo_rl::kernels {
 namespace NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
 
 constexpr int kTile = static_cast<int>(kKeyTile);
+constexpr double kLog2E = 1.44269504088896340736;
 // Register blocks: scores hold kScoreRows x 2 vectors of sums, products with values kValueRows x kValueVecs.
 #if defined(__AVX512F__)
 constexpr int kScoreRows = 8, kValueRows = 6, kValueVecs = 4;
@@ -21,36 +21,25 @@ constexpr int kScoreRows = 6, kValueRows = 6, kValueVecs = 2;
 constexpr int kScoreRows = 4, kValueRows = 4, kValueVecs = 2;
 #endif
 
-template <class Elem>
-struct RealOf {
-  using type = float;
-};
-template <>
-struct RealOf<double> {
-  using type = double;
-};
-
 NRL_INLINE_MEMBER std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
 // ---------------------------------------------------------------- register blocks
 
-/// s[r][j] = sum_h q[r][h] * k_tile[h][j] for R rows and keys j < Keys; rows of q are `stride` apart, those of s kTile.
-template <int R, int Keys, class Real, class Elem>
-__attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std::int64_t stride, std::int64_t head_dim,
-                                          Real* s) {
+/// s[r][j] = sum_h q[r][h] * keys[h][j] for R rows and keys j < Keys, h over `words`; rows of q are `stride` apart, those of s kTile.
+template <int R, int Keys, class Rows, class Word, class Real>
+__attribute__((noinline)) void score_rows(Rows keys, const Word* q, std::int64_t stride, std::int64_t words, Real* s) {
   using Vec = typename Simd<Real>::Vec;
   constexpr int W = Simd<Real>::width, L = smaller(2, Keys / W);
   for (int lane = 0; lane < Keys; lane += L * W) {
     Vec sum[R][L] = {};
-    for (std::int64_t h = 0; h < head_dim; ++h) {
-      Vec k[L];
-#pragma GCC unroll 2
-      for (int l = 0; l < L; ++l) k[l] = load(k_tile + h * kTile + lane + l * W);
+    for (std::int64_t h = 0; h < words; ++h) {
+      typename Rows::Vec k[L];
+      keys.words(h, lane, k);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const Vec x = splat(q[r * stride + h]);
+        const auto x = splat(q[r * stride + h]);
 #pragma GCC unroll 2
         for (int l = 0; l < L; ++l) sum[r][l] = fma(x, k[l], sum[r][l]);
       }
@@ -62,50 +51,53 @@ __attribute__((noinline)) void score_rows(const Elem* k_tile, const Real* q, std
   }
 }
 
-/// acc[r][c..] += sum_{j0<=j<j1} w[r][j] * v[j][c..] for R rows and C vectors of columns. Rows of `acc` are acc_stride
-/// apart, those of w kTile, those of v head_dim. `partial` > 0: one vector of which v has so many lanes.
-template <int R, int C, bool Partial, class Real, class Elem>
-NRL_INLINE_MEMBER void weighted_columns(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1, Real* acc,
-                                 std::int64_t acc_stride, int partial) {
+/// acc[r][0..] += sum_{j0<=j<j1} w[r][j] * values[j][0..] for R rows and C vectors of columns. Rows of `acc` are acc_stride apart,
+/// those of w kTile words. Of pairs, j0 is even; the partner of an odd j1's last key is not multiplied. Partial: one vector, of which
+/// values has `lanes` lanes.
+template <int R, int C, bool Partial, class Rows, class Word, class Real>
+NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int j1, Real* acc, std::int64_t acc_stride, int lanes) {
   using Vec = typename Simd<Real>::Vec;
-  constexpr int W = Simd<Real>::width;
+  constexpr int W = Simd<Real>::width, P = terms_in<Word>;
   Vec sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + c * W);
-  for (int j = j0; j < j1; ++j) {
-    Vec x[C];
+  const auto add = [&](int word, auto whole) __attribute__((always_inline)) {
+    typename Rows::Vec x[C];
+    if constexpr (Partial)
+      x[0] = values.partial(word, 0, lanes);
+    else
+      values.words(word, 0, x);
+    if constexpr (!whole())
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      if constexpr (Partial)
-        x[c] = load_partial(v + j * head_dim, partial);
-      else
-        x[c] = load(v + j * head_dim + c * W);
-    }
+      for (int c = 0; c < C; ++c) x[c] &= 0xffffu;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Vec weight = splat(w[r * kTile + j]);
+      const auto weight = splat(w[r * kTile + word]);
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = fma(weight, x[c], sum[r][c]);
     }
-  }
+  };
+  for (int word = j0 / P; word < j1 / P; ++word) add(word, std::true_type{});
+  if constexpr (P == 2)
+    if (j1 % 2 != 0) add(j1 / 2, std::false_type{});
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) store(acc + r * acc_stride + c * W, sum[r][c]);
 }
 
-template <int R, class Real, class Elem>
-__attribute__((noinline)) void weighted_rows(const Elem* v, std::int64_t head_dim, const Real* w, int j0, int j1,
-                                             Real* acc, std::int64_t acc_stride) {
+template <int R, class Rows, class Word, class Real>
+__attribute__((noinline)) void weighted_rows(Rows values, std::int64_t head_dim, const Word* w, int j0, int j1, Real* acc,
+                                             std::int64_t acc_stride) {
   constexpr int W = Simd<Real>::width;
   std::int64_t c = 0;
   for (; c + kValueVecs * W <= head_dim; c += kValueVecs * W)
-    weighted_columns<R, kValueVecs, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
-  for (; c + W <= head_dim; c += W) weighted_columns<R, 1, false>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, 0);
+    weighted_columns<R, kValueVecs, false>(values.from(c), w, j0, j1, acc + c, acc_stride, 0);
+  for (; c + W <= head_dim; c += W) weighted_columns<R, 1, false>(values.from(c), w, j0, j1, acc + c, acc_stride, 0);
   if (c < head_dim)
-    weighted_columns<R, 1, true>(v + c, head_dim, w, j0, j1, acc + c, acc_stride, static_cast<int>(head_dim - c));
+    weighted_columns<R, 1, true>(values.from(c), w, j0, j1, acc + c, acc_stride, static_cast<int>(head_dim - c));
 }
 
 /// to[h] = factor * from[h], H columns; `from` may be read up to whole vectors.
@@ -120,14 +112,20 @@ NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real f
 
 // ---------------------------------------------------------------- query rows of one block
 
-/// Rows of one query block and their running state, in workspace memory.
-template <class Real>
+/// Rows of one query block and their running state, in workspace memory. Pairs hold the queries as they are, and their scores are
+/// scaled; numbers are scaled before they are multiplied.
+template <class Elem>
 struct QueryRows {
+  using Terms = AttentionTerms<Elem>;
+  using Real = typename Terms::Real;
+  using Word = typename Terms::Word;
   static constexpr int W = Simd<Real>::width;
+  static constexpr bool kPairs = Terms::kPerWord == 2;
   std::int64_t head_dim, group, tokens, rows, acc_stride;
   std::int64_t position;  ///< absolute position of the first token
-  Real* q;                ///< [rows][acc_stride] scaled queries, zeros behind H
-  Real* scores;           ///< [rows][kTile]
+  Real score_scale;       ///< natural scale * log2(e)
+  Word* q;                ///< [rows][acc_stride] queries, zeros behind H
+  Real* scores;           ///< [rows][kTile]; as weights, words of so many rows
   Real* acc;              ///< [rows][acc_stride]
   Real* max;              ///< [rows]
   Real* sum;              ///< [rows][W], lane-wise
@@ -142,8 +140,9 @@ struct QueryRows {
   /// In workspace that may hold them already.
   QueryRows(const AttentionShape& shape, std::byte* workspace, std::int64_t most) : head_dim(shape.head_dim), group(shape.group()) {
     acc_stride = round_up(head_dim, kNativeBytes / 4);
-    q = reinterpret_cast<Real*>(workspace);
-    acc = q + most * group * acc_stride;
+    score_scale = static_cast<Real>(shape.scale * kLog2E);
+    q = reinterpret_cast<Word*>(workspace);
+    acc = reinterpret_cast<Real*>(workspace) + most * group * acc_stride;
     scores = acc + most * group * acc_stride;
     sum = scores + most * group * kTile;
     max = sum + most * group * W;
@@ -157,20 +156,30 @@ struct QueryRows {
   }
 
   /// Loads their queries: `first` points to the first token's first head of the group; tokens are token_stride apart.
-  template <class Elem>
-  void begin(const Elem* first, std::int64_t token_stride, Real scale) {
-    copy_rows(first, token_stride, scale, q);
+  void begin(const Elem* first, std::int64_t token_stride) {
+    if constexpr (kPairs)
+      copy_pairs(first, token_stride);
+    else
+      copy_rows(first, token_stride, score_scale, q);
     fill(acc, rows * acc_stride, Real(0));
     fill(sum, rows * W, Real(0));
     fill(max, rows, -static_cast<Real>(__builtin_inf()));
   }
 
+  /// q as it is. Whole vectors: behind a row of queries lie at least as many of its keys.
+  void copy_pairs(const Elem* first, std::int64_t token_stride) {
+    auto* to = reinterpret_cast<Elem*>(q);
+    for (std::int64_t token = 0; token < tokens; ++token, first += token_stride)
+      for (std::int64_t i = 0; i < group; ++i, to += 2 * acc_stride)
+        for (std::int64_t h = 0; h < head_dim; h += W) move_vector(first + i * head_dim + h, to + h);
+  }
+
   /// to[r][h] = scale * row r, zeros behind H.
-  template <class Elem>
-  void copy_rows(const Elem* first, std::int64_t token_stride, Real scale, Real* to) const {
+  template <class From>
+  void copy_rows(const From* first, std::int64_t token_stride, Real scale, Real* to) const {
     const auto factor = splat(scale);
     for (std::int64_t token = 0; token < tokens; ++token) {
-      const Elem* row = first + token * token_stride;
+      const From* row = first + token * token_stride;
       for (std::int64_t i = 0; i < group; ++i, row += head_dim, to += acc_stride) {
         std::int64_t h = 0;
         for (; h + W <= head_dim; h += W) store(to + h, load(row + h) * factor);
@@ -190,18 +199,25 @@ struct QueryRows {
   }
 
   /// to[r][j] = x[r] . (column j of the transposed tile) for the keys that the rows may see, and some more.
-  template <class Elem>
-  void score(std::int64_t t, const Elem* tile, const Real* x, Real* to) const {
+  template <class Rows>
+  void score(std::int64_t t, const Rows& tile, const Word* x, Real* to) const {
     const std::int64_t begin = first_token(t, 0) * group, second_half = first_token(t, kTile / 2) * group;
     score_range<kTile / 2>(tile, x, begin, second_half, to);
     score_range<kTile>(tile, x, second_half, rows, to);
   }
-  template <int Keys, class Elem>
-  NRL_INLINE_MEMBER void score_range(const Elem* tile, const Real* x, std::int64_t from, std::int64_t end, Real* to) const {
+  template <int Keys, class Rows>
+  NRL_INLINE_MEMBER void score_range(const Rows& tile, const Word* x, std::int64_t from, std::int64_t end, Real* to) const {
     for (std::int64_t r = from; r < end; r += kScoreRows)
       with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, end - r)), [&](auto n) {
-        score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim, to + r * kTile);
+        score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim / Terms::kPerWord, to + r * kTile);
       });
+  }
+
+  NRL_INLINE_MEMBER typename Simd<Real>::Vec scaled(typename Simd<Real>::Vec score) const {
+    if constexpr (kPairs)
+      return score * splat(score_scale);
+    else
+      return score;
   }
 
   /// Scores of row r become weights 2^(score - max); running maximum, sum and accumulator are brought up to date.
@@ -210,7 +226,7 @@ struct QueryRows {
     constexpr int L = kTile / W;
     Real* s = scores + r * kTile;
     Vec x[L];
-    for (int l = 0; l < L; ++l) x[l] = load(s + l * W);
+    for (int l = 0; l < L; ++l) x[l] = scaled(load(s + l * W));
     if (keys < kTile) {
       typename Simd<Real>::Int lane;
       for (int i = 0; i < W; ++i) lane[i] = i;
@@ -224,7 +240,10 @@ struct QueryRows {
     Vec total = Vec{};
     for (int l = 0; l < L; ++l) {
       const Vec w = exp2_vec(x[l] - splat(new_max));
-      store(s + l * W, w);
+      if constexpr (kPairs)
+        store_rounded(reinterpret_cast<Word*>(s) + l * W / 2, w);
+      else
+        store(s + l * W, w);
       total += w;
     }
     Vec running = load(sum + r * W);
@@ -239,8 +258,8 @@ struct QueryRows {
   }
 
   /// Adds tile t, all rows.
-  template <class Elem>
-  void add_tile(std::int64_t t, const Elem* k_tile, const Elem* v_tile) {
+  template <class Rows>
+  void add_tile(std::int64_t t, const Rows& k_tile, const Rows& v_tile) {
     const std::int64_t begin = first_token(t, 0);
     score(t, k_tile, q, scores);
     for (std::int64_t token = begin, r = begin * group; token < tokens; ++token) {
@@ -250,23 +269,22 @@ struct QueryRows {
     // first what all rows of a register block see, then what only its later tokens see
     for (std::int64_t r = begin * group; r < rows; r += kValueRows) {
       const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows), token = r / group;
-      const int common = visible(token, t);
+      const int seen = visible(token, t), common = seen / Terms::kPerWord * Terms::kPerWord;
       add_values(v_tile, r, end, 0, common);
-      for (std::int64_t i = token + 1; i * group < end && common < kTile; ++i)
-        add_values(v_tile, i * group, smaller(end, (i + 1) * group), common, visible(i, t));
+      for (std::int64_t i = token; i * group < end && common < kTile; ++i)
+        add_values(v_tile, larger(r, i * group), smaller(end, (i + 1) * group), common, visible(i, t));
     }
   }
 
-  template <class Elem>
-  NRL_INLINE_MEMBER void add_values(const Elem* v_tile, std::int64_t from, std::int64_t to, int j0, int j1) {
+  template <class Rows>
+  NRL_INLINE_MEMBER void add_values(const Rows& v_tile, std::int64_t from, std::int64_t to, int j0, int j1) {
     if (j0 >= j1) return;
     with_constant<kValueRows>(static_cast<int>(to - from), [&](auto n) {
-      weighted_rows<n()>(v_tile, head_dim, scores + from * kTile, j0, j1, acc + from * acc_stride, acc_stride);
+      weighted_rows<n()>(v_tile, head_dim, reinterpret_cast<const Word*>(scores) + from * kTile, j0, j1, acc + from * acc_stride, acc_stride);
     });
   }
 
   /// Writes out [tokens][group*H] rows (token_stride apart) and, unless null, lse (lse_stride apart).
-  template <class Elem>
   void finish(Elem* out, std::int64_t token_stride, Real* lse, std::int64_t lse_stride) const {
     for (std::int64_t token = 0, r = 0; token < tokens; ++token)
       for (std::int64_t i = 0; i < group; ++i, ++r) {
@@ -280,23 +298,25 @@ struct QueryRows {
 // ---------------------------------------------------------------- where tiles come from
 
 /// Tiles that were packed into workspace: keys [tile][H][kTile], values [tile][kTile][H].
-template <class Real>
+template <class Word>
 struct PackedTiles {
-  const Real* keys;
-  const Real* values;
-  std::int64_t tile_size;
-  const Real* key_tile(std::int64_t t, std::int64_t) const { return keys + t * tile_size; }
-  const Real* value_tile(std::int64_t t, std::int64_t) const { return values + t * tile_size; }
+  const Word* keys;
+  const Word* values;
+  std::int64_t head_dim, tile_size;  ///< tile_size: words
+  WordRows<Word> key_tile(std::int64_t t, std::int64_t) const { return {keys + t * tile_size, kTile}; }
+  WordRows<Word> value_tile(std::int64_t t, std::int64_t) const { return {values + t * tile_size, head_dim}; }
 };
 
 /// Tiles that lie in cache blocks, of the kv heads from some first one on.
 template <class Elem>
 struct CachedTiles {
+  using Rows = typename CacheRowsOf<Elem>::type;
   const Elem* first;  ///< that head's keys in block 0
   const std::int32_t* block_table;
-  std::int64_t block_size, tile_size;
-  const Elem* key_tile(std::int64_t t, std::int64_t head) const { return first + block_table[t] * block_size + head * 2 * tile_size; }
-  const Elem* value_tile(std::int64_t t, std::int64_t head) const { return key_tile(t, head) + tile_size; }
+  std::int64_t block_size, head_dim, tile_size;
+  const Elem* keys(std::int64_t t, std::int64_t head) const { return first + block_table[t] * block_size + head * 2 * tile_size; }
+  Rows key_tile(std::int64_t t, std::int64_t head) const { return {keys(t, head), kTile}; }
+  Rows value_tile(std::int64_t t, std::int64_t head) const { return {keys(t, head) + tile_size, head_dim}; }
 };
 
 /// The rows of one sequence's keys (or values) by absolute position: a shared prefix, then its own.
@@ -312,7 +332,7 @@ struct SegmentRows {
 
 /// Transposes positions [t*kTile, (t+1)*kTile) into to [H][kTile]; positions after the last one become zeros.
 template <class Real, class Elem>
-void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
+void transpose_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
   constexpr int W = Simd<Real>::width;
   for (int lane = 0; lane < kTile; lane += W) {
     const Elem* row[W];
@@ -331,7 +351,7 @@ void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t
 
 /// Copies positions [t*kTile, (t+1)*kTile) into to [kTile][H]; positions after the last one become zeros.
 template <class Real, class Elem>
-void pack_straight(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
+void pack_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Real* to) {
   for (int i = 0; i < kTile; ++i, to += head_dim) {
     if (t * kTile + i < rows.length) {
       const Elem* row = rows.row(t * kTile + i);
@@ -342,7 +362,38 @@ void pack_straight(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t h
   }
 }
 
-constexpr double kLog2E = 1.44269504088896340736;
+#if defined(__AVX512BF16__)
+/// The same in pairs: to[i][h] holds positions 2i and 2i + 1.
+inline void pack_joined(const SegmentRows<std::uint16_t>& rows, std::int64_t t, std::int64_t head_dim, std::uint32_t* to) {
+  for (std::int64_t position = t * kTile; position < (t + 1) * kTile; position += 2, to += head_dim) {
+    const std::uint16_t* first = position < rows.length ? rows.row(position) : nullptr;
+    const std::uint16_t* second = position + 1 < rows.length ? rows.row(position + 1) : nullptr;
+    for (std::int64_t h = 0; h < head_dim; ++h)
+      to[h] = (first != nullptr ? first[h] : 0u) | (second != nullptr ? static_cast<std::uint32_t>(second[h]) << 16 : 0u);
+  }
+}
+#endif
+
+/// A tile of keys as scores multiply it, [H][kTile] in words.
+template <class Word, class Elem>
+void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Word* to) {
+  if constexpr (terms_in<Word> == 2) {  // two neighbours of a row are a word already, and words are moved like floats
+    const SegmentRows<float> words{reinterpret_cast<const float*>(rows.prefix), reinterpret_cast<const float*>(rows.own), rows.prefix_length,
+                                   rows.length, rows.row_stride / 2};
+    transpose_numbers(words, t, head_dim / 2, reinterpret_cast<float*>(to));
+  } else {
+    transpose_numbers(rows, t, head_dim, to);
+  }
+}
+
+/// A tile of rows as weights multiply it, [kTile][H] in words.
+template <class Word, class Elem>
+void pack_straight(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Word* to) {
+  if constexpr (terms_in<Word> == 2)
+    pack_joined(rows, t, head_dim, to);
+  else
+    pack_numbers(rows, t, head_dim, to);
+}
 
 }  // namespace
 }  // namespace NRL_CAPABILITY

@@ -214,9 +214,10 @@ def test_threads_and_packing_do_not_change_bits():
         assert_same_bits(alone, results[0][0][start : start + length])
 
 
-def test_later_tokens_do_not_matter_even_when_not_a_number():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_later_tokens_do_not_matter_even_when_not_a_number(dtype):
     shape = (4, 2, 64)
-    qkv = random_qkv(200, shape, torch.float32)
+    qkv = random_qkv(200, shape, dtype)
     clean, _ = C.attention_forward(qkv, [(0, 200, 0, 0)], heads_of(shape))
     for cut in (1, 40, 64, 129):
         poisoned = qkv.clone()

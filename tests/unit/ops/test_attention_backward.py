@@ -72,6 +72,19 @@ def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit):
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
 
 
+def test_bfloat16_errs_by_its_rounding():
+    """Whatever is rounded on the way (the softmax's weights, P, dS and d_out, where pairs are multiplied), errors stay those of bfloat16."""
+    n, k, h = shape = (6, 2, 64)
+    sequences = [(0, 150, 0, 0), (150, 60, 0, 33)]
+    qkv, d_out = inputs(210, shape, torch.bfloat16, torch.float32)
+    out, lse = C.attention_forward(qkv, sequences, heads_of(shape))
+    want, _ = reference.attention(qkv.double().numpy(), sequences, *shape, 1 / math.sqrt(h))
+    assert relative_gap(out, torch.from_numpy(want)) <= 2.5e-3  # rounding the result alone: 1.6e-3
+    got = C.attention_backward(qkv, out, d_out, lse, sequences, heads_of(shape))
+    want = reference.attention_backward(qkv.double().numpy(), d_out.double().numpy(), sequences, *shape, 1 / math.sqrt(h))
+    assert relative_gap(got, torch.from_numpy(want)) <= 3.5e-3
+
+
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("length", [1, 32, 100, 700])
 def test_backward_matches_sdpa(dtype, limit, length):

@@ -366,16 +366,11 @@ void reduce(const AttentionBackwardArgs& args, const AttentionBackwardJob* jobs,
 
 /// Calls f with values of the storage types (Elem, Grad).
 template <class F>
-void with_types(const AttentionBackwardArgs& args, F&& f) {
-  switch (args.shape.type) {
-    case ElementType::float32:
-      return f(float{}, float{});
-    case ElementType::float64:
-      return f(double{}, double{});
-    case ElementType::bfloat16:
-      if (args.grad_type == ElementType::bfloat16) return f(std::uint16_t{}, std::uint16_t{});
-      return f(std::uint16_t{}, float{});
-  }
+void with_types(const AttentionBackwardArgs& args, const F& f) {
+  with_element(args.shape.type, [&](auto elem) {
+    if (args.grad_type == args.shape.type) return f(elem, elem);
+    f(elem, typename AttentionTerms<decltype(elem)>::Real{});
+  });
 }
 
 }  // namespace

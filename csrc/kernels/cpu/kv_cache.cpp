@@ -1,4 +1,5 @@
 // Writing and copying blocks of the KV cache. Only moves bits: the element type matters by its size.
+#include "kernels/cpu/attention_terms.h"
 #include "kernels/cpu/kv_cache_write.h"
 
 namespace nemo_rl::kernels {
@@ -26,25 +27,11 @@ void copy_block(const AttentionShape& shape, void* cache, std::int64_t from, std
 }  // namespace
 
 void kv_cache_write_slice(const AttentionShape& shape, const void* qkv, const PagedSlice& slice, void* cache) {
-  switch (shape.type) {
-    case ElementType::float32:
-      return write_slice<float>(shape, qkv, slice, cache);
-    case ElementType::bfloat16:
-      return write_slice<std::uint16_t>(shape, qkv, slice, cache);
-    case ElementType::float64:
-      return write_slice<double>(shape, qkv, slice, cache);
-  }
+  with_element(shape.type, [&](auto elem) { write_slice<decltype(elem)>(shape, qkv, slice, cache); });
 }
 
 void kv_cache_copy_block(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length) {
-  switch (shape.type) {
-    case ElementType::float32:
-      return copy_block<float>(shape, cache, from, to, length);
-    case ElementType::bfloat16:
-      return copy_block<std::uint16_t>(shape, cache, from, to, length);
-    case ElementType::float64:
-      return copy_block<double>(shape, cache, from, to, length);
-  }
+  with_element(shape.type, [&](auto elem) { copy_block<decltype(elem)>(shape, cache, from, to, length); });
 }
 
 }  // namespace NRL_CAPABILITY

@@ -11,7 +11,7 @@
 //
 // A CPU with bfloat16 instructions multiplies bfloat16 in pairs, two terms of a chain at a time: q as it is, the sum of a score
 // times c * log2(e) afterwards; w(j) rounded to bfloat16 where it is multiplied (l adds it unrounded), as FlashAttention does. The
-// backward rounds P, dS and d_out likewise. Sums stay float.
+// backward rounds P, dS and d_out likewise. Sums stay float. CUDA multiplies bfloat16 so on tensor cores, sixteen terms at a time.
 //
 // Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
 // Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over keys), then

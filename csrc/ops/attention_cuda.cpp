@@ -18,6 +18,7 @@ void check_shape(const at::Tensor& qkv, const AttentionShape& shape, std::int64_
   NRL_CHECK_ARG(shape.type != kernels::ElementType::float64, "attention: float64 is computed on the CPU only; qkv is on ", qkv.device().str());
   NRL_CHECK_ARG(shape.group() <= most_rows, "attention on CUDA: ", shape.num_heads, " heads of size ", shape.head_dim, " share ", shape.num_kv_heads,
                 " key/value heads; at most ", most_rows, " may share one");
+  NRL_CHECK_ARG(shape.scale > 0, "attention on CUDA: scores are scaled by ", shape.scale, "; expected a positive number");
   NRL_CHECK(reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0, "attention on CUDA: qkv must begin at a multiple of 16 bytes");
 }
 
@@ -35,7 +36,7 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
                                const at::Tensor& lse) {
   static thread_local UploadedArray<AttentionBlock> uploaded;
   const CudaLaunch launch(qkv, "attention_forward");
-  const std::int64_t rows = kernels::attention_block_rows(AttentionRows::many, shape.head_dim);
+  const std::int64_t rows = kernels::attention_block_rows(AttentionRows::many, shape);
   check_shape(qkv, shape, rows);
   const auto blocks = packed_blocks(sequences, rows / shape.group());
   kernels::AttentionCudaArgs args;
@@ -53,7 +54,7 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
 void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape, const at::Tensor& cache,
                              const at::Tensor& out) {
   const CudaLaunch launch(qkv, "attention_paged");
-  check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape.head_dim));
+  check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape));
   launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), arrays.slots, qkv.size(0), cache.data_ptr(), launch.stream));
   kernels::AttentionCudaArgs args;
   args.shape = shape;
@@ -76,9 +77,9 @@ void kv_cache_copy_on_cuda(const at::Tensor& cache, const AttentionShape& shape,
 
 // ---------------------------------------------------------------- backward
 
-/// Tiles of every sequence's own keys, those with most queries first, and of each owner the sequences that share its prefix.
+/// Blocks of every sequence's own keys, those with most queries first, and of each owner the sequences that share its prefix.
 std::vector<AttentionKeyBlock> key_blocks(std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner,
-                                          std::vector<std::int64_t>& sharers) {
+                                          std::int64_t keys, std::vector<std::int64_t>& sharers) {
   const auto count = static_cast<std::int64_t>(sequences.size());
   std::vector<std::int64_t> first(static_cast<std::size_t>(count) + 1, 0);
   const auto shares = [&](std::int64_t i) { return owner[static_cast<std::size_t>(i)] != i && sequences[static_cast<std::size_t>(i)].length > 0; };
@@ -95,7 +96,7 @@ std::vector<AttentionKeyBlock> key_blocks(std::span<const AttentionSequence> seq
     const std::int64_t begin = first[static_cast<std::size_t>(i)], end = first[static_cast<std::size_t>(i) + 1];
     std::int64_t shared = 0;
     for (std::int64_t j = begin; j < end; ++j) shared += sequences[static_cast<std::size_t>(sharers[static_cast<std::size_t>(j)])].length;
-    for (std::int64_t key = 0; key < s.length; key += kKeyTile) by_cost.push_back({s.length - key + shared, {i, key, begin, end}});
+    for (std::int64_t key = 0; key < s.length; key += keys) by_cost.push_back({s.length - key + shared, {i, key, begin, end}});
   }
   std::stable_sort(by_cost.begin(), by_cost.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<AttentionKeyBlock> blocks;
@@ -111,14 +112,14 @@ void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, co
   static thread_local UploadedArray<AttentionSequence> uploaded_sequences;
   static thread_local UploadedArray<std::int64_t> uploaded_sharers;
   const CudaLaunch launch(qkv, "attention_backward");
-  const std::int64_t rows = kernels::attention_backward_rows(shape.head_dim);
-  check_shape(qkv, shape, rows);
+  const kernels::AttentionBackwardBlocks cut(shape);
+  check_shape(qkv, shape, cut.most_group());
   NRL_CHECK_ARG(d_out.scalar_type() == qkv.scalar_type(), "attention_backward on CUDA: d_out is ", c10::toString(d_out.scalar_type()), "; expected qkv's ",
                 c10::toString(qkv.scalar_type()));
   NRL_CHECK(reinterpret_cast<std::uintptr_t>(d_out.const_data_ptr()) % 16 == 0, "attention_backward: d_out must begin at a multiple of 16 bytes");
   std::vector<std::int64_t> sharers;
-  const auto keys = key_blocks(sequences, owner, sharers);
-  const auto blocks = packed_blocks(sequences, rows / shape.group());
+  const auto keys = key_blocks(sequences, owner, cut.keys, sharers);
+  const auto blocks = packed_blocks(sequences, cut.query_rows / shape.group());
   const auto dots = launch.scratch(qkv.size(0) * shape.num_heads, at::kFloat);
   kernels::AttentionBackwardCudaArgs args;
   args.shape = shape;

@@ -9,7 +9,7 @@ using kernels::kKeyTile;
 
 PagedPlan paged_plan(std::span<const kernels::PagedSlice> slices, const kernels::AttentionShape& shape, std::int64_t rows) {
   const auto kind_of = [&](std::int64_t tokens) {
-    return tokens * shape.group() <= kernels::attention_block_rows(AttentionRows::few, shape.head_dim) ? AttentionRows::few : AttentionRows::many;
+    return tokens * shape.group() <= kernels::attention_block_rows(AttentionRows::few, shape) ? AttentionRows::few : AttentionRows::many;
   };
   PagedPlan plan;
   plan.slots.assign(static_cast<std::size_t>(rows), -1);
@@ -17,7 +17,7 @@ PagedPlan paged_plan(std::span<const kernels::PagedSlice> slices, const kernels:
     const auto table = static_cast<std::int64_t>(plan.block_tables.size());
     plan.block_tables.insert(plan.block_tables.end(), s.block_table, s.block_table + s.block_table_length);
     const AttentionRows kind = kind_of(s.query_length);
-    const std::int64_t step = std::max<std::int64_t>(1, kernels::attention_block_rows(kind, shape.head_dim) / shape.group());
+    const std::int64_t step = std::max<std::int64_t>(1, kernels::attention_block_rows(kind, shape) / shape.group());
     for (std::int64_t token = 0; token < s.query_length; token += step)
       plan.of(kind).push_back({s.query_start + token, std::min(step, s.query_length - token), s.context_length + token, 0, 0, 0, table});
     for (std::int64_t token = 0; token < s.query_length; ++token) {

@@ -5,6 +5,7 @@
 //   - a barrier or shuffle that a thread which has not ended never reaches
 //   - a shuffle with less than the full mask, or one that reads a lane which takes no part
 //   - more dynamic shared memory than a block may have
+// What tensor cores do is emulated in kernels/cuda/tensor_core.cuh beside this file, which is found before the one of csrc.
 // The sources must have gone through rewrite.py: launches and dynamic shared memory are no C++.
 #pragma once
 #include <setjmp.h>
@@ -51,6 +52,13 @@ constexpr int kWarpSize = 32;
 constexpr int kStackBytes = 64 * 1024;
 constexpr std::int64_t kMostSharedBytes = 99 * 1024;  // what a block may have on the smallest of the architectures we build for
 
+/// A copy into shared memory that has begun; it is done when its thread waits for it, no sooner.
+struct Copy {
+  void* to;
+  const void* from;  ///< null: zeros
+  int bytes;
+};
+
 /// A fiber starts by setcontext, for a stack of its own; later switches go by _setjmp and _longjmp, which make no system calls.
 struct Fiber {
   ucontext_t context;
@@ -59,6 +67,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   dim3 index;
   bool waits = false, ended = false;
+  std::vector<std::vector<Copy>> copies;  ///< groups, the last of them not committed
 };
 
 /// Threads that wait for each other: those of a block, or of a warp.
@@ -148,6 +157,7 @@ inline void start_thread(int t) {
   if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
   fiber.index = dim3(t, 0, 0);
   fiber.started = fiber.waits = fiber.ended = false;
+  fiber.copies.assign(1, {});
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
   fiber.context.uc_stack.ss_size = kStackBytes;
@@ -217,24 +227,36 @@ class Launch {
   std::int64_t bytes_;
 };
 
-/// The value of lane `from`; every live lane of the warp calls this.
+using Shown = unsigned char (*)[16];
+
+/// Shows the other lanes a value and gets theirs, which stay until the lane shows its next but one; every live lane of the warp calls
+/// this. `present`: which do.
 template <class T>
-T value_of_lane(unsigned mask, T value, int from, const Place& place) {
+Shown show(const T& value, const char* what, const Place& place, std::uint32_t& present) {
   static_assert(sizeof(T) <= 16);
   const int lane = block.current % kWarpSize;
   Warp& warp = block.warps[block.current / kWarpSize];
   const int turn = warp.turn[lane] = !warp.turn[lane];
-  if (mask != 0xffffffffu) fail("shuffle with a mask that is not full: " + name_of(place));
   if (warp.meeting.arrived == 0) warp.present[turn] = 0;
   warp.present[turn] |= 1u << lane;
   std::memcpy(warp.values[turn][lane], &value, sizeof(T));
-  meet(warp.meeting, "shuffle", place);
-  const bool inside = from >= 0 && from < kWarpSize && (warp.present[turn] >> from & 1) != 0;
+  meet(warp.meeting, what, place);
+  present = warp.present[turn];
+  return warp.values[turn];
+}
+
+/// The value of lane `from`.
+template <class T>
+T value_of_lane(unsigned mask, T value, int from, const Place& place) {
+  if (mask != 0xffffffffu) fail("shuffle with a mask that is not full: " + name_of(place));
+  std::uint32_t present = 0;
+  const Shown shown = show(value, "shuffle", place, present);
+  const bool inside = from >= 0 && from < kWarpSize && (present >> from & 1) != 0;
   if (!inside) {
     fail("shuffle that reads lane " + std::to_string(from) + ", which takes no part: " + name_of(place));
     back_to_scheduler();
   }
-  std::memcpy(&value, warp.values[turn][from], sizeof(T));
+  std::memcpy(&value, shown[from], sizeof(T));
   return value;
 }
 

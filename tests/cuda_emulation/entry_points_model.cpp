@@ -49,8 +49,9 @@ const char* take_error() {
 
 // ---------------------------------------------------------------- attention
 
-Int block_rows(Int many, Int H) { return attention_block_rows(rows_kind(many), H); }
-Int backward_rows(Int H) { return attention_backward_rows(H); }
+Int block_rows(Int many, Int H, Int bf16) { return attention_block_rows(rows_kind(many), attention_shape(1, 1, H, bf16)); }
+Int backward_rows(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).query_rows; }
+Int backward_keys(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).keys; }
 
 Int attention_forward(Int N, Int K, Int H, Int bf16, void* qkv, void* cache, std::int32_t* tables, AttentionBlock* blocks, Int num_blocks, void* out,
                       float* lse, Int many) {

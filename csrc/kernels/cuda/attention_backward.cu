@@ -1,4 +1,4 @@
-// Causal attention on CUDA, backward, without atomics: one kernel goes over the keys of each block of queries and writes their
+// Causal attention in float32 on CUDA, backward, without atomics: one kernel goes over the keys of each block of queries and writes their
 // gradients, one goes over the queries of each tile of keys (its own sequence's, then those that share it) and writes theirs. Weights
 // are computed anew from lse, so nothing depends on how the forward cut its tiles.
 #include "kernels/cuda/attention_tiles.cuh"
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kAttentionThreads) dots_kernel(AttentionBackwa
 }
 
 /// Query rows in shared memory: scaled queries and the gradients of their outputs.
-template <class Elem, int Rows>
+template <int Rows>
 struct QueryBlock {
   static constexpr int kRows = kAttentionWarps * Rows;
   float *q, *d_out;  ///< [kRows][H]
@@ -37,13 +37,13 @@ struct QueryBlock {
     const std::int64_t group = s.group();
     const int H = static_cast<int>(s.head_dim), warp = threadIdx.x / 32;
     rows = static_cast<int>(tokens * group);
-    load_straight<Elem>([&](int r) {
-      return r < rows ? static_cast<const Elem*>(p.qkv) + (first_row + r / group) * s.row_stride() + (first_head + r % group) * H
-                      : static_cast<const Elem*>(nullptr);
+    load_straight([&](int r) {
+      return r < rows ? static_cast<const float*>(p.qkv) + (first_row + r / group) * s.row_stride() + (first_head + r % group) * H
+                      : static_cast<const float*>(nullptr);
     }, kRows, H, q);
-    load_straight<Elem>([&](int r) {
-      return r < rows ? static_cast<const Elem*>(p.d_out) + ((first_row + r / group) * s.num_heads + first_head + r % group) * H
-                      : static_cast<const Elem*>(nullptr);
+    load_straight([&](int r) {
+      return r < rows ? static_cast<const float*>(p.d_out) + ((first_row + r / group) * s.num_heads + first_head + r % group) * H
+                      : static_cast<const float*>(nullptr);
     }, kRows, H, d_out);
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
@@ -86,14 +86,14 @@ struct QueryBlock {
 };
 
 /// Gradients of the queries of one block.
-template <class Elem, int Dims, int Rows>
+template <int Dims, int Rows>
 __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBackwardCudaArgs p) {
   extern __shared__ __align__(16) float shared[];
   const AttentionShape s = p.shape;
   const AttentionBlock block = p.blocks[blockIdx.x];
   const std::int64_t kv_head = blockIdx.y, group = s.group(), first_head = kv_head * group;
   const int H = static_cast<int>(s.head_dim), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  QueryBlock<Elem, Rows> queries;
+  QueryBlock<Rows> queries;
   queries.q = shared;
   queries.d_out = queries.q + queries.kRows * H;
   float* const keys = queries.d_out + queries.kRows * H;
@@ -101,19 +101,19 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
   queries.load(p, block.query_row, block.tokens, first_head);
 
   const float scale2 = static_cast<float>(s.scale * 1.44269504088896340736);
-  const auto key_view = key_rows<Elem>(s, p.qkv, kv_head), value_view = value_rows<Elem>(s, p.qkv, kv_head);
+  const auto key_view = key_rows(s, p.qkv, kv_head), value_view = value_rows(s, p.qkv, kv_head);
   const std::int64_t count = block.position + block.tokens;
   float acc[Rows][Dims] = {};
   for (std::int64_t begin = 0; begin < count; begin += kTile) {
-    const auto in = [&](const HeadRowsView<Elem>& rows) {
+    const auto in = [&](const HeadRowsView& rows) {
       return [&, rows](int j) {
         const std::int64_t position = begin + j;
-        if (position >= count) return static_cast<const Elem*>(nullptr);
+        if (position >= count) return static_cast<const float*>(nullptr);
         return rows.row(position < block.prefix_length ? block.prefix_start + position : block.own_start + position - block.prefix_length);
       };
     };
-    load_transposed<kPadded, Elem>(in(key_view), H, keys);
-    load_transposed<kPadded, Elem>(in(value_view), H, values);
+    load_transposed<kPadded>(in(key_view), H, keys);
+    load_transposed<kPadded>(in(value_view), H, values);
     __syncthreads();
     float weight[Rows], ds[Rows];
     queries.weights(keys, values, H, scale2, [&](int r, int j) { return begin + j <= block.position + r / group; }, weight, ds);
@@ -135,19 +135,19 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
   for (int i = 0; i < Rows; ++i) {
     const int r = warp * Rows + i;
     if (r >= queries.rows) continue;
-    Elem* const to = static_cast<Elem*>(p.d_qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H;
+    float* const to = static_cast<float*>(p.d_qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H;
 #pragma unroll
     for (int c = 0; c < Dims; ++c)
-      if (lane + 32 * c < H) to[lane + 32 * c] = static_cast<Elem>(acc[i][c] * static_cast<float>(s.scale));
+      if (lane + 32 * c < H) to[lane + 32 * c] = acc[i][c] * static_cast<float>(s.scale);
   }
 }
 
 /// Gradients of kKeyTile keys and their values. Warp w sums those of keys 4w to 4w + 3, lanes over the head's dimensions.
-template <class Elem, int Dims, int Rows>
+template <int Dims, int Rows>
 struct KeyBlock {
   static constexpr int kKeys = kTile / kAttentionWarps;
   const AttentionBackwardCudaArgs& p;
-  QueryBlock<Elem, Rows> queries;
+  QueryBlock<Rows> queries;
   float *keys, *values, *weights, *d_scores;
   float d_keys[kKeys][Dims] = {}, d_values[kKeys][Dims] = {};
 
@@ -197,7 +197,7 @@ struct KeyBlock {
   }
 };
 
-template <class Elem, int Dims, int Rows>
+template <int Dims, int Rows>
 __global__ void __launch_bounds__(kAttentionThreads) keys_kernel(AttentionBackwardCudaArgs p) {
   extern __shared__ __align__(16) float shared[];
   const AttentionShape s = p.shape;
@@ -205,13 +205,13 @@ __global__ void __launch_bounds__(kAttentionThreads) keys_kernel(AttentionBackwa
   const AttentionSequence sequence = p.sequences[work.sequence];
   const std::int64_t kv_head = blockIdx.y, begin = work.key_begin;
   const int H = static_cast<int>(s.head_dim), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  static_assert(KeyBlock<Elem, Dims, Rows>::kKeys == 4, "a float4 of weights a warp");
-  KeyBlock<Elem, Dims, Rows> block(p, shared);
-  const auto in = [&](const HeadRowsView<Elem>& rows) {
-    return [&, rows](int j) { return begin + j < sequence.length ? rows.row(sequence.start + begin + j) : static_cast<const Elem*>(nullptr); };
+  static_assert(KeyBlock<Dims, Rows>::kKeys == 4, "a float4 of weights a warp");
+  KeyBlock<Dims, Rows> block(p, shared);
+  const auto in = [&](const HeadRowsView& rows) {
+    return [&, rows](int j) { return begin + j < sequence.length ? rows.row(sequence.start + begin + j) : static_cast<const float*>(nullptr); };
   };
-  load_transposed<kPadded, Elem>(in(key_rows<Elem>(s, p.qkv, kv_head)), H, block.keys);
-  load_transposed<kPadded, Elem>(in(value_rows<Elem>(s, p.qkv, kv_head)), H, block.values);
+  load_transposed<kPadded>(in(key_rows(s, p.qkv, kv_head)), H, block.keys);
+  load_transposed<kPadded>(in(value_rows(s, p.qkv, kv_head)), H, block.values);
   __syncthreads();
   block.add(sequence.start, begin, sequence.length, kv_head, [&](std::int64_t token, int j) { return begin + j <= token; });
   for (std::int64_t i = work.sharer_begin; i < work.sharer_end; ++i) {
@@ -223,13 +223,13 @@ __global__ void __launch_bounds__(kAttentionThreads) keys_kernel(AttentionBackwa
   for (int k = 0; k < block.kKeys; ++k) {
     const std::int64_t key = begin + warp * block.kKeys + k;
     if (key >= sequence.length) continue;
-    Elem* const d_key = static_cast<Elem*>(p.d_qkv) + (sequence.start + key) * s.row_stride() + (s.num_heads + kv_head) * H;
+    float* const d_key = static_cast<float*>(p.d_qkv) + (sequence.start + key) * s.row_stride() + (s.num_heads + kv_head) * H;
 #pragma unroll
     for (int c = 0; c < Dims; ++c) {
       const int h = lane + 32 * c;
       if (h >= H) continue;
-      d_key[h] = static_cast<Elem>(block.d_keys[k][c] * static_cast<float>(s.scale));
-      d_key[s.num_kv_heads * H + h] = static_cast<Elem>(block.d_values[k][c]);
+      d_key[h] = block.d_keys[k][c] * static_cast<float>(s.scale);
+      d_key[s.num_kv_heads * H + h] = block.d_values[k][c];
     }
   }
 }
@@ -243,26 +243,30 @@ cudaError_t launch_kernel(Kernel* kernel, const AttentionBackwardCudaArgs& p, st
   return cudaGetLastError();
 }
 
-template <class Elem, int Dims, int Rows>
+template <int Dims, int Rows>
 cudaError_t launch(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
-  const std::int64_t H = p.shape.head_dim, rows = kAttentionWarps * Rows, head_rows = p.tokens * p.shape.num_heads;
-  if (head_rows == 0) return cudaSuccess;
-  dots_kernel<Elem><<<static_cast<unsigned>((head_rows + kAttentionWarps - 1) / kAttentionWarps), kAttentionThreads, 0, stream>>>(p);
-  const std::int64_t floats = 2 * rows * H + 2 * H * kPadded;
-  if (const auto status = launch_kernel(queries_kernel<Elem, Dims, Rows>, p, p.num_blocks, floats, stream); status != cudaSuccess) return status;
-  return launch_kernel(keys_kernel<Elem, Dims, Rows>, p, p.num_key_blocks, floats + 2 * rows * kWeightStride, stream);
+  const std::int64_t H = p.shape.head_dim, rows = kAttentionWarps * Rows, floats = 2 * rows * H + 2 * H * kPadded;
+  if (const auto status = launch_kernel(queries_kernel<Dims, Rows>, p, p.num_blocks, floats, stream); status != cudaSuccess) return status;
+  return launch_kernel(keys_kernel<Dims, Rows>, p, p.num_key_blocks, floats + 2 * rows * kWeightStride, stream);
 }
 
 template <class Elem>
-cudaError_t launch_dims(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
-  if (p.shape.head_dim <= 64) return launch<Elem, 2, 4>(p, stream);
-  return p.shape.head_dim <= 128 ? launch<Elem, 4, 4>(p, stream) : launch<Elem, 8, 1>(p, stream);
+void launch_dots(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
+  const std::int64_t rows = p.tokens * p.shape.num_heads;
+  dots_kernel<Elem><<<static_cast<unsigned>((rows + kAttentionWarps - 1) / kAttentionWarps), kAttentionThreads, 0, stream>>>(p);
 }
 
 }  // namespace
 
 cudaError_t attention_backward_launch(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
-  return p.shape.type == ElementType::float32 ? launch_dims<float>(p, stream) : launch_dims<bfloat16>(p, stream);
+  if (p.tokens == 0) return cudaSuccess;
+  if (p.shape.type == ElementType::bfloat16) {
+    launch_dots<bfloat16>(p, stream);
+    return attention_backward_mma_launch(p, stream);
+  }
+  launch_dots<float>(p, stream);
+  if (p.shape.head_dim <= 64) return launch<2, 4>(p, stream);
+  return p.shape.head_dim <= 128 ? launch<4, 4>(p, stream) : launch<8, 1>(p, stream);
 }
 
 }  // namespace nemo_rl::kernels

@@ -1,4 +1,4 @@
-// Causal attention on CUDA, forward: packed sequences and sequences in a blocked cache run one kernel, so a token's result is the
+// Causal attention in float32 on CUDA, forward: packed sequences and sequences in a blocked cache run one kernel, so a token's result is the
 // same bits in both. A warp holds some query rows; its lanes run over a tile's keys for the scores, and over the head's dimensions
 // for the weighted values. Every row is a chain of its own: how rows are grouped does not change a bit.
 #include "kernels/cuda/attention_tiles.cuh"
@@ -78,7 +78,7 @@ struct WarpRows {
   }
 };
 
-template <class Elem, int Dims, int Rows, class Keys>
+template <int Dims, int Rows, class Keys>
 __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCudaArgs p) {
   extern __shared__ __align__(16) float shared[];
   const AttentionShape s = p.shape;
@@ -91,10 +91,10 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
   float* const q = values + H * kTile;  // [kAttentionWarps * Rows][H]
 
   const auto query = [&](int r) {
-    return r < rows ? static_cast<const Elem*>(p.qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H
-                    : static_cast<const Elem*>(nullptr);
+    return r < rows ? static_cast<const float*>(p.qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H
+                    : static_cast<const float*>(nullptr);
   };
-  load_straight<Elem>(query, kAttentionWarps * Rows, H, q);
+  load_straight(query, kAttentionWarps * Rows, H, q);
   __syncthreads();
   const float scale = static_cast<float>(s.scale * 1.44269504088896340736);
   for (int i = threadIdx.x; i < kAttentionWarps * Rows * H; i += kAttentionThreads) q[i] = __fmul_rn(q[i], scale);
@@ -133,42 +133,38 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
     if (r >= rows) continue;
     const float total = warp_all(state.sum[i], AddOp()), inverse = __fdiv_rn(1.0f, total);
     const std::int64_t row = block.query_row + r / group, head = first_head + r % group;
-    Elem* const out = static_cast<Elem*>(p.out) + (row * s.num_heads + head) * H;
+    float* const out = static_cast<float*>(p.out) + (row * s.num_heads + head) * H;
 #pragma unroll
     for (int c = 0; c < Dims; ++c)
-      if (lane + 32 * c < H) out[lane + 32 * c] = static_cast<Elem>(__fmul_rn(state.acc[i][c], inverse));
+      if (lane + 32 * c < H) out[lane + 32 * c] = __fmul_rn(state.acc[i][c], inverse);
     if (p.lse != nullptr && lane == 0) p.lse[row * s.num_heads + head] = __fmul_rn(kLn2, __fadd_rn(state.max[i], log2f(total)));
   }
 }
 
-template <class Elem, int Dims, int Rows, class Keys>
+template <int Dims, int Rows, class Keys>
 cudaError_t launch(const AttentionCudaArgs& p, cudaStream_t stream) {
   const auto bytes = static_cast<int>((2 * kTile + kAttentionWarps * Rows) * p.shape.head_dim * sizeof(float));
-  const auto kernel = forward_kernel<Elem, Dims, Rows, Keys>;
+  const auto kernel = forward_kernel<Dims, Rows, Keys>;
   if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); status != cudaSuccess) return status;
   const dim3 grid(static_cast<unsigned>(p.num_blocks), static_cast<unsigned>(p.shape.num_kv_heads));
   kernel<<<grid, kAttentionThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <class Elem, class Keys>
+template <class Keys>
 cudaError_t launch_rows(const AttentionCudaArgs& p, AttentionRows rows, cudaStream_t stream) {
   const bool few = rows == AttentionRows::few;
-  if (p.shape.head_dim <= 64) return few ? launch<Elem, 2, 1, Keys>(p, stream) : launch<Elem, 2, 8, Keys>(p, stream);
-  if (p.shape.head_dim <= 128) return few ? launch<Elem, 4, 1, Keys>(p, stream) : launch<Elem, 4, 8, Keys>(p, stream);
-  return few ? launch<Elem, 8, 1, Keys>(p, stream) : launch<Elem, 8, 4, Keys>(p, stream);
-}
-
-template <class Elem>
-cudaError_t launch_keys(const AttentionCudaArgs& p, AttentionRows rows, cudaStream_t stream) {
-  return p.cache == nullptr ? launch_rows<Elem, PackedKeys<Elem>>(p, rows, stream) : launch_rows<Elem, CachedKeys<Elem>>(p, rows, stream);
+  if (p.shape.head_dim <= 64) return few ? launch<2, 1, Keys>(p, stream) : launch<2, 8, Keys>(p, stream);
+  if (p.shape.head_dim <= 128) return few ? launch<4, 1, Keys>(p, stream) : launch<4, 8, Keys>(p, stream);
+  return few ? launch<8, 1, Keys>(p, stream) : launch<8, 4, Keys>(p, stream);
 }
 
 }  // namespace
 
 cudaError_t attention_forward_launch(const AttentionCudaArgs& p, AttentionRows rows, cudaStream_t stream) {
   if (p.num_blocks == 0) return cudaSuccess;
-  return p.shape.type == ElementType::float32 ? launch_keys<float>(p, rows, stream) : launch_keys<bfloat16>(p, rows, stream);
+  if (p.shape.type == ElementType::bfloat16) return attention_forward_mma_launch(p, rows, stream);
+  return p.cache == nullptr ? launch_rows<PackedKeys>(p, rows, stream) : launch_rows<CachedKeys>(p, rows, stream);
 }
 
 }  // namespace nemo_rl::kernels

@@ -8,7 +8,8 @@
 
 namespace nemo_rl::kernels {
 
-inline std::int64_t attention_backward_rows(std::int64_t head_dim) { return head_dim <= 128 ? 32 : 8; }
+constexpr int kTile = static_cast<int>(kKeyTile);
+constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
 struct AttentionCudaArgs {
   AttentionShape shape;
@@ -21,6 +22,8 @@ struct AttentionCudaArgs {
   float* lse = nullptr;  ///< may be null
 };
 cudaError_t attention_forward_launch(const AttentionCudaArgs& args, AttentionRows rows, cudaStream_t stream);
+/// What it calls for bfloat16.
+cudaError_t attention_forward_mma_launch(const AttentionCudaArgs& args, AttentionRows rows, cudaStream_t stream);
 
 /// Row t's keys and values go to position slots[t] % kKeyTile of cache block slots[t] / kKeyTile; nowhere where it is negative.
 cudaError_t kv_cache_write_launch(const AttentionShape& shape, const void* qkv, const std::int64_t* slots, std::int64_t tokens, void* cache,
@@ -28,8 +31,8 @@ cudaError_t kv_cache_write_launch(const AttentionShape& shape, const void* qkv, 
 cudaError_t kv_cache_copy_launch(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length,
                                  cudaStream_t stream);
 
-/// kKeyTile own keys of one sequence from own position key_begin on; the sequences sharers[sharer_begin, sharer_end) have them in
-/// their prefix.
+/// AttentionBackwardBlocks::keys own keys of one sequence from own position key_begin on; the sequences sharers[sharer_begin,
+/// sharer_end) have them in their prefix.
 struct AttentionKeyBlock {
   std::int64_t sequence = 0, key_begin = 0, sharer_begin = 0, sharer_end = 0;
 };
@@ -41,7 +44,7 @@ struct AttentionBackwardCudaArgs {
   float* dots = nullptr;  ///< workspace [T, N]: d_out . out
   const AttentionSequence* sequences = nullptr;
   const std::int64_t* sharers = nullptr;
-  const AttentionBlock* blocks = nullptr;  ///< query tokens, at most attention_backward_rows / group each
+  const AttentionBlock* blocks = nullptr;  ///< query tokens, at most AttentionBackwardBlocks::query_rows / group each
   std::int64_t num_blocks = 0;
   const AttentionKeyBlock* key_blocks = nullptr;
   std::int64_t num_key_blocks = 0;
@@ -49,5 +52,7 @@ struct AttentionBackwardCudaArgs {
   void* d_qkv = nullptr;  ///< in qkv's type
 };
 cudaError_t attention_backward_launch(const AttentionBackwardCudaArgs& args, cudaStream_t stream);
+/// What it calls for bfloat16, once `dots` is filled.
+cudaError_t attention_backward_mma_launch(const AttentionBackwardCudaArgs& args, cudaStream_t stream);
 
 }  // namespace nemo_rl::kernels

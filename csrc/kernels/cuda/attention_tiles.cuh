@@ -1,4 +1,4 @@
-// Tiles of keys and values on their way into shared memory, as float32: from rows of qkv, or from blocks of the cache. Positions
+// Attention in float32: tiles of keys and values on their way into shared memory, from rows of qkv or from blocks of the cache. Positions
 // that hold no key become zeros, so that what lies there does not matter.
 #pragma once
 #include "kernels/cuda/attention_launchers.h"
@@ -8,31 +8,26 @@ namespace nemo_rl::kernels {
 
 constexpr int kAttentionThreads = 256;
 constexpr int kAttentionWarps = kAttentionThreads / 32;
-constexpr int kTile = static_cast<int>(kKeyTile);
 static_assert(kTile == 32, "a lane a key");
-constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
 /// Where rows of qkv lie: queries, keys or values of one head.
-template <class Elem>
 struct HeadRowsView {
-  const Elem* first;
+  const float* first;
   std::int64_t stride;
-  __device__ const Elem* row(std::int64_t r) const { return first + r * stride; }
+  __device__ const float* row(std::int64_t r) const { return first + r * stride; }
 };
-template <class Elem>
-__device__ __forceinline__ HeadRowsView<Elem> key_rows(const AttentionShape& s, const void* qkv, std::int64_t kv_head) {
-  return {static_cast<const Elem*>(qkv) + (s.num_heads + kv_head) * s.head_dim, s.row_stride()};
+__device__ __forceinline__ HeadRowsView key_rows(const AttentionShape& s, const void* qkv, std::int64_t kv_head) {
+  return {static_cast<const float*>(qkv) + (s.num_heads + kv_head) * s.head_dim, s.row_stride()};
 }
-template <class Elem>
-__device__ __forceinline__ HeadRowsView<Elem> value_rows(const AttentionShape& s, const void* qkv, std::int64_t kv_head) {
-  return {static_cast<const Elem*>(qkv) + (s.num_heads + s.num_kv_heads + kv_head) * s.head_dim, s.row_stride()};
+__device__ __forceinline__ HeadRowsView value_rows(const AttentionShape& s, const void* qkv, std::int64_t kv_head) {
+  return {static_cast<const float*>(qkv) + (s.num_heads + s.num_kv_heads + kv_head) * s.head_dim, s.row_stride()};
 }
 
 /// to[h * Stride + j] = row(j)[h] for j < kTile: lanes run over keys. row(j) is null where there is no key.
-template <int Stride, class Elem, class Row>
+template <int Stride, class Row>
 __device__ __forceinline__ void load_transposed(const Row& row, int H, float* to) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Elem* const from = row(lane);
+  const float* const from = row(lane);
   for (int h = warp * kEight; h < H; h += kAttentionWarps * kEight) {
     float v[kEight] = {};
     if (from != nullptr) load_vector(from + h, v);
@@ -42,25 +37,24 @@ __device__ __forceinline__ void load_transposed(const Row& row, int H, float* to
 }
 
 /// to[j * H + h] = row(j)[h] for j < rows.
-template <class Elem, class Row>
+template <class Row>
 __device__ __forceinline__ void load_straight(const Row& row, int rows, int H, float* to) {
   const int chunks = H / kEight;
   for (int i = threadIdx.x; i < rows * chunks; i += kAttentionThreads) {
     const int j = i / chunks, h = i % chunks * kEight;
     float v[kEight] = {};
-    if (const Elem* const from = row(j); from != nullptr) load_vector(from + h, v);
+    if (const float* const from = row(j); from != nullptr) load_vector(from + h, v);
     store_vector(to + j * H + h, v);
   }
 }
 
 /// Keys and values that are rows of qkv.
-template <class Elem>
 struct PackedKeys {
-  HeadRowsView<Elem> keys, values;
+  HeadRowsView keys, values;
   std::int64_t prefix_start, prefix_length, own_start, count;
   __device__ PackedKeys(const AttentionCudaArgs& p, const AttentionBlock& b, std::int64_t kv_head)
-      : keys(key_rows<Elem>(p.shape, p.qkv, kv_head)),
-        values(value_rows<Elem>(p.shape, p.qkv, kv_head)),
+      : keys(key_rows(p.shape, p.qkv, kv_head)),
+        values(value_rows(p.shape, p.qkv, kv_head)),
         prefix_start(b.prefix_start),
         prefix_length(b.prefix_length),
         own_start(b.own_start),
@@ -69,32 +63,31 @@ struct PackedKeys {
     return position < prefix_length ? prefix_start + position : own_start + position - prefix_length;
   }
   __device__ void load(std::int64_t tile, int H, float* to_keys, float* to_values) const {
-    const auto in = [&](const HeadRowsView<Elem>& rows) {
+    const auto in = [&](const HeadRowsView& rows) {
       return [this, rows, tile](int j) {
         const std::int64_t position = tile * kTile + j;
-        return position < count ? rows.row(row(position)) : static_cast<const Elem*>(nullptr);
+        return position < count ? rows.row(row(position)) : static_cast<const float*>(nullptr);
       };
     };
-    load_transposed<kTile, Elem>(in(keys), H, to_keys);
-    load_straight<Elem>(in(values), kTile, H, to_values);
+    load_transposed<kTile>(in(keys), H, to_keys);
+    load_straight(in(values), kTile, H, to_values);
   }
 };
 
 /// Keys and values in blocks of the cache.
-template <class Elem>
 struct CachedKeys {
-  const Elem* cache;
+  const float* cache;
   const std::int32_t* table;
   std::int64_t kv_head, num_kv_heads, count;
   __device__ CachedKeys(const AttentionCudaArgs& p, const AttentionBlock& b, std::int64_t head)
-      : cache(static_cast<const Elem*>(p.cache)),
+      : cache(static_cast<const float*>(p.cache)),
         table(p.block_tables + b.block_table),
         kv_head(head),
         num_kv_heads(p.shape.num_kv_heads),
         count(b.position + b.tokens) {}
   __device__ void load(std::int64_t tile, int H, float* to_keys, float* to_values) const {
-    const Elem* const keys = cache + (table[tile] * num_kv_heads + kv_head) * 2 * H * kTile;
-    const Elem* const values = keys + H * kTile;
+    const float* const keys = cache + (table[tile] * num_kv_heads + kv_head) * 2 * H * kTile;
+    const float* const values = keys + H * kTile;
     const std::int64_t present = count - tile * kTile;  // of the tile's positions
     for (int i = threadIdx.x; i < H * (kTile / kEight); i += kAttentionThreads) {
       const int h = i / (kTile / kEight), j = i % (kTile / kEight) * kEight;
@@ -104,7 +97,7 @@ struct CachedKeys {
       for (int k = 0; k < kEight; ++k) v[k] = j + k < present ? v[k] : 0.0f;
       store_vector(to_keys + h * kTile + j, v);
     }
-    load_straight<Elem>([&](int j) { return j < present ? values + j * H : static_cast<const Elem*>(nullptr); }, kTile, H, to_values);
+    load_straight([&](int j) { return j < present ? values + j * H : static_cast<const float*>(nullptr); }, kTile, H, to_values);
   }
 };
 

@@ -50,14 +50,14 @@ def query_blocks(sequences, step):
     ])  # fmt: skip
 
 
-def key_blocks(sequences):
-    """(AttentionKeyBlock of every tile of own keys, the sequences that share each owner's keys)."""
+def key_blocks(sequences, step):
+    """(AttentionKeyBlock of every `step` own keys, the sequences that share each owner's keys)."""
     sharers, blocks = [], []
     for i, (start, length, _, prefix) in enumerate(sequences):
         mine = [j for j, (_, _, first, shared) in enumerate(sequences) if shared > 0 and prefix == 0 and first == start]
         begin = len(sharers)
         sharers += mine
-        blocks += [[i, key, begin, len(sharers)] for key in range(0, length, TILE)]
+        blocks += [[i, key, begin, len(sharers)] for key in range(0, length, step)]
     return table(blocks), table([*sharers, 0])
 
 
@@ -66,15 +66,15 @@ def is_bf16(t):
 
 
 def forward(kernels, qkv, sequences, N, K, H):
-    blocks = query_blocks(sequences, kernels.block_rows(1, H) // (N // K))
+    blocks = query_blocks(sequences, kernels.block_rows(1, H, is_bf16(qkv)) // (N // K))
     out, lse = torch.zeros(len(qkv), N * H, dtype=qkv.dtype), torch.zeros(len(qkv), N)
     kernels.attention_forward(N, K, H, is_bf16(qkv), qkv, None, None, blocks, len(blocks), out, lse, 1)
     return out, lse
 
 
 def backward(kernels, qkv, out, d_out, lse, sequences, N, K, H):
-    blocks = query_blocks(sequences, kernels.backward_rows(H) // (N // K))
-    (keys, sharers), dots = key_blocks(sequences), torch.zeros(len(qkv), N)
+    blocks = query_blocks(sequences, kernels.backward_rows(H, is_bf16(qkv)) // (N // K))
+    (keys, sharers), dots = key_blocks(sequences, kernels.backward_keys(H, is_bf16(qkv))), torch.zeros(len(qkv), N)
     d_qkv = torch.full_like(qkv, math.nan)  # every entry is written
     kernels.attention_backward(N, K, H, is_bf16(qkv), qkv, out, d_out, lse, dots, table(sequences), sharers, blocks, len(blocks), keys, len(keys),
                                len(qkv), d_qkv)  # fmt: skip
@@ -106,20 +106,20 @@ def test_the_largest_heads(kernels, dtype, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 1, 16), (2, 2, 64), (7, 1, 128), (2, 1, 256)], ids=str)
-@pytest.mark.parametrize("chunks", [[40], [33, 1, 1, 5]], ids=["whole", "mixed"])
+@pytest.mark.parametrize("chunks", [[40], [33, 1, 1, 5], [97, 1, 34]], ids=["whole", "mixed", "long"])
 def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, chunks):
     N, K, H = shape
     tokens, bf16 = sum(chunks), dtype == torch.bfloat16
     qkv = randn(tokens, (N + 2 * K) * H, dtype=dtype)
     whole, _ = forward(kernels, qkv, [(0, tokens, 0, 0)], N, K, H)
     cache = torch.full((6, K, 2, H * TILE), math.nan, dtype=dtype)  # what no token has written must not matter
-    block_table, done = torch.tensor([5, 2], dtype=torch.int32), 0
+    block_table, done = torch.tensor([5, 2, 0, 4, 1], dtype=torch.int32), 0
     for n in chunks:
         new = qkv[done : done + n].contiguous()
         slots = table([int(block_table[p // TILE]) * TILE + p % TILE for p in range(done, done + n)])
         kernels.kv_write(N, K, H, bf16, new, slots, n, cache)
-        many = n * (N // K) > kernels.block_rows(0, H)
-        step = kernels.block_rows(many, H) // (N // K)
+        many = n * (N // K) > kernels.block_rows(0, H, bf16)
+        step = kernels.block_rows(many, H, bf16) // (N // K)
         blocks = table([[t, min(step, n - t), done + t, 0, 0, 0, 0] for t in range(0, n, step)])
         out = torch.zeros(n, N * H, dtype=dtype)
         kernels.attention_forward(N, K, H, bf16, new, cache, block_table, blocks, len(blocks), out, None, many)
@@ -128,7 +128,7 @@ def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, ch
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 2, 16), (9, 1, 24)], ids=str)  # a group of 9 takes the kernel of many rows for one token, too
+@pytest.mark.parametrize("shape", [(4, 2, 16), (17, 1, 24)], ids=str)  # a group of 17 takes the kernel of many rows for one token, too
 def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernels, shape, dtype, bound):
     N, K, H = shape
     heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24

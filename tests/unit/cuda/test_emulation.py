@@ -37,6 +37,9 @@ MISUSES = [
     "reads lane 3[0-9]|reads lane [4-6][0-9]",
     "threads meet at different barriers",
     "reads lane 3, which takes no part",
+    "matrix row that is not 16-byte aligned",
+    "matrix row outside of shared memory",
+    "matrix product without all lanes of a warp",
 ]
 
 
@@ -47,3 +50,36 @@ def test_misuse_fails_with_a_message(kernels, number, message):
         kernels.misuse(number, out)
     kernels.misuse(0, out)  # the next launch is a new one
     assert out.tolist() == [*range(32), *range(32)]
+
+
+def test_a_copy_is_there_once_it_was_waited_for_and_not_before(kernels):
+    x, out = torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
+    kernels.copied(x, 0, out)
+    assert out.isnan().all()
+    kernels.copied(x, 1, out)
+    assert torch.equal(out, x)
+
+
+def attends(kernels):
+    """Whether two tiles of keys for one head give what float64 gives."""
+    T, H = 50, 16
+    qkv, out, lse = torch.randn(T, 3 * H, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, 1)
+    kernels.attention_forward(1, 1, H, 1, qkv, None, None, torch.tensor([[0, T, 0, 0, 0, 0, 0]]), 1, out, lse, 1)
+    q, k, v = qkv.double().split(H, dim=1)
+    weights = (q @ k.T / math.sqrt(H)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    right = torch.allclose(out.double(), weights.softmax(1) @ v, atol=2e-2)
+    return right and torch.allclose(lse[:, 0].double(), weights.logsumexp(1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("keys_of_strip = position + queries.token(strip) + 1", "keys_of_strip = position + queries.token(strip) + 17"),
+        ("state.softmax(weights, scale);", "if (t == 0) state.softmax(weights, scale);"),
+        ("best = row_all(best, fmaxf);", ""),
+    ],
+    ids=["keys not hidden", "a tile's weights not made", "maxima by lane"],
+)
+def test_a_mistake_on_tensor_cores_gives_another_result(kernels, objects, tmp_path, old, new):
+    assert attends(kernels)
+    assert not attends(build.with_mistake(objects, "attention_forward_mma.cu", old, new, tmp_path))

@@ -1,7 +1,10 @@
-// Matrix products on CUDA. Forward: for each (N, K, dtypes) one cuBLASLt algorithm, chosen once whatever the number of rows M and
-// checked to give a row the same bits in every batch, so that trainer and engine agree. Backward: the library's choice for each shape.
+// Matrix products on CUDA. Forward: for each (N, K, dtypes) one cuBLASLt algorithm is checked to give a row the same bits in every
+// batch, so that trainer and engine agree; for other numbers of rows M the library's choice takes its place where it sums in the same
+// order. Backward: the library's choice for each shape.
 #include "ops/linear.h"
 
+#include <algorithm>
+#include <bit>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -12,7 +15,9 @@
 namespace nemo_rl::ops {
 namespace {
 
-constexpr std::int64_t kCheckRows = 256;  // the M for which algorithms are chosen, and the rows of their check
+constexpr std::int64_t kCheckRows = 256;  // the M for which algorithms are pinned, and the rows of their check
+constexpr std::int64_t kMostComparedRows = 2048, kMostComparedValues = std::int64_t{1} << 26;
+constexpr std::size_t kMostCompared = 8;  // algorithms for one M
 constexpr std::size_t kMostBackwardShapes = 8192;
 
 /// The largest power of two up to 16 bytes that divides a row of `ld` values.
@@ -47,32 +52,83 @@ bool run_forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, 
 
 at::Tensor bits(const at::Tensor& y) { return y.view(y.scalar_type() == at::kFloat ? at::kInt : at::kShort); }
 
+/// Operands [rows, K] and [N, K] whose terms cancel, the second half of a sum being the first backwards with the other sign: what is
+/// left is rounding, of which even bfloat16 shows whether two algorithms sum in one order.
+struct CancellingSums {
+  at::Tensor x, w;
+  CancellingSums(std::int64_t rows, const at::Tensor& like) {
+    const auto half = [&](std::int64_t n) {
+      const auto numbers = [&](std::int64_t end) { return at::arange(1, end + 1, like.options().dtype(at::kFloat)); };
+      return at::outer(numbers(n), numbers(like.size(1) / 2)).mul_(0.618).sin_().to(like.scalar_type());
+    };
+    const auto of_x = half(rows), of_w = half(like.size(0));
+    const auto whole = [&](const at::Tensor& first, const at::Tensor& second) {
+      return at::constant_pad_nd(at::cat({first, second}, 1), {0, like.size(1) % 2});  // contiguous
+    };
+    x = whole(of_x, of_x.flip(1));
+    w = whole(of_w, of_w.flip(1).neg_());
+  }
+};
+
 /// Whether rows come out alike, wherever they stand and however many there are.
-bool exact(const at::Tensor& x, const at::Tensor& w, at::ScalarType out, const CublasAlgorithm& algorithm, const CudaLaunch& launch) {
-  const auto all = at::empty({x.size(0), w.size(0)}, w.options().dtype(out));
-  if (!run_forward(x, w, all, false, algorithm, launch)) return false;
+bool exact(const CancellingSums& sums, at::ScalarType out, const CublasAlgorithm& algorithm, const CudaLaunch& launch) {
+  const auto all = at::empty({sums.x.size(0), sums.w.size(0)}, sums.w.options().dtype(out));
+  if (!run_forward(sums.x, sums.w, all, false, algorithm, launch)) return false;
   for (const auto& [begin, count] : {std::pair{0, 1}, {100, 1}, {37, 17}, {3, 129}, {128, 128}}) {
-    const auto part = at::empty({count, w.size(0)}, all.options());
-    if (!run_forward(x.narrow(0, begin, count), w, part, false, algorithm, launch)) return false;
+    const auto part = at::empty({count, sums.w.size(0)}, all.options());
+    if (!run_forward(sums.x.narrow(0, begin, count), sums.w, part, false, algorithm, launch)) return false;
     if (!at::equal(bits(part), bits(all.narrow(0, begin, count)))) return false;
   }
   return true;
 }
 
-/// The one algorithm for these weights' shape, chosen at the first product.
-CublasAlgorithm pinned_algorithm(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const CudaLaunch& launch) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, std::int64_t, std::int64_t, at::ScalarType, at::ScalarType, std::uint32_t>, CublasAlgorithm> pinned;
-  CublasProblem problem = forward_problem(x, w, y);
-  const auto key = std::tuple(static_cast<int>(x.get_device()), w.size(0), w.size(1), x.scalar_type(), y.scalar_type(), problem.alignment);
-  const std::lock_guard lock(mutex);
-  if (const auto found = pinned.find(key); found != pinned.end()) return found->second;
-  const auto sample = at::linspace(-1, 1, kCheckRows * w.size(1), x.options().dtype(at::kFloat)).sin_().view({kCheckRows, w.size(1)}).to(x.scalar_type());
+/// For about so many rows, the first of the library's choices that gives the bits of `pinned`.
+CublasAlgorithm algorithm_for_rows(CublasProblem problem, std::int64_t rows, const at::Tensor& w, at::ScalarType out, const CublasAlgorithm& pinned,
+                                   const CudaLaunch& launch) {
+  problem.n = rows;
+  const auto offered = cublas_algorithms(problem, /*whole_sums=*/true, w.get_device());
+  const std::int64_t compared = std::max<std::int64_t>(1, std::min(std::clamp(rows, kCheckRows, kMostComparedRows), kMostComparedValues / w.size(0)));
+  const CancellingSums sums(compared, w);
+  const auto result = [&](const CublasAlgorithm& algorithm) {
+    const auto y = at::empty({sums.x.size(0), w.size(0)}, w.options().dtype(out));
+    return run_forward(sums.x, sums.w, y, false, algorithm, launch) ? y : at::Tensor();
+  };
+  const auto expected = result(pinned);
+  if (!expected.defined()) return pinned;
+  for (std::size_t i = 0; i < std::min(offered.size(), kMostCompared); ++i)
+    if (const auto got = result(offered[i]); got.defined() && at::equal(bits(got), bits(expected))) return offered[i];
+  return pinned;
+}
+
+/// The algorithm that is the measure for these weights' shape.
+CublasAlgorithm pinned_algorithm(CublasProblem problem, const at::Tensor& w, at::ScalarType out, const CudaLaunch& launch) {
+  const CancellingSums sums(kCheckRows, w);
   problem.n = kCheckRows, problem.ldb = w.size(1), problem.ldc = w.size(0);
-  for (const auto& algorithm : cublas_algorithms(problem, /*whole_sums=*/true, x.get_device()))
-    if (exact(sample, w, y.scalar_type(), algorithm, launch)) return pinned.emplace(key, algorithm).first->second;
+  for (const auto& algorithm : cublas_algorithms(problem, /*whole_sums=*/true, w.get_device()))
+    if (exact(sums, out, algorithm, launch)) return algorithm;
   NRL_CHECK(false, "linear_forward: cuBLASLt offers no algorithm for weights ", w.sizes(), " ", c10::toString(w.scalar_type()), " on ", w.device().str(),
             " that gives a row the same bits in every batch: trainer and engine would differ");
+}
+
+/// Chosen at the first product of these weights' shape with up to the next power of two of rows.
+CublasAlgorithm forward_algorithm(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const CudaLaunch& launch) {
+  struct Chosen {
+    CublasAlgorithm pinned;
+    std::map<std::int64_t, CublasAlgorithm> for_rows;
+  };
+  static std::mutex mutex;
+  static std::map<std::tuple<int, std::int64_t, std::int64_t, at::ScalarType, at::ScalarType, std::uint32_t>, Chosen> all;
+  const CublasProblem problem = forward_problem(x, w, y);
+  const auto key = std::tuple(static_cast<int>(x.get_device()), w.size(0), w.size(1), x.scalar_type(), y.scalar_type(), problem.alignment);
+  const std::lock_guard lock(mutex);
+  auto found = all.find(key);
+  if (found == all.end()) found = all.emplace(key, Chosen{pinned_algorithm(problem, w, y.scalar_type(), launch), {}}).first;
+  const auto rows = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(std::max<std::int64_t>(1, x.size(0)))));
+  auto& for_rows = found->second.for_rows;
+  auto chosen = for_rows.find(rows);
+  if (chosen == for_rows.end())
+    chosen = for_rows.emplace(rows, algorithm_for_rows(problem, rows, w, y.scalar_type(), found->second.pinned, launch)).first;
+  return chosen->second;
 }
 
 void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
@@ -99,7 +155,7 @@ void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std:
       add(bfloat16{}, bfloat16{});
     }
   }
-  const CublasAlgorithm algorithm = pinned_algorithm(x, w, y, launch);
+  const CublasAlgorithm algorithm = forward_algorithm(x, w, y, launch);
   NRL_CHECK(run_forward(x, w, y, accumulate || bias.has_value(), algorithm, launch), "linear_forward: cuBLASLt refused x ", x.sizes(), ", w ", w.sizes(),
             " on ", x.device().str());
   launch.check(cudaGetLastError());

@@ -15,6 +15,7 @@ struct LinearInput {
   std::int64_t ldx;
   std::int64_t M, K;
   void* packed;  ///< linear_packed_bytes(M, K, sizeof(T)), 64-byte aligned
+  float* widened = nullptr;  ///< room of this thread alone, linear_widened_floats(M, K, columns of a tile); nullptr: w is read as it lies
 };
 
 inline constexpr std::int64_t kLinearTileM = 64;  ///< rows: whole panels of packed x in every capability
@@ -68,6 +69,11 @@ NRL_DECLARE_CPU_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
 using LinearWideFrom = std::int64_t(std::int64_t K);
 NRL_DECLARE_CPU_KERNEL(linear_wide_from_f32, LinearWideFrom);
 NRL_DECLARE_CPU_KERNEL(linear_wide_from_bf16, LinearWideFrom);
+
+/// Floats of room for a strip of w that is widened to float32 before the rows meet it; 0 where so many rows are multiplied with w as it
+/// lies. The same bits either way.
+using LinearWidenedFloats = std::int64_t(std::int64_t M, std::int64_t K, std::int64_t tile_n);
+NRL_DECLARE_CPU_KERNEL(linear_widened_floats_bf16, LinearWidenedFloats);
 
 /// Packs rows [kLinearTileM * begin, kLinearTileM * end) of x.
 template <class T>

@@ -69,9 +69,11 @@ float* thread_logits() {
 /// Logits of rows [r, r + rows) and columns [v, v + columns), rows kTile apart.
 template <class S>
 void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::int64_t rows, std::int64_t v, std::int64_t columns, float* out) {
-  const std::int64_t D = x.size(1);
-  const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), rows, D,
-                                      ops::thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(rows, D, sizeof(S))))};
+  const std::int64_t D = x.size(1), packed = kernels::linear_packed_bytes(rows, D, sizeof(S));
+  const std::int64_t floats = std::is_same_v<S, bfloat16> ? kernels::linear_widened_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
+  std::byte* const memory = ops::thread_workspace(static_cast<std::size_t>(packed) + static_cast<std::size_t>(floats) * sizeof(float));
+  const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), rows, D, memory,
+                                      floats > 0 ? reinterpret_cast<float*>(memory + packed) : nullptr};
   const kernels::LinearForwardArgs<S, float> args{input, ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr, out, kTile, columns, false};
   const std::int64_t tiles = kernels::LinearTiles(rows, columns, D).count();
   static_assert(kRowBlock <= kernels::kLinearTileM);

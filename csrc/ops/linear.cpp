@@ -31,14 +31,27 @@ bool fits(const std::optional<at::Tensor>& bias, const at::Tensor& w) {
 /// would have to take away from another core to write them; and nobody waits.
 constexpr std::int64_t kOwnRows = kernels::kLinearTileM;
 
+/// Room for a strip of so many columns, widened; 0 where w is multiplied as it lies.
+template <class T>
+std::int64_t widened_floats(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
+  if constexpr (std::is_same_v<T, bfloat16>) return kernels::linear_widened_floats_bf16(M, K, tile_n);
+  return 0;
+}
+
+/// This thread's room for a strip, beside its other scratch memory.
+float* thread_strip(std::int64_t floats) {
+  thread_local ScratchMemory memory;
+  return floats == 0 ? nullptr : reinterpret_cast<float*>(memory.get(static_cast<std::size_t>(floats) * sizeof(float)));
+}
+
 /// Computes tiles by kernel(args(input, 0)) from x of up to kOwnRows rows.
 template <class T, class ArgsOf, class Kernel>
 void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n, const ArgsOf& args_of, Kernel* kernel) {
-  const std::int64_t M = x.size(0), K = x.size(1);
+  const std::int64_t M = x.size(0), K = x.size(1), floats = widened_floats<T>(M, K, tile_n);
   const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
   const std::int64_t tiles = kernels::LinearTiles(M, N, K, tile_n).count();
   parallel_chunks(1, tiles, tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
-    const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, t.packed_rows};
+    const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, t.packed_rows, thread_strip(floats)};
     if (!t.is_packed) pack(input, 0, 1);
     kernel(args_of(input, 0), t.strip_begin, t.strip_end, t.more);
   });
@@ -57,9 +70,13 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
     const kernels::LinearInput<T> input{ptr<T>(x) + m * x.stride(0), x.stride(0), std::min(at_once, M - m), K, packed};
     const std::int64_t steps = (input.M + kernels::kLinearTileM - 1) / kernels::kLinearTileM;
     at::parallel_for(0, steps, std::max<std::int64_t>(1, 1'000'000 / tile), [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
-    const auto args = args_of(input, m);
-    parallel_tiles(kernels::LinearTiles(input.M, N, K, tile_n).count(), tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM)),
-                   [&](std::int64_t begin, std::int64_t end, bool more) { kernel(args, begin, end, more); });
+    const kernels::LinearTiles tiles(input.M, N, K, tile_n);
+    const std::int64_t floats = widened_floats<T>(input.M, K, tile_n), at_least = tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM));
+    parallel_tiles(tiles.count(), floats > 0 ? std::max(tiles.steps, at_least) : at_least, [&](std::int64_t begin, std::int64_t end, bool more) {
+      auto of_thread = input;
+      of_thread.widened = thread_strip(floats);
+      kernel(args_of(of_thread, m), begin, end, more);
+    });
   }
 }
 

@@ -70,6 +70,9 @@ std::int64_t wide_from(std::int64_t K) {
 void linear_pack_weights_f32(const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
 void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
 std::int64_t linear_wide_from_f32(std::int64_t K) { return wide_from<float>(K); }
+std::int64_t linear_widened_floats_bf16(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
+  return kWidensStrips<bfloat16> && M > kLinearFewRows ? tile_n * widened_stride(K) : 0;
+}
 std::int64_t linear_wide_from_bf16(std::int64_t K) { return wide_from<bfloat16>(K); }
 void linear_pack_f32(const LinearInput<float>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_f64(const LinearInput<double>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }

@@ -1,6 +1,7 @@
 // The forward product y = x · w^T without repacking w (the engine reads the trainer's storage). Every output is one chain of
 // multiply-adds along K in ascending order, so it does not matter which operand lies in the lanes:
-//   many rows of x: lanes are rows. x is packed with its rows side by side, and weights are read one at a time into all lanes.
+//   many rows of x: lanes are rows. x is packed with its rows side by side, and weights are read one at a time into all lanes; bfloat16
+//     without instructions for it in strips that are widened first, since a weight in all lanes costs as much again to widen as to read.
 //   few rows: lanes are rows of w, turned in registers as they pass by; a row of x costs its share, not that of a whole vector.
 #pragma once
 #include "kernels/cpu/linear_terms.h"
@@ -105,17 +106,16 @@ template <class S>
   }
 }
 
-/// The panel of kVectors vectors of rows that begins at row m; `rows` of them exist. A row's sums go to store(m, sums).
-template <class T, int kVectors, class Set, class Store>
+/// The panel of kVectors vectors of rows that begins at row m; `rows` of them exist. A row's sums go to store(m, sums); what is asked for
+/// beside the tile of kColumns columns at j, ahead_of(j, kColumns).
+template <class T, int kVectors, class Set, class AheadOf, class Store>
 [[gnu::noinline]] void panel(const typename Terms<T>::Word* x, std::int64_t m, std::int64_t rows, std::int64_t K, const Set& columns,
-                             const Set& after, bool prefetch, const Store& store) {
+                             const AheadOf& ahead_of, const Store& store) {
   using S = typename Terms<T>::S;
   constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * S::kLanes;
   alignas(64) typename S::Scalar by_column[Set::kWidth * kRows], sums[S::kLanes * Set::kWidth];
   for (int j = 0; j < columns.count; j += kColumns) {
-    const int next = j + 2 * kColumns;  // two tiles on: about as long as memory takes
-    const auto ahead = Ahead::of(columns, after, j, next, prefetch, kBytesOfQuads<T, kColumns>);
-    row_tile<T, kVectors, kColumns>(x, columns.w + j, K, ahead, by_column + j * kRows);
+    row_tile<T, kVectors, kColumns>(x, columns.w + j, K, ahead_of(j, kColumns), by_column + j * kRows);
   }
   for (int first = 0; first < kRows && first < rows; first += S::kLanes) {
     turn_sums<S>(by_column, kRows, first, columns.count, Set::kWidth, sums);
@@ -167,18 +167,47 @@ void few_rows(const LinearInput<T>& p, const Set& columns, const Set& after, boo
   for (int m = 0; m < kRows; ++m) store(m, sums + m * Set::kWidth);
 }
 
-/// One tile: up to kLinearTileM rows from m0 by a strip's columns.
-template <class T, class Set, class Store>
-void tile_rows(const LinearInput<T>& p, std::int64_t m0, const Set& columns, const Set& after, bool prefetch, const Store& store) {
+/// One tile: up to kLinearTileM of M rows, from m0, by a strip's columns.
+template <class T, class Set, class AheadOf, class Store>
+void tile_rows(const void* packed, std::int64_t M, std::int64_t K, std::int64_t m0, const Set& columns, const AheadOf& ahead_of, const Store& store) {
   constexpr int kLanes = Terms<T>::S::kLanes;
-  const std::int64_t m1 = smaller(m0 + kLinearTileM, p.M), words = words_of<T>(p.K);
+  const std::int64_t m1 = smaller(m0 + kLinearTileM, M), words = words_of<T>(K);
   for (std::int64_t m = m0; m < m1; m += kPanelRows<T>) {
-    const auto* x = static_cast<const typename Terms<T>::Word*>(p.packed) + m * words;
+    const auto* x = static_cast<const typename Terms<T>::Word*>(packed) + m * words;
     const std::int64_t rows = smaller<std::int64_t>(m1 - m, kPanelRows<T>);
     with_constant<kMostVectors>(static_cast<int>((rows + kLanes - 1) / kLanes), [&](auto vectors) {
-      panel<T, vectors()>(x, m, rows, p.K, columns, after, prefetch, store);
+      panel<T, vectors()>(x, m, rows, K, columns, ahead_of, store);
     });
   }
+}
+
+/// Whether strips of w are widened before many rows meet them: a lane's word is then one float32 either way.
+template <class T>
+constexpr bool kWidensStrips = false;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <>
+constexpr bool kWidensStrips<bfloat16> = true;
+#endif
+
+/// From one widened row to the next: rows that lie a multiple of 4 KiB apart would take each other's place in the first-level cache.
+constexpr std::int64_t widened_stride(std::int64_t K) { return (K + 15) / 16 * 16 + 16; }
+
+/// A strip's rows of w as float32, in `room`.
+template <class T, std::int64_t kWidth>
+Columns<float, kWidth> widened(const Columns<T, kWidth>& columns, std::int64_t K, float* room) {
+  using S = F32;
+  Columns<float, kWidth> out;
+  out.count = columns.count;
+  for (int j = 0; j < kWidth; ++j) {
+    const bool repeated = j > 0 && columns.w[j] == columns.w[j - 1];
+    float* const row = room + j * widened_stride(K);
+    out.w[j] = repeated ? out.w[j - 1] : row;
+    if (repeated) continue;
+    std::int64_t k = 0;
+    for (; k + S::kLanes <= K; k += S::kLanes) S::store(row + k, S::load(columns.w[j] + k));
+    for (; k < K; ++k) row[k] = static_cast<float>(columns.w[j][k]);
+  }
+  return out;
 }
 
 /// Tiles [begin, end) of p by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller means to go
@@ -187,7 +216,9 @@ template <class T, class ColumnsOf, class StoreOf>
 void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin, std::int64_t end, bool more,
                const ColumnsOf& columns_of, const StoreOf& store_of) {
   using Set = decltype(columns_of(begin));
+  const bool prefetch = ldw == p.K;
   Set sets[2];  // this strip's columns and the next one's, in turn
+  [[maybe_unused]] Columns<float, Set::kWidth> wide;
   if (begin < end) sets[begin / tiles.steps % 2] = columns_of(tiles.strip(begin));
   for (std::int64_t t = begin; t < end; ++t) {
     const std::int64_t strip = tiles.strip(t), turn = t / tiles.steps;
@@ -196,10 +227,21 @@ void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t l
     const bool go_on = more || (turn + 1) * tiles.steps < end;
     if (t == begin || t % tiles.steps == 0) after = columns_of(go_on ? (strip + 1) % tiles.strips : strip);
     if (p.M <= kLinearFewRows) {  // a tile is a whole strip
-      with_constant<kLinearFewRows>(static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns, after, ldw == p.K, store_of(strip)); });
-    } else {
-      tile_rows(p, tiles.row(t), columns, after, ldw == p.K, store_of(strip));
+      with_constant<kLinearFewRows>(static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns, after, prefetch, store_of(strip)); });
+      continue;
     }
+    if constexpr (kWidensStrips<T>) {
+      if (p.widened != nullptr) {
+        if (t == begin || t % tiles.steps == 0) wide = widened(columns, p.K, p.widened);
+        const auto ahead_of = [&](int j, int n) { return Ahead{reinterpret_cast<const char*>(after.w[j]), prefetch ? 4 * n * std::int64_t{sizeof(T)} : 0}; };
+        tile_rows<float>(p.packed, p.M, p.K, tiles.row(t), wide, ahead_of, store_of(strip));
+        continue;
+      }
+    }
+    const auto ahead_of = [&](int j, int n) {  // two tiles on: about as long as memory takes
+      return Ahead::of(columns, after, j, j + 2 * n, prefetch, 4 * Terms<T>::kPerWord * n * std::int64_t{sizeof(T)});
+    };
+    tile_rows<T>(p.packed, p.M, p.K, tiles.row(t), columns, ahead_of, store_of(strip));
   }
 }
 

@@ -11,7 +11,7 @@ namespace nemo_rl::kernels {
 inline constexpr std::int64_t kGemmTerms = 1024;  ///< terms of a block: so many are summed in registers between two visits of c
 inline constexpr std::int64_t kGemmTileM = 96;    ///< rows: once packed they stay in the second-level cache beside a tile's columns
 inline constexpr std::int64_t kGemmTileN = 96;    ///< columns: as many as the register tile of any capability, or a multiple
-inline constexpr std::int64_t kGemmPackN = 2 * kGemmTileN;  ///< columns of b that are packed together
+inline constexpr std::int64_t kGemmPackTerms = 32;  ///< rows of b that are packed together, whole: memory gives most in the order in which it lies
 
 /// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit stride along N.
 template <class T>
@@ -30,7 +30,7 @@ inline std::int64_t gemm_packed_bytes(std::int64_t lines, std::int64_t K, std::i
   return (bytes + 63) / 64 * 64;
 }
 
-/// Packs units [begin, end) of kGemmPackN columns of the block of terms that begins at k0.
+/// Packs units [begin, end) of kGemmPackTerms terms of the block that begins at k0.
 template <class T>
 using GemmPack = void(const GemmInput<T>& input, std::int64_t k0, std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(gemm_pack_f32, GemmPack<float>);

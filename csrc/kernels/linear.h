@@ -52,23 +52,27 @@ inline constexpr std::int64_t kLinearWideRows = 96;  ///< of a chunk
 struct LinearWideTile {
   std::int64_t m0;                       ///< rows [m0, m0 + kLinearWideRows), as far as they exist
   std::int64_t strip_begin, strip_end;   ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
-  const float* packed_w;                 ///< strips from strip_begin on: [K][kLinearTileN] each; of linear_swiglu: gates, then ups
-  float* packed_x;                       ///< this thread's room for linear_wide_packed(kLinearWideRows, K)
+  const float* packed_w;                 ///< strips from strip_begin on: [words][kLinearTileN] each; of linear_swiglu: gates, then ups
+  float* packed_x;                       ///< this thread's room for linear_wide_packed(kLinearWideRows, words)
   bool is_packed;                        ///< the rows lie there, from a tile before
 };
-/// Floats that so many rows, or columns, take: with the step that is read beyond the last.
-inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t K) { return (lines * K + kLinearTileN + 15) / 16 * 16; }
+/// Whether and how that is done, for rows of K terms.
+struct LinearWide {
+  std::int64_t from_rows = INT64_MAX;  ///< a product of so many rows and more is faster wide; where this capability has no such kernel, none is
+  std::int64_t words = 0;              ///< of 32 bits that a row takes: a float32 for each term, or a pair of bfloat16
+};
+using LinearWideOf = LinearWide(std::int64_t K);
+NRL_DECLARE_CPU_KERNEL(linear_wide_f32, LinearWideOf);
+NRL_DECLARE_CPU_KERNEL(linear_wide_bf16, LinearWideOf);
 
-/// out[K][kLinearTileN] = rows of w, turned; rows from `rows` on are zero.
+/// Words that so many rows, or columns, take: with the step that is read beyond the last.
+inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) { return (lines * words + kLinearTileN + 15) / 16 * 16; }
+
+/// out[words][kLinearTileN] = rows of w, turned; rows from `rows` on are zero.
 template <class T>
 using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out);
 NRL_DECLARE_CPU_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
 NRL_DECLARE_CPU_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
-
-/// From how many rows of K terms on a product is faster wide; the largest number where this capability has no such kernel for T.
-using LinearWideFrom = std::int64_t(std::int64_t K);
-NRL_DECLARE_CPU_KERNEL(linear_wide_from_f32, LinearWideFrom);
-NRL_DECLARE_CPU_KERNEL(linear_wide_from_bf16, LinearWideFrom);
 
 /// Floats of room for a strip of w that is widened to float32 before the rows meet it; 0 where so many rows are multiplied with w as it
 /// lies. The same bits either way.

@@ -24,7 +24,7 @@ constexpr std::int64_t kManyRows = 384;               // from here on a tile's l
 constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
 constexpr std::int64_t kRowLogits = std::int64_t{1} << 24;  // where whole rows are needed: 64 MiB of float32
 constexpr std::int64_t kFusedLogits = 56'000'000;           // logits that wait for their loss: 224 MB at most,
-constexpr std::int64_t kFusedRows = 512;                      // for no more rows than this
+constexpr std::int64_t kFusedRows = 1024;                    // for no more rows than this: all of d_w passes by once for so many
 
 kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperature, bool with_entropy) {
   return kernels::log_sum_exp_row(row, V, temperature, with_entropy);

@@ -88,8 +88,9 @@ void run_gemm(kernels::GemmArgs<T, O> args) {
   input.packed_b = memory;
   if (keeps_sums) args.sums = reinterpret_cast<accumulate_t<T>*>(memory + packed);
   for (std::int64_t k0 = 0; k0 < input.K; k0 += kernels::kGemmTerms) {
-    const std::int64_t units = (input.N + kernels::kGemmPackN - 1) / kernels::kGemmPackN;
-    parallel_items(units, units > 1, [&](std::int64_t unit) { gemm_pack_of(input)(input, k0, unit, unit + 1); });
+    const std::int64_t units = (std::min(kernels::kGemmTerms, input.K - k0) + kernels::kGemmPackTerms - 1) / kernels::kGemmPackTerms;
+    parallel_tiles(units, tiles_at_least(8 * kernels::kGemmPackTerms * input.N),
+                   [&](std::int64_t begin, std::int64_t end, bool) { gemm_pack_of(input)(input, k0, begin, end); });
     multiply_block(args, k0);
   }
 }

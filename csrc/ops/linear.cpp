@@ -83,17 +83,19 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
 /// Computes tiles by kernel(LinearWideTile) from strips of `width` columns that pack(strip, out) packs for all threads, as many at a time
 /// as are still in a nearby cache once packed.
 template <class Pack, class Kernel>
-void run_wide(std::int64_t M, std::int64_t N, std::int64_t K, std::int64_t width, const Pack& pack, const Kernel& kernel) {
-  constexpr std::int64_t kMostFloats = 2 << 20, kRows = kernels::kLinearWideRows;
-  const std::int64_t strips = (N + width - 1) / width, strip_floats = width * K;
-  const std::int64_t at_once = std::clamp<std::int64_t>(kMostFloats / strip_floats, 1, strips);
-  const auto bytes = [K](std::int64_t lines) { return static_cast<std::size_t>(kernels::linear_wide_packed(lines, K)) * sizeof(float); };
+void run_wide(std::int64_t M, std::int64_t N, std::int64_t words, std::int64_t width, const Pack& pack, const Kernel& kernel) {
+  constexpr std::int64_t kMostWords = 2 << 20, kRows = kernels::kLinearWideRows;
+  const std::int64_t strips = (N + width - 1) / width, strip_words = width * words;
+  const std::int64_t at_once = std::clamp<std::int64_t>(kMostWords / strip_words, 1, strips);
+  const auto bytes = [words](std::int64_t lines) { return static_cast<std::size_t>(kernels::linear_wide_packed(lines, words)) * sizeof(float); };
   auto* const packed = reinterpret_cast<float*>(thread_workspace(bytes(at_once * width)));
   for (std::int64_t first = 0; first < strips; first += at_once) {
     const std::int64_t count = std::min(at_once, strips - first);
-    parallel_items(count, count > 1, [&](std::int64_t i) { pack(first + i, packed + i * strip_floats); });
+    parallel_tiles(count, 1, [&](std::int64_t begin, std::int64_t end, bool) {
+      for (std::int64_t i = begin; i < end; ++i) pack(first + i, packed + i * strip_words);
+    });
     parallel_chunks((M + kRows - 1) / kRows, count, 1, bytes(kRows), [&](const ChunkTile& t) {
-      kernel(kernels::LinearWideTile{t.chunk * kRows, first + t.strip_begin, first + t.strip_end, packed + t.strip_begin * strip_floats,
+      kernel(kernels::LinearWideTile{t.chunk * kRows, first + t.strip_begin, first + t.strip_end, packed + t.strip_begin * strip_words,
                                      static_cast<float*>(t.packed_rows), t.is_packed});
     });
   }
@@ -104,10 +106,10 @@ template <class T, class Tiles, class WideTiles>
 struct ForwardKernels {
   kernels::LinearPack<T>* pack;
   Tiles* tiles;
-  kernels::LinearWideFrom* wide_from = nullptr;
+  kernels::LinearWideOf* wide_of = nullptr;
   kernels::LinearPackWeights<T>* pack_weights = nullptr;
   WideTiles* wide = nullptr;
-  bool is_wide(std::int64_t M, std::int64_t K) const { return wide && K > 0 && M >= wide_from(K); }
+  kernels::LinearWide wide_for(std::int64_t K) const { return wide && K > 0 ? wide_of(K) : kernels::LinearWide{}; }
 };
 template <class T, class O>
 using LinearKernels = ForwardKernels<T, kernels::LinearForward<T, O>, kernels::LinearForwardWide<T, O>>;
@@ -118,9 +120,10 @@ using SwigluKernels = ForwardKernels<T, kernels::LinearSwiglu<T>, kernels::Linea
 template <class T, class Kernels, class ArgsOf, class Pack>
 void run_forward(const Kernels& with, const at::Tensor& x, std::int64_t N, std::int64_t width, const ArgsOf& args_of, const Pack& pack) {
   const std::int64_t M = x.size(0), K = x.size(1);
-  if (!with.is_wide(M, K)) return run_packed<T>(with.pack, x, N, width, args_of, with.tiles);
+  const auto wide = with.wide_for(K);
+  if (M < wide.from_rows) return run_packed<T>(with.pack, x, N, width, args_of, with.tiles);
   const auto args = args_of({ptr<T>(x), x.stride(0), M, K, nullptr}, 0);
-  run_wide(M, N, K, width, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
+  run_wide(M, N, wide.words, width, pack, [&](const kernels::LinearWideTile& tile) { with.wide(args, tile); });
 }
 
 template <class T, class O>
@@ -148,7 +151,7 @@ void run_swiglu(const SwigluKernels<T>& with, const at::Tensor& x, const at::Ten
   const auto pack = [&](std::int64_t strip, float* out) {
     const std::int64_t i = strip * kHalf;
     with.pack_weights(ptr<T>(w) + i * ldw, ldw, I - i, K, out);
-    with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + K * kHalf);
+    with.pack_weights(ptr<T>(w) + (I + i) * ldw, ldw, I - i, K, out + with.wide_for(K).words * kHalf);
   };
   run_forward<T>(with, x, 2 * I, kernels::kSwigluTileN, args_of, pack);
 }
@@ -195,10 +198,10 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
   if (const auto* packed = PackedWeights::in_use(w, x.size(0), /*gated=*/false)) return packed_weights_forward(x, *packed, bias, y, accumulate);
   using namespace kernels;
   const auto type = x.scalar_type(), out = y.scalar_type();
-  if (type == at::kFloat && out == at::kFloat) return run<float, float>({linear_pack_f32, linear_forward_f32, linear_wide_from_f32, linear_pack_weights_f32, linear_forward_wide_f32}, x, w, bias, y, accumulate);
+  if (type == at::kFloat && out == at::kFloat) return run<float, float>({linear_pack_f32, linear_forward_f32, linear_wide_f32, linear_pack_weights_f32, linear_forward_wide_f32}, x, w, bias, y, accumulate);
   if (type == at::kDouble && out == at::kDouble) return run<double, double>({linear_pack_f64, linear_forward_f64}, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>({linear_pack_bf16, linear_forward_bf16, linear_wide_from_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16}, x, w, bias, y, accumulate);
-  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>({linear_pack_bf16, linear_forward_bf16_f32, linear_wide_from_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16_f32}, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kBFloat16) return run<bfloat16, bfloat16>({linear_pack_bf16, linear_forward_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16}, x, w, bias, y, accumulate);
+  if (type == at::kBFloat16 && out == at::kFloat) return run<bfloat16, float>({linear_pack_bf16, linear_forward_bf16_f32, linear_wide_bf16, linear_pack_weights_bf16, linear_forward_wide_bf16_f32}, x, w, bias, y, accumulate);
   throw ArgumentError(detail::concat("linear_forward: no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
@@ -223,9 +226,9 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
   if (const auto* packed = PackedWeights::in_use(w, M, /*gated=*/true)) return packed_weights_swiglu(x, *packed, bias, gate_up, act);
   using namespace kernels;
   switch (x.scalar_type()) {
-    case at::kFloat: return run_swiglu<float>({linear_pack_f32, linear_swiglu_f32, linear_wide_from_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x, w, bias, gate_up, act);
+    case at::kFloat: return run_swiglu<float>({linear_pack_f32, linear_swiglu_f32, linear_wide_f32, linear_pack_weights_f32, linear_swiglu_wide_f32}, x, w, bias, gate_up, act);
     case at::kDouble: return run_swiglu<double>({linear_pack_f64, linear_swiglu_f64}, x, w, bias, gate_up, act);
-    case at::kBFloat16: return run_swiglu<bfloat16>({linear_pack_bf16, linear_swiglu_bf16, linear_wide_from_bf16, linear_pack_weights_bf16, linear_swiglu_wide_bf16}, x, w, bias, gate_up, act);
+    case at::kBFloat16: return run_swiglu<bfloat16>({linear_pack_bf16, linear_swiglu_bf16, linear_wide_bf16, linear_pack_weights_bf16, linear_swiglu_wide_bf16}, x, w, bias, gate_up, act);
     default: throw ArgumentError(detail::concat("linear_swiglu: no product of ", c10::toString(x.scalar_type())));
   }
 }

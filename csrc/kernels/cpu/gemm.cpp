@@ -42,7 +42,7 @@ template <class T>
   using P = Panel<T>;
   using S = typename P::S;
 #if defined(__AVX512F__)
-  if constexpr (kInRegisterTile<T>) return register_tile<kRegisterColumns>(a, b, steps, false, ahead, sums);
+  if constexpr (kInRegisterTile<T>) return register_tile<MultiplyFloats, kRegisterColumns>(a, b, steps, false, ahead, sums);
 #endif
   typename P::V acc[kTileM<T>][kVectorsN<T>];
   for (auto& row : acc)
@@ -92,7 +92,7 @@ void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
 
 template <class T>
 void pack(const GemmInput<T>& p, std::int64_t k0, std::int64_t begin, std::int64_t end) {
-  for (std::int64_t unit = begin; unit < end; ++unit) pack_b(p, k0, unit * kGemmPackN, smaller((unit + 1) * kGemmPackN, p.N));
+  for (std::int64_t unit = begin; unit < end; ++unit) pack_b(p, k0, unit * kGemmPackTerms);
 }
 
 }  // namespace

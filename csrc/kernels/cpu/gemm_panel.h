@@ -115,7 +115,7 @@ struct Block {
   Block(std::int64_t K, std::int64_t k0) : terms(smaller(kGemmTerms, K - k0)), steps((terms + Panel<T>::kPair - 1) / Panel<T>::kPair) {}
 };
 
-constexpr std::int64_t kPackSteps = 16;  // steps of every panel packed in turn: their pages stay in the translation cache
+constexpr std::int64_t kPackSteps = 16;  // steps of every panel of a packed in turn: their pages stay in the translation cache
 
 /// Step s of panels packed together: a lane for every row.
 template <class T>
@@ -170,25 +170,34 @@ void pack_a(const GemmInput<T>& p, std::int64_t k0, std::int64_t m0, std::int64_
                      panels + (m - m0) / kTileM<T> * panel_size<T>(block.steps));
 }
 
-/// Columns [n0, n1) of a block of b, as strips of kTileN; the last is filled up with zeros.
+/// Bytes of b in a step of a strip.
 template <class T>
-void pack_b(const GemmInput<T>& p, std::int64_t k0, std::int64_t n0, std::int64_t n1) {
+constexpr int kBytesOfStep = kTileN<T>* Panel<T>::kPair * static_cast<int>(sizeof(T));
+
+/// Terms [t0, t0 + kGemmPackTerms) of a block of b, as strips of kTileN columns; the last is filled up with zeros. The terms after them are
+/// asked for meanwhile.
+template <class T>
+void pack_b(const GemmInput<T>& p, std::int64_t k0, std::int64_t t0) {
   using P = Panel<T>;
-  constexpr int kLanes = P::S::kLanes;
+  constexpr int kLanes = P::S::kLanes, kSteps = static_cast<int>(kGemmPackTerms) / P::kPair;
   const Block<T> block(p.K, k0);
-  for (std::int64_t first = 0; first < block.steps; first += kPackSteps)
-    for (std::int64_t n = n0; n < n1; n += kTileN<T>) {
-      auto* out = static_cast<typename P::Element*>(p.packed_b) + n * block.steps + first * kTileN<T>;
-      for (std::int64_t s = first; s < smaller(block.steps, first + kPackSteps); ++s)
-        for (int j = 0; j < kVectorsN<T>; ++j, out += kLanes) {
-          const std::int64_t k = s * P::kPair, left = n1 - n - j * kLanes;
-          if (left > 0) {
-            P::pack_row(p.b + (k0 + k) * p.ldb + n + j * kLanes, p.ldb, k + 1 < block.terms, static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
-          } else {
-            fill(out, kLanes, typename P::Element{});
-          }
+  const std::int64_t first = t0 / P::kPair, last = smaller(block.steps, first + kSteps);
+  const char* ahead = reinterpret_cast<const char*>(p.b + (k0 + t0 + kGemmPackTerms) * p.ldb);
+  for (std::int64_t n = 0; n < p.N; n += kTileN<T>) {
+    auto* out = static_cast<typename P::Element*>(p.packed_b) + n * block.steps + first * kTileN<T>;
+    for (std::int64_t s = first; s < last; ++s) {
+      for (int i = 0; i < kBytesOfStep<T>; i += 64, ahead += 64) __builtin_prefetch(ahead);
+      for (int j = 0; j < kVectorsN<T>; ++j, out += kLanes) {
+        __builtin_prefetch(out + 8 * kTileN<T>, 1, 2);
+        const std::int64_t k = k0 + s * P::kPair, left = p.N - n - j * kLanes;
+        if (left > 0) {
+          P::pack_row(p.b + k * p.ldb + n + j * kLanes, p.ldb, k + 1 < k0 + block.terms, static_cast<int>(smaller<std::int64_t>(kLanes, left)), out);
+        } else {
+          fill(out, kLanes, typename P::Element{});
         }
+      }
     }
+  }
 }
 
 }  // namespace

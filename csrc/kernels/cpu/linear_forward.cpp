@@ -26,6 +26,7 @@ struct StoreColumns {
   const LinearForwardArgs<T, O>& p;
   std::int64_t n0;
   int count;
+  [[gnu::always_inline]] void ask_ahead(std::int64_t m) const { ask_for_writing(p.y + m * p.ldy + n0, count); }
   [[gnu::always_inline]] void operator()(std::int64_t m, const accumulate_t<T>* sums) const {
     const T* bias = p.bias ? p.bias + n0 : nullptr;
     O* y = p.y + m * p.ldy + n0;

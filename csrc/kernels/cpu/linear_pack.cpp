@@ -50,30 +50,35 @@ void pack(const LinearInput<T>& p, std::int64_t begin, std::int64_t end) {
 template <class T>
 void pack_weights(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) {
   if constexpr (kHasWide<T>) {
-    constexpr int kLanes = Terms<T>::S::kLanes;
+    constexpr int kLanes = Terms<T>::S::kLanes, kPerWord = Terms<T>::kPerWord;
+    const std::int64_t words = words_of<T>(K);
+    const char* ahead = reinterpret_cast<const char*>(w + kLanes * ldw);  // the following rows, in the order in which they lie in memory
     for (std::int64_t r = 0; r < kLinearTileN; r += kLanes)
-      for (std::int64_t k = 0; k < K; k += kLanes)
-        pack_square(w + r * ldw + k, ldw, rows - r, K - k, K - k, kLinearTileN, out + k * kLinearTileN + r);
+      for (std::int64_t k = 0; k < words; k += kLanes) {
+        for (int i = 0; i < kLanes; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        pack_square(w + r * ldw + k * kPerWord, ldw, rows - r, K - k * kPerWord, words - k, kLinearTileN, out + k * kLinearTileN + r);
+      }
   }
 }
 
 /// Packing w, for one call, takes as long as multiplying some thirty rows. Against that stands that a strip is widened once (bfloat16), and
 /// that long rows go through the near caches block by block.
 template <class T>
-std::int64_t wide_from(std::int64_t K) {
-  if (!kHasWide<T>) return INT64_MAX;
-  return sizeof(T) < sizeof(float) ? kLinearWideRows : (K > 2048 ? 2 : 4) * kLinearWideRows;
+LinearWide wide(std::int64_t K) {
+  if (!kHasWide<T>) return {};
+  const bool widens = sizeof(T) < sizeof(float) && Terms<T>::kPerWord == 1;
+  return {widens ? kLinearWideRows : (words_of<T>(K) > 2048 ? 2 : 4) * kLinearWideRows, words_of<T>(K)};
 }
 
 }  // namespace
 
 void linear_pack_weights_f32(const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
 void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
-std::int64_t linear_wide_from_f32(std::int64_t K) { return wide_from<float>(K); }
+LinearWide linear_wide_f32(std::int64_t K) { return wide<float>(K); }
 std::int64_t linear_widened_floats_bf16(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
   return kWidensStrips<bfloat16> && M > kLinearFewRows ? tile_n * widened_stride(K) : 0;
 }
-std::int64_t linear_wide_from_bf16(std::int64_t K) { return wide_from<bfloat16>(K); }
+LinearWide linear_wide_bf16(std::int64_t K) { return wide<bfloat16>(K); }
 void linear_pack_f32(const LinearInput<float>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_f64(const LinearInput<double>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_bf16(const LinearInput<bfloat16>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }

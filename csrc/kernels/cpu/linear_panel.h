@@ -18,6 +18,13 @@ constexpr int kMostVectors = 2, kSums = 12;
 constexpr int kMostVectors = 1, kSums = 4;
 #endif
 
+/// Asks for the memory of n values that will be written: where a row ends within a line, storing would wait for the line.
+template <class O>
+[[gnu::always_inline]] inline void ask_for_writing(O* values, int n) {
+  for (int j = 0; j < n; j += 64 / static_cast<int>(sizeof(O))) __builtin_prefetch(values + j, 1, 2);
+  __builtin_prefetch(values + n - 1, 1, 2);
+}
+
 /// Columns of a register tile of so many vectors of rows: never more than there are names for addresses.
 constexpr int columns_of_tile(int vectors) { return vectors == 1 ? smaller(kSums, 12) : kSums / vectors; }
 static_assert(kLinearTileN % columns_of_tile(1) == 0 && kLinearTileN % columns_of_tile(kMostVectors) == 0);

@@ -16,6 +16,12 @@ struct StoreSwiglu {
   const LinearSwigluArgs<T>& p;
   std::int64_t i0;
   int count;
+  [[gnu::always_inline]] void ask_ahead(std::int64_t m) const {
+    ask_for_writing(p.act + m * p.I + i0, count);
+    if (!p.gate_up) return;
+    ask_for_writing(p.gate_up + m * 2 * p.I + i0, count);
+    ask_for_writing(p.gate_up + m * 2 * p.I + p.I + i0, count);
+  }
   [[gnu::always_inline]] void operator()(std::int64_t m, const accumulate_t<T>* sums) const {
     for (int j = 0; j < kHalf; j += kLanes) {
       const std::int64_t i = i0 + j;

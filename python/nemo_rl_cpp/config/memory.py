@@ -215,7 +215,7 @@ def _filtered_logits(policy: PolicyConfig) -> float:
 
 def _fused_logits(sizes: ModelSizes) -> float:
     """The logits of some rows wait for their loss (there: kFusedRows, kFusedLogits)."""
-    return min(512, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
+    return min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
 def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:

@@ -75,10 +75,10 @@ LinearWide wide(std::int64_t K) {
 void linear_pack_weights_f32(const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
 void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
 LinearWide linear_wide_f32(std::int64_t K) { return wide<float>(K); }
+LinearWide linear_wide_bf16(std::int64_t K) { return wide<bfloat16>(K); }
 std::int64_t linear_widened_floats_bf16(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
   return kWidensStrips<bfloat16> && M > kLinearFewRows ? tile_n * widened_stride(K) : 0;
 }
-LinearWide linear_wide_bf16(std::int64_t K) { return wide<bfloat16>(K); }
 void linear_pack_f32(const LinearInput<float>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_f64(const LinearInput<double>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }
 void linear_pack_bf16(const LinearInput<bfloat16>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }

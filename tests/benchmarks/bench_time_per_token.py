@@ -54,7 +54,7 @@ def main() -> None:
     from nemo_rl_cpp.models.sources import resolve_model
 
     folder, dtype = str(resolve_model("smollm2-135m-instruct")), getattr(torch, report.args.precision)
-    run, config = ours(folder, report.args.precision, MICRO_BATCH_TOKENS), native_config(read_config(folder))
+    run, config = ours(folder, report.args.precision, max_tokens=MICRO_BATCH_TOKENS), native_config(read_config(folder))
     base = report.args.base
     if not report.args.lengths_only:
         sides = {str(scale): step_of(run, base * scale // 64, 64) for scale in SCALES}

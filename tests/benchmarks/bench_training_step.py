@@ -1,6 +1,10 @@
 """A training step of 2,048 packed tokens (forward, loss, backward, clipping, AdamW) against transformers + sdpa + fused AdamW.
 
-    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--sides ...] [--rounds 3] [--threads 2]
+    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--prompt 0] [--sides ...] [--rounds 3] [--threads 2]
+
+16 samples of 128 tokens. By default every token is trained and no two samples have anything in common. With `--prompt N` they are what GRPO
+trains on: groups of 8 share their first N tokens, and only the tokens after those are trained. Ours then computes a prompt once a group;
+the peers ask for the logits of trained tokens only, as TRL does.
 
 Each side runs in a process of its own, a step in turn; the first step of a process is a warm-up. Sides:
   ours                       one micro-batch of 2,048 tokens
@@ -10,7 +14,8 @@ Each side runs in a process of its own, a step in turn; the first step of a proc
   transformers_bf16_weights  the same with weights and optimizer state in bfloat16 (fast, and no longer the same training)
   transformers_tuned_float32 transformers_tuned in float32, whatever the precision: the fastest where bf16 has no instructions
 Memory is what a process grows by at its peak after the imports, less 18 bytes a parameter in bfloat16 and 16 in float32. `of_peak` is
-6 x parameters x tokens a second against one product of 2,048 x 4,096 x 4,096 by torch or by us, whichever is faster, after each round.
+6 x parameters x tokens a second (of the tokens and parameters that ours computes) against one product of 2,048 x 4,096 x 4,096 by torch or
+by us, whichever is faster, after each round. `tok_s` counts the tokens of all samples, on every side.
 """
 
 import argparse
@@ -27,23 +32,23 @@ from pathlib import Path
 import torch
 from harness import tune_malloc
 
-B, S = 16, 128
-PARAMETERS = 134_515_008
+B, S, GROUP = 16, 128, 8
+PARAMETERS, HEAD_PARAMETERS = 134_515_008, 49_152 * 576
 CHUNK = 256
 
 
-def ours(folder: str, precision: str, max_tokens: int = B * S):
+def ours(folder: str, precision: str, prompt: int = 0, max_tokens: int = B * S):
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.models.hf_config import native_config, read_config
     from nemo_rl_cpp.models.weights import load_weights
 
     model = C.DecoderModel(native_config(read_config(folder)), getattr(torch, precision), True)
     load_weights(model, folder)
-    return our_step(model, max_tokens)
+    return our_step(model, max_tokens, prompt)
 
 
-def our_step(model, max_tokens: int):
-    """A step of rows that are trained whole, in micro-batches of so many tokens."""
+def our_step(model, max_tokens: int, prompt: int = 0):
+    """A step in micro-batches of so many tokens. Rows are trained after `prompt` tokens, which each GROUP of them then shares."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
@@ -58,6 +63,9 @@ def our_step(model, max_tokens: int):
         batch = {"input_ids": ids, "input_lengths": torch.full((rows,), length), "token_mask": torch.ones(rows, length),
                  "sample_mask": torch.ones(rows), "advantages": torch.ones(rows, length),
                  "generation_logprobs": torch.full((rows, length), -10.0)}  # fmt: skip
+        if prompt:
+            batch["token_mask"][:, :prompt] = 0
+            batch["group_id"] = torch.arange(rows) // GROUP
         trainer.zero_grad()
         run_global_batch(trainer, batch, loss_fn, 0, rows, MicroBatching(max_tokens=max_tokens), Scoring(), train=True, on_policy=True)
         trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
@@ -65,19 +73,20 @@ def our_step(model, max_tokens: int):
     return run
 
 
-def chunked_loss(model, ids):
+def chunked_loss(model, ids, prompt: int = 0):
     """-mean(logprobs) with the head's logits of 256 tokens at a time, computed again in the backward."""
     from torch.utils.checkpoint import checkpoint
 
     def chunk(hidden, targets):
         return torch.log_softmax(model.lm_head(hidden).float(), -1).gather(-1, targets[:, None]).sum()
 
-    hidden = model.model(ids).last_hidden_state[:, :-1].flatten(0, 1)
-    parts = zip(hidden.split(CHUNK), ids[:, 1:].flatten().split(CHUNK), strict=True)
+    first = max(prompt, 1)
+    hidden = model.model(ids).last_hidden_state[:, first - 1 : -1].flatten(0, 1)
+    parts = zip(hidden.split(CHUNK), ids[:, first:].flatten().split(CHUNK), strict=True)
     return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts) / len(hidden)
 
 
-def transformers(folder: str, precision: str, tuned: bool = False, weights: torch.dtype = torch.float32):
+def transformers(folder: str, precision: str, prompt: int, tuned: bool = False, weights: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM
 
     if tuned:
@@ -88,13 +97,14 @@ def transformers(folder: str, precision: str, tuned: bool = False, weights: torc
     autocast = precision == "bfloat16" and weights == torch.float32
 
     def full_loss(ids):
-        logits = model(ids).logits
-        return -torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None]).mean()
+        first = max(prompt, 1)
+        logits = model(ids, logits_to_keep=ids.shape[1] - first + 1 if prompt else 0).logits
+        return -torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, first:, None]).mean()
 
     def run(ids):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = chunked_loss(model, ids) if tuned else full_loss(ids)
+            loss = chunked_loss(model, ids, prompt) if tuned else full_loss(ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -104,13 +114,24 @@ def transformers(folder: str, precision: str, tuned: bool = False, weights: torc
 
 SIDES = {
     "ours": ours,
-    "ours_halved": lambda folder, precision: ours(folder, precision, B * S // 2),
+    "ours_halved": lambda folder, precision, prompt: ours(folder, precision, prompt, computed_tokens(prompt) // 2),
     "transformers": transformers,
-    "transformers_tuned": lambda folder, precision: transformers(folder, precision, tuned=True),
-    "transformers_bf16_weights": lambda folder, precision: transformers(folder, precision, tuned=True, weights=torch.bfloat16),
-    "transformers_tuned_float32": lambda folder, _: transformers(folder, "float32", tuned=True),
+    "transformers_tuned": lambda folder, precision, prompt: transformers(folder, precision, prompt, tuned=True),
+    "transformers_bf16_weights": lambda folder, precision, prompt: transformers(folder, precision, prompt, tuned=True, weights=torch.bfloat16),
+    "transformers_tuned_float32": lambda folder, _, prompt: transformers(folder, "float32", prompt, tuned=True),
 }
 PEERS = [name for name in SIDES if name.startswith("transformers")]
+
+
+def computed_tokens(prompt: int) -> int:
+    """How many ours computes of B x S: a prompt once a group."""
+    return B * (S - prompt) + B // GROUP * prompt
+
+
+def random_samples(seed: int, prompt: int) -> torch.Tensor:
+    ids = torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(seed))
+    ids[:, :prompt] = ids[::GROUP, :prompt].repeat_interleave(GROUP, 0)
+    return ids
 
 
 def memory(key: str) -> int:
@@ -119,7 +140,7 @@ def memory(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def one_side(side: str, folder: str, precision: str, threads: int) -> None:
+def one_side(side: str, folder: str, precision: str, threads: int, prompt: int) -> None:
     """In the child: a step for every line of standard input; answers with seconds and the memory so far."""
     import transformers as _  # noqa: F401
 
@@ -127,10 +148,10 @@ def one_side(side: str, folder: str, precision: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     base = memory("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
-    run = SIDES[side](folder, precision)
+    run = SIDES[side](folder, precision, prompt)
     print("ready", flush=True)
     for line in sys.stdin:
-        ids = torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(int(line)))
+        ids = random_samples(int(line), prompt)
         start = time.perf_counter()
         run(ids)
         print(json.dumps([time.perf_counter() - start, (memory("VmHWM") - base) / 1e6]), flush=True)
@@ -139,8 +160,9 @@ def one_side(side: str, folder: str, precision: str, threads: int) -> None:
 class Side:
     """A child process that takes one step at a time."""
 
-    def __init__(self, name: str, folder: str, precision: str, threads: int) -> None:
-        command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--threads", str(threads)]
+    def __init__(self, name: str, folder: str, precision: str, threads: int, prompt: int) -> None:
+        command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision]
+        command += ["--threads", str(threads), "--prompt", str(prompt)]
         environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment)
@@ -180,12 +202,13 @@ def matrix_peak(precision: str) -> float:
     return best
 
 
-def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float]) -> dict:
+def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], prompt: int) -> dict:
     """Of one side: speed and memory; for ours, against each peer, paired step by step."""
     row = {"tok_s": round(B * S / statistics.median(s for s, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
-    row["of_peak"] = round(statistics.median(6 * PARAMETERS * B * S / s / p for (s, _), p in zip(steps, peaks, strict=True)), 2)
+    flops = 6 * (computed_tokens(prompt) * (PARAMETERS - HEAD_PARAMETERS) + B * (S - prompt) * HEAD_PARAMETERS)
+    row["of_peak"] = round(statistics.median(flops / s / p for (s, _), p in zip(steps, peaks, strict=True)), 2)
     for peer in PEERS:
         if peer in rows:
             ratios = [theirs[0] / mine[0] for mine, theirs in zip(steps, rows[peer], strict=True)]
@@ -197,6 +220,7 @@ def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--prompt", type=int, default=0, choices=range(S), metavar=f"0..{S - 1}")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", "ours_halved", "transformers", "transformers_tuned"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -204,13 +228,13 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        return one_side(arguments.side, arguments.model, arguments.precision[0], arguments.threads)
+        return one_side(arguments.side, arguments.model, arguments.precision[0], arguments.threads, arguments.prompt)
     torch.set_num_threads(arguments.threads)
     from nemo_rl_cpp.models.sources import resolve_model
 
     folder, result = str(resolve_model("smollm2-135m-instruct")), {}
     for precision in arguments.precision:
-        sides = {name: Side(name, folder, precision, arguments.threads) for name in arguments.sides}
+        sides = {name: Side(name, folder, precision, arguments.threads, arguments.prompt) for name in arguments.sides}
         rows, peaks = {name: [] for name in sides}, []
         for round_ in range(arguments.rounds + 1):
             for name, side in sides.items():
@@ -219,10 +243,11 @@ def main() -> None:
             peaks += [matrix_peak(precision)] if round_ else []
         for side in sides.values():
             side.close()
-        result[precision] = {name: figures(name, steps, rows, peaks) for name, steps in rows.items()}
+        result[precision] = {name: figures(name, steps, rows, peaks, arguments.prompt) for name, steps in rows.items()}
         for name, row in result[precision].items():
             print(precision, name, row, flush=True)
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "threads": arguments.threads, "torch": torch.__version__, "rows": result}))
+    setting = {"prompt": arguments.prompt, "threads": arguments.threads, "torch": torch.__version__}
+    print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": result}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""run_all.py is what docs/benchmarks.md is made from: it must know every script, and no script that is gone."""
+
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ON_A_GPU_ONLY = {"gpu_step"}
+
+
+def test_run_all_runs_every_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "run_all", raising=False)
+    import run_all
+
+    scripts = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
+    assert {command.split()[0] for command in run_all.RUNS.values()} == scripts - ON_A_GPU_ONLY
+
+
+def test_a_script_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path, capfd):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "run_all", raising=False)
+    import run_all
+
+    monkeypatch.setattr(run_all, "RUNS", {"broken": "gae --no-such-option", "help": "gae --help"})
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
+    assert run_all.main() == 1
+    assert "failed: broken" in capfd.readouterr().err
+    assert "--no-such-option" in (tmp_path / "broken.txt").read_text()
+    assert "usage" in (tmp_path / "help.txt").read_text()

@@ -1,0 +1,66 @@
+"""Every benchmark in turn with the settings of docs/benchmarks.md, each with its output in a file: what that page is made from.
+
+    uv run python tests/benchmarks/run_all.py [--out results/benchmarks] [--only training_step lm_head ...]
+
+Takes about an hour and a half on two cores, with nothing else running. A script that fails is named at the end; the others go on.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUNS = {
+    "clipped_pg_loss": "clipped_pg_loss --repeats 31",
+    "whitening": "whitening --repeats 31",
+    "gae": "gae --repeats 31",
+    "adamw": "adamw --repeats 15",
+    "packing": "packing",
+    "linear": "linear --precision bfloat16",
+    "attention": "attention --model SmolLM2-135M",
+    "first_token": "first_token",
+    "decode_step": "decode_step --precision bfloat16",
+    "generation": "generation --precision bfloat16",
+    "vllm": "generation_engines --batches 16 64 --rounds 5",
+    "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm llama_cpp",
+    "training_step": "training_step --rounds 9 --precision bfloat16",
+    "training_step_grpo": "training_step --rounds 9 --precision bfloat16 --prompt 40",
+    "training_step_float32": "training_step --rounds 3 --precision float32",
+    "time_per_token": "time_per_token --base 2048",
+    "grpo_step": "grpo_step --steps 4 --rounds 3",
+    "lm_head": "lm_head --repeats 3",
+}
+
+
+def run(command: str, out: Path) -> bool:
+    """Whether it ended well; its output goes to `out` and to the terminal as it comes."""
+    script, *arguments = command.split()
+    line = [sys.executable, str(HERE / f"bench_{script}.py"), *arguments]
+    with out.open("w") as file, subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for text in process.stdout:
+            file.write(text)
+            print(text, end="", flush=True)
+    return process.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks"))
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in arguments.only:
+        start = time.perf_counter()
+        print(f"== {name}: bench_{RUNS[name]}", flush=True)
+        failed += [] if run(RUNS[name], arguments.out / f"{name}.txt") else [name]
+        print(f"== {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}; their output is in {arguments.out}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

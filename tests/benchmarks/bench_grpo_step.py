@@ -1,10 +1,11 @@
 """A whole GRPO step (8 prompts x 8 generations, 64 new tokens, bf16) against TRL's GRPOTrainer: seconds and peak memory.
 
-    uv run python tests/benchmarks/bench_grpo_step.py [--steps 3] [--rounds 2] [--threads 2] [--trl-batch 64]
+    uv run python tests/benchmarks/bench_grpo_step.py [--steps 3] [--rounds 2] [--threads 2] [--our-batch 32] [--trl-batch 64]
 
 Each side runs in a process of its own, ours and TRL's in turn; TRL in an environment of its own, which uv makes. The first
 step of a process is a warm-up. Both sides get the same model folder, prompts, reward and learning rate, and neither stops
-before 64 tokens. `--trl-batch` is TRL's per_device_train_batch_size: less than 64 means gradient accumulation.
+before 64 tokens. `--our-batch` is policy.train_micro_batch_size, `--trl-batch` TRL's per_device_train_batch_size: samples that go through
+the model at a time; less than 64 means gradient accumulation.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def reward(completions: list[str], **_: object) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-def ours(folder: str, steps: int, threads: int, _batch: int) -> dict[str, object]:
+def ours(folder: str, steps: int, threads: int, batch: int) -> dict[str, object]:
     import torch
 
     torch.set_num_threads(threads)
@@ -45,6 +46,7 @@ def ours(folder: str, steps: int, threads: int, _batch: int) -> dict[str, object
         result = nemo_rl_cpp.train_grpo(
             folder, prompt_texts(steps), reward, steps, num_prompts_per_step=PROMPTS, num_generations=GENERATIONS, max_new_tokens=NEW,
             learning_rate=1e-6, precision="bfloat16", log_dir=logs, policy__generation__stop_token_ids=[],
+            policy__train_micro_batch_size=batch,
         )  # fmt: skip
     return {"seconds": [row["seconds"] for row in result.history], "torch": torch.__version__}
 
@@ -81,7 +83,8 @@ def trl(folder: str, steps: int, threads: int, batch: int) -> dict[str, object]:
 
 def one_side(name: str, arguments: argparse.Namespace) -> None:
     """In the child: runs, and prints one line of JSON last."""
-    result = {"ours": ours, "trl": trl}[name](arguments.model, arguments.steps + 1, arguments.threads, arguments.trl_batch)
+    side, batch = {"ours": (ours, arguments.our_batch), "trl": (trl, arguments.trl_batch)}[name]
+    result = side(arguments.model, arguments.steps + 1, arguments.threads, batch)
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     result["peak_rss_gb"] = int(peak.split()[1]) / 2**20  # not ru_maxrss, which starts at the parent's
     print("\n" + json.dumps(result))
@@ -89,7 +92,7 @@ def one_side(name: str, arguments: argparse.Namespace) -> None:
 
 def run_side(name: str, arguments: argparse.Namespace) -> dict[str, object]:
     script = [str(Path(__file__).resolve()), "--side", name, "--model", arguments.model]
-    script += [f"--{key}={getattr(arguments, key.replace('-', '_'))}" for key in ("steps", "threads", "trl-batch")]
+    script += [f"--{key}={getattr(arguments, key.replace('-', '_'))}" for key in ("steps", "threads", "our-batch", "trl-batch")]
     python = [sys.executable] if name == "ours" else ["uv", "run", "--quiet", "--no-project", *(f"--with={p}" for p in TRL), "python"]
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--our-batch", type=int, default=32)
     parser.add_argument("--trl-batch", type=int, default=64)
     parser.add_argument("--model")
     parser.add_argument("--side", choices=["ours", "trl"])

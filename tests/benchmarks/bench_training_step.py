@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,7 +99,7 @@ def transformers(folder: str, precision: str, prompt: int, tuned: bool = False, 
 
     def full_loss(ids):
         first = max(prompt, 1)
-        logits = model(ids, logits_to_keep=ids.shape[1] - first + 1 if prompt else 0).logits
+        logits = model(ids, logits_to_keep=ids.shape[1] - first + 1).logits
         return -torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, first:, None]).mean()
 
     def run(ids):
@@ -116,8 +117,8 @@ SIDES = {
     "ours": ours,
     "ours_halved": lambda folder, precision, prompt: ours(folder, precision, prompt, computed_tokens(prompt) // 2),
     "transformers": transformers,
-    "transformers_tuned": lambda folder, precision, prompt: transformers(folder, precision, prompt, tuned=True),
-    "transformers_bf16_weights": lambda folder, precision, prompt: transformers(folder, precision, prompt, tuned=True, weights=torch.bfloat16),
+    "transformers_tuned": partial(transformers, tuned=True),
+    "transformers_bf16_weights": partial(transformers, tuned=True, weights=torch.bfloat16),
     "transformers_tuned_float32": lambda folder, _, prompt: transformers(folder, "float32", prompt, tuned=True),
 }
 PEERS = [name for name in SIDES if name.startswith("transformers")]

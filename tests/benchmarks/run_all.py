@@ -55,7 +55,8 @@ def main() -> int:
     for name in arguments.only:
         start = time.perf_counter()
         print(f"== {name}: bench_{RUNS[name]}", flush=True)
-        failed += [] if run(RUNS[name], arguments.out / f"{name}.txt") else [name]
+        if not run(RUNS[name], arguments.out / f"{name}.txt"):
+            failed.append(name)
         print(f"== {name}: {time.perf_counter() - start:.0f} s", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}; their output is in {arguments.out}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""run_all.py is what docs/benchmarks.md is made from: it must know every script, and no script that is gone."""
+"""What docs/benchmarks.md is made from: run_all.py must know every script and none that is gone, and peers must train on the same tokens."""
 
 import importlib.util
 import sys
@@ -10,12 +10,22 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ON_A_GPU_ONLY = {"gpu_step"}
 
 
-@pytest.fixture
-def run_all():
-    spec = importlib.util.spec_from_file_location("run_all", BENCHMARKS / "run_all.py")
+def load(name, monkeypatch):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # where its dataclasses look for it
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def run_all(monkeypatch):
+    return load("run_all", monkeypatch)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    return load("training_samples", monkeypatch)
 
 
 def test_run_all_runs_every_benchmark(run_all):
@@ -30,3 +40,22 @@ def test_a_script_that_fails_is_named_and_the_others_go_on(run_all, monkeypatch,
     assert "failed: broken" in capfd.readouterr().err
     assert "--no-such-option" in (tmp_path / "broken.txt").read_text()
     assert "usage" in (tmp_path / "help.txt").read_text()
+
+
+def test_samples_of_mixed_lengths_have_as_many_tokens_as_equal_ones(training):
+    mixed, equal = training.mixed_lengths(), training.equal_lengths()
+    assert sum(mixed) == sum(equal) == 2048 and len(mixed) == len(equal) == 16
+    assert 0.5 < 1 - sum(mixed) / (len(mixed) * max(mixed)) < 0.7  # padding of rollouts
+
+
+@pytest.mark.parametrize("prompt", [0, 40])
+@pytest.mark.parametrize("layout", ["padded", "sorted_by_length", "packed"])
+def test_every_layout_trains_each_token_once_behind_those_before_it(training, layout, prompt):
+    samples = training.Samples.random(training.mixed_lengths(), prompt, seed=1)
+    wanted = sorted(tuple(row[: t + 1]) for row, n in zip(samples.ids.tolist(), samples.lengths, strict=True) for t in range(max(prompt, 1), n))
+    found = []
+    for batch in getattr(training, layout)(samples):
+        for ids, trained in zip(batch.input_ids.tolist(), batch.trained.tolist(), strict=True):
+            positions = batch.options["position_ids"][0].tolist() if layout == "packed" else range(len(ids))
+            found += [tuple(ids[t - positions[t] : t + 1]) for t in range(len(ids)) if trained[t]]
+    assert sorted(found) == wanted

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from bench_training_step import chunked_loss, our_step
 from harness import Report, Times, alternate, begin, copy_bandwidth
+from training_samples import PeerBatch, Samples
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
@@ -45,10 +46,10 @@ def their_step(config: dict, device: str):
     model = their_model(config, torch.float32, device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
 
-    def run(ids):
+    def run(batch: PeerBatch):
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16):
-            loss = chunked_loss(model, ids)
+            loss = chunked_loss(model, batch) / batch.trained.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -66,8 +67,10 @@ def training(report: Report, config: dict) -> None:
     ids = torch.randint(0, config["vocab_size"], (report.args.samples, report.args.length), generator=torch.Generator().manual_seed(0))
     model = our_model(config, True, device)
     parameters = model.compute.numel()
-    ours, theirs, peer_ids = our_step(model, tokens), their_step(config, device), ids.to(device)
-    times = alternate({"ours": lambda: ours(ids), "transformers": lambda: theirs(peer_ids)}, report.args.repeats)
+    samples = Samples.whole(ids)
+    batch = PeerBatch(ids.to(device), samples.trained.to(device), {})
+    ours, theirs = our_step(model, tokens), their_step(config, device)
+    times = alternate({"ours": lambda: ours(samples), "transformers": lambda: theirs(batch)}, report.args.repeats)
     peak = product_flops(device, 8192 if report.on_gpu else 512)
     for name, time in times.items():
         rate = tokens / time.median

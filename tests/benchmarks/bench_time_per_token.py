@@ -12,6 +12,7 @@ import sys
 import torch
 from bench_training_step import ours
 from harness import Report, Times, alternate, begin
+from training_samples import Samples
 
 from nemo_rl_cpp._native import C
 
@@ -23,7 +24,7 @@ SCALES = (1, 2, 4, 8, 16)
 def step_of(run, samples: int, length: int):
     """One training step of `samples` x `length` random tokens."""
     ids = torch.randint(0, 49152, (samples, length), generator=torch.Generator().manual_seed(samples))
-    return lambda: run(ids)
+    return lambda: run(Samples.whole(ids))
 
 
 def attention_of(config: dict, dtype: torch.dtype, samples: int, length: int):

@@ -1,21 +1,27 @@
 """A training step of 2,048 packed tokens (forward, loss, backward, clipping, AdamW) against transformers + sdpa + fused AdamW.
 
-    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--prompt 0] [--sides ...] [--rounds 3] [--threads 2]
+    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--lengths mixed] [--prompt 0] [--sides ...] [--rounds 3]
 
-16 samples of 128 tokens. By default every token is trained and no two samples have anything in common. With `--prompt N` they are what GRPO
-trains on: groups of 8 share their first N tokens, and only the tokens after those are trained. Ours then computes a prompt once a group;
-the peers ask for the logits of trained tokens only, as TRL does.
+16 samples of 128 tokens, or with `--lengths mixed` of 45 to 292 with the same sum. By default every token is trained and no two samples
+have anything in common. With `--prompt N` they are what GRPO trains on: groups of 8 share their first N tokens, and only the tokens after
+those are trained. Ours then computes a prompt once a group; the peers ask for the logits of trained tokens only, as TRL does. Four sides fit
+into 24 GB of memory, of mixed lengths in float32 fewer.
 
-Each side runs in a process of its own, a step in turn; the first step of a process is a warm-up. Sides:
+Each side runs in a process of its own, a step in turn; the first step of a process is a warm-up, in which all must have the same norm of
+the gradient (within 5 %). Sides:
   ours                       one micro-batch of 2,048 tokens
-  ours_halved                two micro-batches of 1,024 tokens: the same gradients from half of the activations at a time
-  transformers               the usual way: fp32 weights, bf16 autocast (or plain fp32), full logits
-  transformers_tuned         logits in checkpointed chunks of 256 tokens, glibc keeping large blocks, in huge pages, matmul precision "medium"
-  transformers_bf16_weights  the same with weights and optimizer state in bfloat16 (fast, and no longer the same training)
+  ours_halved                two micro-batches of half the tokens: the same gradients from half of the activations at a time
+  transformers               the usual way: fp32 weights, bf16 autocast (or plain fp32), full logits, one batch padded to the longest
+  transformers_packed        the same on one row without padding, with positions that begin again for every sample
+  transformers_tuned         logits of trained tokens in checkpointed chunks of 256, glibc keeping large blocks, in huge pages, matmul
+                             precision "medium"
+  transformers_tuned_sorted  the same in four micro-batches of samples of similar length
+  transformers_tuned_packed  the same on the row of transformers_packed
+  transformers_bf16_weights  transformers_tuned_sorted with weights and optimizer state in bfloat16 (fast, and no longer the same training)
   transformers_tuned_float32 transformers_tuned in float32, whatever the precision: the fastest where bf16 has no instructions
 Memory is what a process grows by at its peak after the imports, less 18 bytes a parameter in bfloat16 and 16 in float32. `of_peak` is
 6 x parameters x tokens a second (of the tokens and parameters that ours computes) against one product of 2,048 x 4,096 x 4,096 by torch or
-by us, whichever is faster, after each round. `tok_s` counts the tokens of all samples, on every side.
+by us, whichever is faster, after each round. `tok_s` counts the tokens of all samples, on every side, and no padding.
 """
 
 import argparse
@@ -32,62 +38,72 @@ from pathlib import Path
 
 import torch
 from harness import tune_malloc
+from training_samples import COUNT, GROUP, MEAN_LENGTH, Layout, PeerBatch, Samples, equal_lengths, mixed_lengths, packed, padded, sorted_by_length
 
-B, S, GROUP = 16, 128, 8
+TOKENS = COUNT * MEAN_LENGTH
 PARAMETERS, HEAD_PARAMETERS = 134_515_008, 49_152 * 576
 CHUNK = 256
+HALF_SLACK = 32  # tokens: samples of mixed lengths do not fall into two equal halves
+LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
 
 
-def ours(folder: str, precision: str, prompt: int = 0, max_tokens: int = B * S):
+def ours(folder: str, precision: str, max_tokens: int = TOKENS):
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.models.hf_config import native_config, read_config
     from nemo_rl_cpp.models.weights import load_weights
 
     model = C.DecoderModel(native_config(read_config(folder)), getattr(torch, precision), True)
     load_weights(model, folder)
-    return our_step(model, max_tokens, prompt)
+    return our_step(model, max_tokens)
 
 
-def our_step(model, max_tokens: int, prompt: int = 0):
-    """A step in micro-batches of so many tokens. Rows are trained after `prompt` tokens, which each GROUP of them then shares."""
+def our_step(model, max_tokens: int):
+    """A step on samples in micro-batches of so many tokens; returns the norm of the gradient."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
     from nemo_rl_cpp.models.policy.train_step import Scoring, run_global_batch
 
     trainer = C.Trainer(model)
-    # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss; every token counts
+    # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss
     loss_fn = ClippedPGLossFn({"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.0})
 
-    def run(ids):
-        rows, length = ids.shape
-        batch = {"input_ids": ids, "input_lengths": torch.full((rows,), length), "token_mask": torch.ones(rows, length),
-                 "sample_mask": torch.ones(rows), "advantages": torch.ones(rows, length),
-                 "generation_logprobs": torch.full((rows, length), -10.0)}  # fmt: skip
-        if prompt:
-            batch["token_mask"][:, :prompt] = 0
+    def run(samples: Samples) -> float:
+        rows = len(samples.ids)
+        batch = {"input_ids": samples.ids, "input_lengths": samples.lengths, "token_mask": samples.trained.float(),
+                 "sample_mask": torch.ones(rows), "advantages": torch.ones(samples.ids.shape),
+                 "generation_logprobs": torch.full(samples.ids.shape, -10.0)}  # fmt: skip
+        if samples.prompt:
             batch["group_id"] = torch.arange(rows) // GROUP
         trainer.zero_grad()
         run_global_batch(trainer, batch, loss_fn, 0, rows, MicroBatching(max_tokens=max_tokens), Scoring(), train=True, on_policy=True)
-        trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
+        return trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0).grad_norm
 
     return run
 
 
-def chunked_loss(model, ids, prompt: int = 0):
-    """-mean(logprobs) with the head's logits of 256 tokens at a time, computed again in the backward."""
+def full_loss(model, batch: PeerBatch) -> torch.Tensor:
+    """-sum(logprobs) from the logits of all tokens from the first trained one on."""
+    first = int(batch.trained.any(0).nonzero()[0])
+    logits = model(batch.input_ids, logits_to_keep=batch.input_ids.shape[1] - first + 1, use_cache=False, **batch.options).logits
+    logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, batch.input_ids[:, first:, None])[..., 0]
+    return -logprobs[batch.trained[:, first:]].sum()
+
+
+def chunked_loss(model, batch: PeerBatch) -> torch.Tensor:
+    """-sum(logprobs) with the head's logits of 256 trained tokens at a time, computed again in the backward."""
     from torch.utils.checkpoint import checkpoint
 
     def chunk(hidden, targets):
         return torch.log_softmax(model.lm_head(hidden).float(), -1).gather(-1, targets[:, None]).sum()
 
-    first = max(prompt, 1)
-    hidden = model.model(ids).last_hidden_state[:, first - 1 : -1].flatten(0, 1)
-    parts = zip(hidden.split(CHUNK), ids[:, first:].flatten().split(CHUNK), strict=True)
-    return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts) / len(hidden)
+    wanted = batch.trained[:, 1:]
+    hidden = model.model(batch.input_ids, use_cache=False, **batch.options).last_hidden_state[:, :-1][wanted]
+    parts = zip(hidden.split(CHUNK), batch.input_ids[:, 1:][wanted].split(CHUNK), strict=True)
+    return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts)
 
 
-def transformers(folder: str, precision: str, prompt: int, tuned: bool = False, weights: torch.dtype = torch.float32):
+def transformers(folder: str, precision: str, tuned: bool = False, layout: Layout = padded, weights: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM
 
     if tuned:
@@ -96,43 +112,38 @@ def transformers(folder: str, precision: str, prompt: int, tuned: bool = False, 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
     autocast = precision == "bfloat16" and weights == torch.float32
+    loss_of = chunked_loss if tuned else full_loss
 
-    def full_loss(ids):
-        first = max(prompt, 1)
-        logits = model(ids, logits_to_keep=ids.shape[1] - first + 1).logits
-        return -torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, first:, None]).mean()
-
-    def run(ids):
+    def run(samples: Samples) -> float:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = chunked_loss(model, ids, prompt) if tuned else full_loss(ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for batch in layout(samples):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model, batch) / samples.trained.sum()
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return float(norm)
 
     return run
 
 
 SIDES = {
     "ours": ours,
-    "ours_halved": lambda folder, precision, prompt: ours(folder, precision, prompt, computed_tokens(prompt) // 2),
+    "ours_halved": ours,  # with fewer max_tokens
     "transformers": transformers,
+    "transformers_packed": partial(transformers, layout=packed),
     "transformers_tuned": partial(transformers, tuned=True),
-    "transformers_bf16_weights": partial(transformers, tuned=True, weights=torch.bfloat16),
-    "transformers_tuned_float32": lambda folder, _, prompt: transformers(folder, "float32", prompt, tuned=True),
+    "transformers_tuned_sorted": partial(transformers, tuned=True, layout=sorted_by_length),
+    "transformers_tuned_packed": partial(transformers, tuned=True, layout=packed),
+    "transformers_bf16_weights": partial(transformers, tuned=True, layout=sorted_by_length, weights=torch.bfloat16),
+    "transformers_tuned_float32": lambda folder, _: transformers(folder, "float32", tuned=True),
 }
 PEERS = [name for name in SIDES if name.startswith("transformers")]
 
 
 def computed_tokens(prompt: int) -> int:
-    """How many ours computes of B x S: a prompt once a group."""
-    return B * (S - prompt) + B // GROUP * prompt
-
-
-def random_samples(seed: int, prompt: int) -> torch.Tensor:
-    ids = torch.randint(0, 49152, (B, S), generator=torch.Generator().manual_seed(seed))
-    ids[:, :prompt] = ids[::GROUP, :prompt].repeat_interleave(GROUP, 0)
-    return ids
+    """How many ours computes of all: a prompt once a group."""
+    return TOKENS - (COUNT - COUNT // GROUP) * prompt
 
 
 def memory(key: str) -> int:
@@ -141,29 +152,31 @@ def memory(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def one_side(side: str, folder: str, precision: str, threads: int, prompt: int) -> None:
-    """In the child: a step for every line of standard input; answers with seconds and the memory so far."""
+def one_side(arguments: argparse.Namespace) -> None:
+    """In the child: a step for every line of standard input; answers with seconds, the memory so far and the gradient's norm."""
     import transformers as _  # noqa: F401
 
     import nemo_rl_cpp._native  # noqa: F401
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(arguments.threads)
+    precision, lengths = arguments.precision[0], LENGTHS[arguments.lengths]()
     base = memory("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
-    run = SIDES[side](folder, precision, prompt)
+    half = {"max_tokens": computed_tokens(arguments.prompt) // 2 + HALF_SLACK} if arguments.side == "ours_halved" else {}
+    run = SIDES[arguments.side](arguments.model, precision, **half)
     print("ready", flush=True)
     for line in sys.stdin:
-        ids = random_samples(int(line), prompt)
+        samples = Samples.random(lengths, arguments.prompt, int(line))
         start = time.perf_counter()
-        run(ids)
-        print(json.dumps([time.perf_counter() - start, (memory("VmHWM") - base) / 1e6]), flush=True)
+        norm = run(samples)
+        print(json.dumps([time.perf_counter() - start, (memory("VmHWM") - base) / 1e6, norm]), flush=True)
 
 
 class Side:
     """A child process that takes one step at a time."""
 
-    def __init__(self, name: str, folder: str, precision: str, threads: int, prompt: int) -> None:
-        command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision]
-        command += ["--threads", str(threads), "--prompt", str(prompt)]
+    def __init__(self, name: str, folder: str, precision: str, arguments: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--lengths", arguments.lengths]
+        command += ["--threads", str(arguments.threads), "--prompt", str(arguments.prompt)]
         environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment)
@@ -205,11 +218,11 @@ def matrix_peak(precision: str) -> float:
 
 def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], prompt: int) -> dict:
     """Of one side: speed and memory; for ours, against each peer, paired step by step."""
-    row = {"tok_s": round(B * S / statistics.median(s for s, _ in steps)), "extra_mb": round(steps[-1][1])}
+    row = {"tok_s": round(TOKENS / statistics.median(s for s, _, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
-    flops = 6 * (computed_tokens(prompt) * (PARAMETERS - HEAD_PARAMETERS) + B * (S - prompt) * HEAD_PARAMETERS)
-    row["of_peak"] = round(statistics.median(flops / s / p for (s, _), p in zip(steps, peaks, strict=True)), 2)
+    flops = 6 * (computed_tokens(prompt) * (PARAMETERS - HEAD_PARAMETERS) + (TOKENS - COUNT * prompt) * HEAD_PARAMETERS)
+    row["of_peak"] = round(statistics.median(flops / s / p for (s, _, _), p in zip(steps, peaks, strict=True)), 2)
     for peer in PEERS:
         if peer in rows:
             ratios = [theirs[0] / mine[0] for mine, theirs in zip(steps, rows[peer], strict=True)]
@@ -218,36 +231,50 @@ def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float
     return row
 
 
+def check_same_gradient(norms: dict[str, float]) -> None:
+    """Sides whose gradients differ were asked for different things."""
+    if max(norms.values()) > 1.05 * min(norms.values()):
+        raise SystemExit(f"the sides do not compute the same step: norms of the first gradient {norms}")
+
+
+def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[str, dict]:
+    sides = {name: Side(name, folder, precision, arguments) for name in arguments.sides}
+    check_same_gradient({name: side.step(0)[2] for name, side in sides.items()})
+    rows, peaks = {name: [] for name in sides}, []
+    for round_ in range(1, arguments.rounds + 1):
+        for name, side in sides.items():
+            rows[name].append(side.step(round_))
+        peaks.append(matrix_peak(precision))
+    for side in sides.values():
+        side.close()
+    return {name: figures(name, steps, rows, peaks, arguments.prompt) for name, steps in rows.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--prompt", type=int, default=0, choices=range(S), metavar=f"0..{S - 1}")
+    parser.add_argument("--lengths", choices=list(LENGTHS), default="equal")
+    parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", "ours_halved", "transformers", "transformers_tuned"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    shortest = min(LENGTHS[arguments.lengths]())
+    if not 0 <= arguments.prompt < shortest:
+        parser.error(f"--prompt {arguments.prompt}: the shortest sample has {shortest} tokens, so 0 to {shortest - 1} can be shared")
     if arguments.side:
-        return one_side(arguments.side, arguments.model, arguments.precision[0], arguments.threads, arguments.prompt)
+        return one_side(arguments)
     torch.set_num_threads(arguments.threads)
     from nemo_rl_cpp.models.sources import resolve_model
 
     folder, result = str(resolve_model("smollm2-135m-instruct")), {}
     for precision in arguments.precision:
-        sides = {name: Side(name, folder, precision, arguments.threads, arguments.prompt) for name in arguments.sides}
-        rows, peaks = {name: [] for name in sides}, []
-        for round_ in range(arguments.rounds + 1):
-            for name, side in sides.items():
-                step = side.step(round_)
-                rows[name] += [step] if round_ else []
-            peaks += [matrix_peak(precision)] if round_ else []
-        for side in sides.values():
-            side.close()
-        result[precision] = {name: figures(name, steps, rows, peaks, arguments.prompt) for name, steps in rows.items()}
+        result[precision] = measure(precision, folder, arguments)
         for name, row in result[precision].items():
             print(precision, name, row, flush=True)
-    setting = {"prompt": arguments.prompt, "threads": arguments.threads, "torch": torch.__version__}
+    setting = {"lengths": arguments.lengths, "prompt": arguments.prompt, "threads": arguments.threads, "torch": torch.__version__}
     print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": result}))
 
 

@@ -27,6 +27,10 @@ RUNS = {
     "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm llama_cpp",
     "training_step": "training_step --rounds 9 --precision bfloat16",
     "training_step_grpo": "training_step --rounds 9 --precision bfloat16 --prompt 40",
+    # the padded batch of a peer takes so much memory that it has a run of its own
+    "training_step_mixed": "training_step --rounds 9 --precision bfloat16 --lengths mixed --sides ours ours_halved transformers_packed"
+    " transformers_tuned_sorted",
+    "training_step_padded": "training_step --rounds 5 --precision bfloat16 --lengths mixed --sides ours transformers",
     "training_step_float32": "training_step --rounds 3 --precision float32",
     "time_per_token": "time_per_token --base 2048",
     "grpo_step": "grpo_step --steps 4 --rounds 3",

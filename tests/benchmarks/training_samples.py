@@ -1,0 +1,84 @@
+"""The samples that benchmarks train on, and the batches in which a peer can take them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+COUNT, MEAN_LENGTH, GROUP = 16, 128, 8
+SORTED_ROWS = 4  # of a micro-batch of neighbours in length
+
+
+def equal_lengths() -> list[int]:
+    return [MEAN_LENGTH] * COUNT
+
+
+def mixed_lengths() -> list[int]:
+    """The middles of as many equally likely parts of a log-normal distribution (sigma 0.5), in an order that is no order; padded to the
+    longest they are 55 % padding, of which rollouts have 50 to 70 % (NeMo RL's guide to sequence packing)."""
+    weights = [2.718281828 ** (0.5 * NormalDist().inv_cdf((i + 0.5) / COUNT)) for i in range(COUNT)]
+    lengths = [round(w / sum(weights) * COUNT * MEAN_LENGTH) for w in weights]
+    lengths[-1] += COUNT * MEAN_LENGTH - sum(lengths)
+    return [lengths[i * 7 % COUNT] for i in range(COUNT)]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Rows of tokens, 0 past their ends. With a prompt, each GROUP of rows begins with the same tokens and those after them are trained."""
+
+    ids: Tensor  # [B, S]
+    lengths: Tensor  # [B]
+    prompt: int = 0
+
+    @staticmethod
+    def whole(ids: Tensor) -> "Samples":
+        return Samples(ids, torch.full((len(ids),), ids.shape[1]))
+
+    @staticmethod
+    def random(lengths: list[int], prompt: int, seed: int) -> "Samples":
+        ids = torch.randint(0, 49152, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+        ids[:, :prompt] = ids[::GROUP, :prompt].repeat_interleave(GROUP, 0)
+        samples = Samples(ids, torch.tensor(lengths), prompt)
+        return Samples(ids * samples.real, samples.lengths, prompt)
+
+    @property
+    def real(self) -> Tensor:
+        return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    @property
+    def trained(self) -> Tensor:
+        """Bool [B, S]; nothing predicts a row's first token."""
+        return self.real & (torch.arange(self.ids.shape[1]) >= max(self.prompt, 1))
+
+
+@dataclass(frozen=True)
+class PeerBatch:
+    """What a model of transformers is called with, and the tokens [b, s] whose log-probabilities are its loss."""
+
+    input_ids: Tensor
+    trained: Tensor
+    options: dict[str, Tensor]
+
+
+def padded(samples: Samples) -> list[PeerBatch]:
+    """One batch, padded to the longest."""
+    options = {} if bool(samples.real.all()) else {"attention_mask": samples.real.long()}
+    return [PeerBatch(samples.ids, samples.trained, options)]
+
+
+def sorted_by_length(samples: Samples) -> list[PeerBatch]:
+    """Micro-batches of neighbours in length, each padded to its own longest."""
+    rows = samples.lengths.argsort(stable=True).split(SORTED_ROWS)
+    return [padded(Samples(samples.ids[r, : samples.lengths[r].max()], samples.lengths[r], samples.prompt))[0] for r in rows]
+
+
+def packed(samples: Samples) -> list[PeerBatch]:
+    """One row without padding, whose positions tell the model where a sample begins."""
+    real = samples.real
+    positions = torch.arange(samples.ids.shape[1]).expand_as(real)[real]
+    return [PeerBatch(samples.ids[real][None], samples.trained[real][None], {"position_ids": positions[None]})]
+
+
+Layout = Callable[[Samples], list[PeerBatch]]

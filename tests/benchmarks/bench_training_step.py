@@ -2,7 +2,7 @@
 
     uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--lengths mixed] [--prompt 0] [--sides ...] [--rounds 3]
 
-16 samples of 128 tokens, or with `--lengths mixed` of 45 to 292 with the same sum. By default every token is trained and no two samples
+16 samples of 128 tokens, or with `--lengths mixed` of 45 to 290 with the same sum. By default every token is trained and no two samples
 have anything in common. With `--prompt N` they are what GRPO trains on: groups of 8 share their first N tokens, and only the tokens after
 those are trained. Ours then computes a prompt once a group; the peers ask for the logits of trained tokens only, as TRL does. Four sides fit
 into 24 GB of memory, of mixed lengths in float32 fewer.

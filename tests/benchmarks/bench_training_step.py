@@ -47,18 +47,18 @@ HALF_SLACK = 32  # tokens: samples of mixed lengths do not fall into two equal h
 LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
 
 
-def ours(folder: str, precision: str, max_tokens: int = TOKENS):
+def ours(folder: str, precision: str, max_tokens: int = TOKENS, halved: bool = False):
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.models.hf_config import native_config, read_config
     from nemo_rl_cpp.models.weights import load_weights
 
     model = C.DecoderModel(native_config(read_config(folder)), getattr(torch, precision), True)
     load_weights(model, folder)
-    return our_step(model, max_tokens)
+    return our_step(model, max_tokens, halved)
 
 
-def our_step(model, max_tokens: int):
-    """A step on samples in micro-batches of so many tokens; returns the norm of the gradient."""
+def our_step(model, max_tokens: int, halved: bool = False):
+    """A step on samples in micro-batches of so many tokens, or in two halves; returns the norm of the gradient."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
@@ -75,8 +75,9 @@ def our_step(model, max_tokens: int):
                  "generation_logprobs": torch.full(samples.ids.shape, -10.0)}  # fmt: skip
         if samples.prompt:
             batch["group_id"] = torch.arange(rows) // GROUP
+        batching = MicroBatching(max_tokens=samples.computed // 2 + HALF_SLACK if halved else max_tokens)
         trainer.zero_grad()
-        run_global_batch(trainer, batch, loss_fn, 0, rows, MicroBatching(max_tokens=max_tokens), Scoring(), train=True, on_policy=True)
+        run_global_batch(trainer, batch, loss_fn, 0, rows, batching, Scoring(), train=True, on_policy=True)
         return trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0).grad_norm
 
     return run
@@ -129,7 +130,7 @@ def transformers(folder: str, precision: str, tuned: bool = False, layout: Layou
 
 SIDES = {
     "ours": ours,
-    "ours_halved": ours,  # with fewer max_tokens
+    "ours_halved": partial(ours, halved=True),
     "transformers": transformers,
     "transformers_packed": partial(transformers, layout=packed),
     "transformers_tuned": partial(transformers, tuned=True),
@@ -139,11 +140,6 @@ SIDES = {
     "transformers_tuned_float32": lambda folder, _: transformers(folder, "float32", tuned=True),
 }
 PEERS = [name for name in SIDES if name.startswith("transformers")]
-
-
-def computed_tokens(prompt: int) -> int:
-    """How many ours computes of all: a prompt once a group."""
-    return TOKENS - (COUNT - COUNT // GROUP) * prompt
 
 
 def memory(key: str) -> int:
@@ -161,8 +157,7 @@ def one_side(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     precision, lengths = arguments.precision[0], LENGTHS[arguments.lengths]()
     base = memory("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
-    half = {"max_tokens": computed_tokens(arguments.prompt) // 2 + HALF_SLACK} if arguments.side == "ours_halved" else {}
-    run = SIDES[arguments.side](arguments.model, precision, **half)
+    run = SIDES[arguments.side](arguments.model, precision)
     print("ready", flush=True)
     for line in sys.stdin:
         samples = Samples.random(lengths, arguments.prompt, int(line))
@@ -216,12 +211,12 @@ def matrix_peak(precision: str) -> float:
     return best
 
 
-def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], prompt: int) -> dict:
+def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], samples: Samples) -> dict:
     """Of one side: speed and memory; for ours, against each peer, paired step by step."""
     row = {"tok_s": round(TOKENS / statistics.median(s for s, _, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
-    flops = 6 * (computed_tokens(prompt) * (PARAMETERS - HEAD_PARAMETERS) + (TOKENS - COUNT * prompt) * HEAD_PARAMETERS)
+    flops = 6 * (samples.computed * (PARAMETERS - HEAD_PARAMETERS) + (TOKENS - COUNT * samples.prompt) * HEAD_PARAMETERS)
     row["of_peak"] = round(statistics.median(flops / s / p for (s, _, _), p in zip(steps, peaks, strict=True)), 2)
     for peer in PEERS:
         if peer in rows:
@@ -247,7 +242,8 @@ def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[
         peaks.append(matrix_peak(precision))
     for side in sides.values():
         side.close()
-    return {name: figures(name, steps, rows, peaks, arguments.prompt) for name, steps in rows.items()}
+    samples = Samples.random(LENGTHS[arguments.lengths](), arguments.prompt, seed=0)
+    return {name: figures(name, steps, rows, peaks, samples) for name, steps in rows.items()}
 
 
 def main() -> None:

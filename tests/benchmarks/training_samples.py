@@ -53,6 +53,11 @@ class Samples:
         """Bool [B, S]; nothing predicts a row's first token."""
         return self.real & (torch.arange(self.ids.shape[1]) >= max(self.prompt, 1))
 
+    @property
+    def computed(self) -> int:
+        """Tokens, a prompt once a group."""
+        return int(self.lengths.sum()) - (len(self.ids) - len(self.ids) // GROUP) * self.prompt
+
 
 @dataclass(frozen=True)
 class PeerBatch:

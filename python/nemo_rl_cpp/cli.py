@@ -11,14 +11,17 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """`check`: reports every mistake of a configuration, or that there is none."""
     from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
     from nemo_rl_cpp.config.loader import kind_of
-    from nemo_rl_cpp.config.run import print_mistakes
+    from nemo_rl_cpp.config.run import print_findings, print_mistakes
+    from nemo_rl_cpp.preflight import preflight
 
     loaders = {"grpo": load_grpo_config, "ppo": load_ppo_config, "eval": load_eval_config}
     try:
         kind = arguments.kind or kind_of(arguments.config)
-        loaders[kind](arguments.config, overrides)
+        config = loaders[kind](arguments.config, overrides)
     except ConfigError as error:
         print_mistakes(error)
+        return 2
+    if print_findings(preflight(config)):
         return 2
     print(f"{arguments.config}: no mistakes ({kind})")
     return 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_rl_cpp.models.sources import TINY_RANDOM, SourceError, resolve_tokenizer
+from nemo_rl_cpp.preflight import Finding, preflight
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 from .errors import ConfigError
@@ -52,7 +53,9 @@ def run(
         print(dump_yaml(config.resolved))
         if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
             print(forecast_text(config))  # type: ignore[arg-type]
-        return 0
+        return 2 if print_findings(preflight(config)) else 0
+    if print_findings(preflight(config)):
+        return 2
     try:
         _find_tokenizer(config)
     except SourceError as error:
@@ -67,6 +70,13 @@ def _find_tokenizer(config: Any) -> None:
     name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
     if name != TINY_RANDOM:
         resolve_tokenizer(name, ask_hub=False)
+
+
+def print_findings(findings: Sequence[Finding]) -> int:
+    """Prints what `preflight` found to stderr; returns the number of errors."""
+    for finding in findings:
+        print(f"{finding.level}: {finding}", file=sys.stderr)
+    return sum(finding.level == "error" for finding in findings)
 
 
 def print_mistakes(error: ConfigError) -> None:

@@ -1,0 +1,24 @@
+"""What a run would stumble over later, looked for before a model is loaded: model files, data, folders, environments.
+
+`nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all ask `preflight(config)`. A check is a function of the
+configuration that yields `Finding`s; each file of this package holds the checks of one subject. No check loads weights or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import data, environments, folders, model
+from .finding import Finding
+
+CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (folders.check, model.check, environments.check, data.check)
+
+
+def preflight(config: Any) -> list[Finding]:
+    """All findings about a checked configuration (of GRPO, PPO or an evaluation), errors first."""
+    found = [finding for check in CHECKS for finding in check(config)]
+    return sorted(found, key=lambda finding: finding.level != "error")
+
+
+__all__ = ["CHECKS", "Finding", "preflight"]

@@ -75,9 +75,12 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     from nemo_rl_cpp.models.hf_config import native_config
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
-    folder = open_model_folder(find_policy_weights(config.generation.model_name))
+    length = config.generation.vllm_cfg.max_model_len
+    folder = open_model_folder(
+        find_policy_weights(config.generation.model_name), max_length=length, key="generation.vllm_cfg.max_model_len", name_key="generation.model_name"
+    )
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
-    model = C.DecoderModel(native_config(folder.config), dtype, False, check_device(config.cluster.device))
+    model = C.DecoderModel(native_config(folder.config, max_length=length), dtype, False, check_device(config.cluster.device))
     folder.fill(model)
     return NativeGeneration(native_runner(model, config.generation), config.generation, tokenizer, seed=config.eval.seed)
 

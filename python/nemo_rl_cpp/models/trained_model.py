@@ -44,7 +44,10 @@ class TrainedModel:
             raise ValueError(f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
         self.section, self.config, self.tokenizer = section, config, tokenizer
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
-        self.folder = open_model_folder(config.model_name, config.hf_config_overrides, seed=seed)
+        self.folder = open_model_folder(
+            config.model_name, config.hf_config_overrides, seed=seed, max_length=config.max_total_sequence_length,
+            key=f"{section}.max_total_sequence_length",
+        )  # fmt: skip
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model)
         self.schedule = create_schedule(config, total_steps)
@@ -55,14 +58,18 @@ class TrainedModel:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
-        model = C.DecoderModel(native_config(folder.config, value_head=self.value_head), DTYPES[self.config.precision], trainable, self.device)
+        model = self._build(folder.config, trainable)
         folder.fill(model)
         return model
 
     def _load_from(self, weights_path: str | Path) -> Any:
-        model = C.DecoderModel(native_config(self.folder.config, value_head=self.value_head), DTYPES[self.config.precision], True, self.device)
+        model = self._build(self.folder.config, True)
         load_weights(model, weights_path)
         return model
+
+    def _build(self, config: dict[str, Any], trainable: bool) -> Any:
+        native = native_config(config, value_head=self.value_head, max_length=self.config.max_total_sequence_length)
+        return C.DecoderModel(native, DTYPES[self.config.precision], trainable, self.device)
 
     @property
     def data_parallel_size(self) -> int:

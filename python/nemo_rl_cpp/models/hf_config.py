@@ -132,6 +132,8 @@ def _derive(form: dict[str, Any]) -> None:
         form["head_dim"] = hidden // heads
     if form["max_position_embeddings"] is None:
         form["max_position_embeddings"] = _DEFAULTS[form["model_type"]]["max_position_embeddings"]
+    if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):  # transformers 5 fails on layers without a window
+        form["layer_types"] = ["full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]]
 
 
 def _is_size(value: Any) -> bool:
@@ -201,21 +203,22 @@ def max_sequence_length(config: Mapping[str, Any]) -> int:
     return min(max_positions(config), sliding_window(config) or max_positions(config))
 
 
-def check_length(config: Mapping[str, Any], length: int, key: str, overrides: str = "hf_config_overrides") -> None:
-    """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model."""
+def check_length(config: Mapping[str, Any], length: int, key: str, model: str) -> None:
+    """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model, which
+    messages call `model`. The rule is vLLM's."""
     positions, window = max_positions(config), sliding_window(config)
     stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
     if length > max(positions, stated if _is_size(stated) else 0):
         factor = position_factor(config)[1]
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
         raise ModelFolderError(
-            f"{key} is {length}, but the model has positions for {positions} tokens (max_position_embeddings "
-            f"{config['max_position_embeddings']}{scaled}): lower {key}, or set {overrides}.max_position_embeddings if the model can do more"
+            f"{key} is {length}, but {model} has positions for {positions} tokens (max_position_embeddings "
+            f"{config['max_position_embeddings']}{scaled}): lower {key}, or set hf_config_overrides.max_position_embeddings if the model can do more"
         )
     if window is not None and length > window:
         raise ModelFolderError(
-            f"{key} is {length}, but layers of the model see {window} tokens (use_sliding_window, sliding_window), and windows are not supported: "
-            f"lower {key} to {window}, or set {overrides}.use_sliding_window=false for full attention"
+            f"{key} is {length}, but layers of {model} see {window} tokens (use_sliding_window, sliding_window), and windows are not supported: "
+            f"lower {key} to {window}, or set hf_config_overrides.use_sliding_window=false for full attention"
         )
 
 

@@ -77,7 +77,7 @@ def open_model_folder(
 
         folder = read_model_folder(resolve_model(name, key=name_key), overrides)
     if max_length is not None:
-        check_length(folder.config, max_length, key)
+        check_length(folder.config, max_length, key, name)
     folder.print_remarks()
     return folder
 

@@ -132,6 +132,11 @@ def hub_cache(repo: str) -> Path:
     return Path(root).expanduser() / f"models--{repo.replace('/', '--')}"
 
 
+def is_cached(folder: Path) -> bool:
+    """Whether a folder is the hub's library's copy of a model, which a run completes and renews where the hub answers."""
+    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+
+
 def did_you_mean(name: str) -> str:
     """"; did you mean ...?" where a packaged model, or a model folder beside the one that is named, has nearly that name."""
     near = nearest_model(name)

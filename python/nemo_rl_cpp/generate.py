@@ -48,8 +48,9 @@ class TextGenerator:
         opened = read_model_folder(folder)
         opened.print_remarks()
         config = opened.config
-        self.tokenizer = Tokenizer.from_pretrained(folder)
         self.max_length = max_sequence_length(config)
+        opened.check_weights(max_length=self.max_length)
+        self.tokenizer = Tokenizer.from_pretrained(folder)
         native = _native_module()
         if num_threads is not None:
             native.set_num_threads(num_threads)

@@ -86,6 +86,7 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
         length = max_sequence_length(folder.config)
         engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # not as if it had been given
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
+    folder.check_weights(max_length=engine.max_model_len)
     model = C.DecoderModel(native_config(folder.config, max_length=engine.max_model_len), dtype, False, check_device(config.cluster.device))
     folder.fill(model)
     return NativeGeneration(native_runner(model, config.generation), config.generation, tokenizer, seed=config.eval.seed)

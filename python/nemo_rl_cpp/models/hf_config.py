@@ -132,12 +132,14 @@ def _derive(form: dict[str, Any]) -> None:
         form["head_dim"] = hidden // heads
     if form["max_position_embeddings"] is None:
         form["max_position_embeddings"] = _DEFAULTS[form["model_type"]]["max_position_embeddings"]
+    if not form.get("quantization_config"):
+        form.pop("quantization_config", None)  # transformers 4 fails on one that is null
     if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):  # transformers 5 fails on layers without a window
         form["layer_types"] = ["full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]]
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def _check(form: Mapping[str, Any]) -> None:
@@ -170,7 +172,8 @@ def _check_layers(form: Mapping[str, Any]) -> None:
         return
     for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
         value = form[key]
-        if form["use_sliding_window"] and value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        absent = value is None and key == "sliding_window"
+        if form["use_sliding_window"] and not absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ModelFolderError(f"{key} is {value!r}, but a whole number from {least} was expected")
     kinds = form.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]):

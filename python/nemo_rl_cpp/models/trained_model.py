@@ -58,6 +58,7 @@ class TrainedModel:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
+        folder.check_weights(value_head=self.value_head, max_length=self.config.max_total_sequence_length)
         model = self._build(folder.config, trainable)
         folder.fill(model)
         return model

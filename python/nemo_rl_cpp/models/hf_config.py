@@ -35,7 +35,10 @@ TINY_CONFIG = {
 }  # fmt: skip
 
 # What transformers 5 takes for a key that config.json leaves out.
-_EVERY = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+_EVERY = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
 _QWEN = {
     **_EVERY, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
@@ -306,15 +309,17 @@ def parameter_shapes(native: Mapping[str, Any]) -> dict[str, list[int]]:
     """Name and shape of every parameter of the `DecoderModel` that `native_config` describes."""
     hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
     query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
-    projections = {"self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query)}
-    mlp = {"mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner)}
+    products = {
+        "self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
+        "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
+    }  # fmt: skip
     biased = {"self_attn.q": "qkv_bias", "self_attn.k": "qkv_bias", "self_attn.v": "qkv_bias", "self_attn.o": "output_bias"}
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(native["num_layers"]):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{norm}_layernorm.weight": [hidden] for norm in ("input", "post_attention")}
         shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [heads] for norm in "qk" if native["qk_norm"]}
-        for name, (rows, columns) in (projections | mlp).items():
+        for name, (rows, columns) in products.items():
             shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:
                 shapes[f"{prefix}{name}_proj.bias"] = [rows]

@@ -24,16 +24,29 @@ from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_param
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a model is before its weights are loaded.
+    """What a model is before it is built.
 
     `config` is config.json in the one form of `models.hf_config`; `path` the folder with the weights, None where the model starts
-    random; `remarks` are sentences that its user should read.
+    random; `value_head` says that it becomes a critic, `max_length` how many tokens its longest sequence has (None: as many as
+    it has positions for); `remarks` are sentences that its user should read.
     """
 
     config: dict[str, Any]
     path: Path | None
     seed: int = 0
+    value_head: bool = False
+    max_length: int | None = None
     remarks: tuple[str, ...] = ()
+
+    def native(self) -> dict[str, Any]:
+        """The keyword dictionary of the native `DecoderModel`."""
+        return native_config(self.config, value_head=self.value_head, max_length=self.max_length)
+
+    def check_weights(self) -> None:
+        """Raises what building and filling the model would raise, by the files' headers alone."""
+        native = self.native()
+        if self.path is not None:
+            check_parameters(self.path, parameter_shapes(native))
 
     def fill(self, model: Any) -> None:
         """Loads or draws the weights of a native `DecoderModel`."""
@@ -48,62 +61,64 @@ class ModelFolder:
         for remark in self.remarks:
             print(f"warning: {remark}", file=sys.stderr, flush=True)
 
-    def check_weights(self, *, value_head: bool = False, max_length: int | None = None) -> None:
-        """Raises what building and filling the model would raise, by the files' headers alone."""
-        native = native_config(self.config, value_head=value_head, max_length=max_length)
-        if self.path is not None:
-            check_parameters(self.path, parameter_shapes(native))
-
 
 def open_model_folder(
-    name: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0, max_length: int | None = None,
-    key: str = "policy.max_total_sequence_length", name_key: str = "policy.model_name",
+    name: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
+    length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
     """`policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
     `models.sources.resolve_model` finds. Its remarks are printed.
 
     Args:
         overrides: `hf_config_overrides`, in either of transformers' spellings.
+        value_head: it becomes a critic.
         max_length: tokens of the longest sequence, which the model must have positions for.
-        key, name_key: what messages call that length and the model's name.
+        length_key, key: what messages call that length and the model's name.
 
     Raises:
         ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it.
     """
     if name == TINY_RANDOM:
-        folder = tiny_random(overrides, seed)
+        folder = tiny_random(overrides, seed=seed, value_head=value_head, max_length=max_length)
     else:
         from nemo_rl_cpp.models.sources import resolve_model
 
-        folder = read_model_folder(resolve_model(name, key=name_key), overrides)
+        folder = read_model_folder(resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length)
     if max_length is not None:
-        check_length(folder.config, max_length, key, name)
+        check_length(folder.config, max_length, length_key, name)
     folder.print_remarks()
     return folder
 
 
-def tiny_random(overrides: Mapping[str, Any] | None = None, seed: int = 0) -> ModelFolder:
-    """The small model that starts random."""
+def tiny_random(overrides: Mapping[str, Any] | None = None, **fields: Any) -> ModelFolder:
+    """The small model that starts random; `fields` are those of `ModelFolder`."""
     try:
-        return ModelFolder(canonical_config(TINY_CONFIG, overrides), None, seed)
+        return ModelFolder(canonical_config(TINY_CONFIG, overrides), None, **fields)
     except ModelFolderError as error:
         raise ModelFolderError(f"{TINY_RANDOM} with hf_config_overrides: {error}") from None
 
 
-def read_model_folder(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelFolder:
-    """The model of a folder on this machine; nothing is printed.
+def read_model_folder(path: Path, overrides: Mapping[str, Any] | None = None, **fields: Any) -> ModelFolder:
+    """The model of a folder on this machine; nothing is printed. `fields` are those of `ModelFolder`.
 
     A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,
-    too).
+    too). A critic has no such head.
     """
     config = read_config(path, overrides)
     remarks = [f"{path / 'config.json'}: {remark}" for remark in config_remarks(read_config_file(path))]
     if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
-        remarks.append(f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, and the files of the index are not read")
-    if config["tie_word_embeddings"] and head_differs(path):
+        remarks.append(f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index")
+    if config["tie_word_embeddings"] and not fields.get("value_head") and _has_own_head(path):
         config["tie_word_embeddings"] = False
         remarks.append(
             f"{path / 'config.json'} says tie_word_embeddings, but the weights hold an lm_head.weight that is not the embedding: "
             "the two are kept apart (tie_word_embeddings=false)"
         )
-    return ModelFolder(config, path, remarks=tuple(remarks))
+    return ModelFolder(config, path, remarks=tuple(remarks), **fields)
+
+
+def _has_own_head(path: Path) -> bool:
+    try:
+        return head_differs(path)
+    except ModelFolderError:
+        return False  # a run that goes on from a checkpoint needs no weights here; one that loads them says what is wrong

@@ -83,8 +83,8 @@ def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True, key: st
 
 
 def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str) -> Path:
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = _expanded(name_or_path)
+    if os.path.isdir(path):
         return path
     name = str(name_or_path)
     if name.lower() == SMOLLM2:
@@ -100,10 +100,15 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
         raise UnknownOnHubError(f"{error}{did_you_mean(name)}") from None
 
 
+def _expanded(name: str | Path) -> Path:
+    """With the home folder for `~`. (Path.expanduser raises where a user is not known, and its is_dir for a name too long.)"""
+    return Path(os.path.expanduser(name))
+
+
 def check_is_no_file(name: str, key: str) -> None:
     """Raises SourceError when a name that is no folder is a file or a path, so that no hub can have it."""
-    path = Path(name).expanduser()
-    if path.exists():
+    path = _expanded(name)
+    if os.path.exists(path):
         raise SourceError(
             f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json"
         )
@@ -113,10 +118,10 @@ def check_is_no_file(name: str, key: str) -> None:
 
 def local_folder(name: str) -> Path | None:
     """The folder of a model as far as it is on this machine: nothing is fetched, converted or asked for."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = _expanded(name)
+    if os.path.isdir(path):
         return path
-    if name.lower() not in (SMOLLM2, _SMOLLM2_HUB) and not hub_cache(name).is_dir():
+    if name.lower() not in (SMOLLM2, _SMOLLM2_HUB) and not os.path.isdir(hub_cache(name)):
         return None  # and the hub's library, half a second to import, is not needed
     packaged = cache_root() / "models" / SMOLLM2
     if name.lower() == SMOLLM2:
@@ -145,10 +150,10 @@ def did_you_mean(name: str) -> str:
 
 def nearest_model(name: str) -> str | None:
     """A packaged model, or a model folder beside the one that is named, that has nearly that name."""
-    beside = Path(name).expanduser().parent
+    beside = _expanded(name).parent
     try:
         folders = [str(file.parent) for file in beside.glob("*/config.json")]
-    except OSError:
+    except (OSError, ValueError):
         folders = []
     known = {_plain(candidate): candidate for candidate in [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]}
     near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.8)
@@ -156,7 +161,7 @@ def nearest_model(name: str) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return os.path.normpath(Path(name).expanduser()).lower().replace("_", "-")
+    return os.path.normpath(_expanded(name)).lower().replace("_", "-")
 
 
 # -- the hub --------------------------------------------------------------------------------------------------------
@@ -392,8 +397,8 @@ def _lock(path: Path) -> Iterator[None]:
 def find_policy_weights(name: str) -> str:
     """`name` itself, or the policy's weights when it is a checkpoint of a run (`step_N`) or the folder of its checkpoints,
     of which the newest whole one counts."""
-    folder = Path(name).expanduser()
-    steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if folder.is_dir() else []
+    folder = _expanded(name)
+    steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():
         folder = max(steps, key=lambda step: int(step.name[5:]))
     weights = folder / "policy" / "weights"

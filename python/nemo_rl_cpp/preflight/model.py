@@ -83,9 +83,10 @@ def _trained(section: str, model: Any) -> _Use:
 
 def _check_model(use: _Use) -> Iterator[Finding]:
     """Yields findings and returns the model, None where it is not here or cannot be used."""
+    fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
-            folder = tiny_random(use.overrides)
+            folder = tiny_random(use.overrides, **fields)
         else:
             path = local_folder(use.name)
             if path is None:
@@ -93,10 +94,10 @@ def _check_model(use: _Use) -> Iterator[Finding]:
                 return None
             if is_cached(path) and not (path / "config.json").is_file():  # the run fetches the rest
                 return None
-            folder = read_model_folder(path, use.overrides)
+            folder = read_model_folder(path, use.overrides, **fields)
         if use.length is not None:
             check_length(folder.config, use.length, use.length_key, use.name)
-        folder.check_weights(value_head=use.value_head, max_length=use.length)
+        folder.check_weights()
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
         return None

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,26 @@ class TextGenerator:
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
         from nemo_rl_cpp.data.tokenizer import Tokenizer
-        from nemo_rl_cpp.models.hf_config import native_config, read_config
+        from nemo_rl_cpp.models.hf_config import max_sequence_length
+        from nemo_rl_cpp.models.model_folder import read_model_folder
         from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
 
         if precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {precision!r}: expected bfloat16 or float32")
-        folder = resolve_model(find_policy_weights(str(model)))
+        folder = resolve_model(find_policy_weights(str(model)), key="the model")
+        opened = read_model_folder(folder)
+        self.max_length = max_sequence_length(opened.config)
+        opened = replace(opened, max_length=self.max_length)
+        opened.check_weights()
+        opened.print_remarks()
         self.tokenizer = Tokenizer.from_pretrained(folder)
-        config = read_config(folder)
-        self.max_length = int(config.get("max_position_embeddings") or 0)
         native = _native_module()
         if num_threads is not None:
             native.set_num_threads(num_threads)
-        self._model = native.TextModel(native_config(config), precision, self.max_length)
+        self._model = native.TextModel(opened.native(), precision, self.max_length)
         _load(self._model, folder)
         self._knows_bytes = False
-        self._vocab_size = int(config["vocab_size"])
+        self._vocab_size = int(opened.config["vocab_size"])
 
     def generate(
         self,

@@ -105,6 +105,17 @@ def test_saved_checkpoint_gives_transformers_the_same_logits(name, shard_bytes, 
     assert load(tmp_path / "out").digest() == model.digest()
 
 
+def test_a_save_leaves_no_weights_of_another_save(tmp_path):
+    build("qwen3", tmp_path / "in")
+    model, config = load(tmp_path / "in"), read_config(tmp_path / "in")
+    files = []
+    for shard_bytes in (10**9, 20_000, 10**9):
+        save_weights(model, tmp_path / "out", config, max_shard_bytes=shard_bytes)
+        files.append({file.name for file in (tmp_path / "out").iterdir()})
+        assert load(tmp_path / "out").digest() == model.digest()
+    assert files[0] == files[2] == {"config.json", "model.safetensors"} and "model.safetensors" not in files[1]
+
+
 def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(tmp_path):
     build("qwen3", tmp_path)
     gradients = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nemo_rl_cpp.models.hf_config import read_config_file
+from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
 from .master import GRPOMasterConfig, PPOMasterConfig
@@ -62,9 +64,11 @@ class Phase:
 def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes | None:
     """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine."""
     known: dict[str, Any] = {}
-    file = Path(model_name).expanduser() / "config.json"
-    if file.is_file():
-        known = json.loads(file.read_text(encoding="utf-8"))
+    if (Path(model_name).expanduser() / "config.json").is_file():
+        try:
+            known = read_config_file(Path(model_name).expanduser())
+        except ModelFolderError:
+            return None  # the checks of the model say why
     elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct":  # the packaged model; its sizes are public
         known = {
             "hidden_size": 576,
@@ -77,7 +81,7 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
         }
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if any(name not in known for name in needed):
+    if any(not isinstance(known.get(name), int) or known[name] < 1 for name in needed):
         return None
     heads = known["num_attention_heads"]
     return ModelSizes(

@@ -4,7 +4,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +68,27 @@ def setup(master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessed
 
 
 def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
-    """The native engine on weights of its own: there is no trainer, so nothing else is kept of the model."""
+    """The native engine on weights of its own: there is no trainer, so nothing else is kept of the model.
+
+    A length that the configuration leaves out is bounded by the model's."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.virtual_cluster import check_device
     from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
-    from nemo_rl_cpp.models.hf_config import native_config
+    from nemo_rl_cpp.models.hf_config import max_sequence_length
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
-    folder = open_model_folder(find_policy_weights(config.generation.model_name))
+    engine = config.generation.vllm_cfg
+    given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
+    folder = open_model_folder(
+        find_policy_weights(config.generation.model_name), max_length=given, length_key="generation.vllm_cfg.max_model_len", key="generation.model_name"
+    )
+    if given is None:
+        length = max_sequence_length(folder.config)
+        engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # not as if it had been given
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
-    model = C.DecoderModel(native_config(folder.config), dtype, False, check_device(config.cluster.device))
+    folder = replace(folder, max_length=engine.max_model_len)
+    folder.check_weights()
+    model = C.DecoderModel(folder.native(), dtype, False, check_device(config.cluster.device))
     folder.fill(model)
     return NativeGeneration(native_runner(model, config.generation), config.generation, tokenizer, seed=config.eval.seed)
 

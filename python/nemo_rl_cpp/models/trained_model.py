@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -44,7 +43,10 @@ class TrainedModel:
             raise ValueError(f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
         self.section, self.config, self.tokenizer = section, config, tokenizer
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
-        self.folder = open_model_folder(config.model_name, config.hf_config_overrides, seed=seed)
+        self.folder = open_model_folder(
+            config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
+            length_key=f"{section}.max_total_sequence_length", key=f"{section}.model_name",
+        )  # fmt: skip
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model)
         self.schedule = create_schedule(config, total_steps)
@@ -55,12 +57,13 @@ class TrainedModel:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
-        model = C.DecoderModel(native_config(folder.config, value_head=self.value_head), DTYPES[self.config.precision], trainable, self.device)
+        folder.check_weights()
+        model = C.DecoderModel(folder.native(), DTYPES[self.config.precision], trainable, self.device)
         folder.fill(model)
         return model
 
     def _load_from(self, weights_path: str | Path) -> Any:
-        model = C.DecoderModel(native_config(self.folder.config, value_head=self.value_head), DTYPES[self.config.precision], True, self.device)
+        model = C.DecoderModel(self.folder.native(), DTYPES[self.config.precision], True, self.device)
         load_weights(model, weights_path)
         return model
 

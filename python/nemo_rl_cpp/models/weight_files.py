@@ -1,15 +1,29 @@
-"""What a Hugging Face folder's safetensors files hold, and whether that is what a model needs. Works without torch."""
+"""What a Hugging Face folder's safetensors files hold, and whether that is what a model needs. Works without torch.
+
+Training, evaluation, `generate` and the checks before a run all read weights here.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from os.path import isfile
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from nemo_rl_cpp.models.hf_config import read_json
+from nemo_rl_cpp.models.sources import ModelFolderError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+          "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
+_READ = ("F64", "F32", "F16", "BF16")
+_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 
 
 class RawTensor(NamedTuple):
@@ -21,55 +35,170 @@ class RawTensor(NamedTuple):
     data: memoryview
 
 
+class TensorEntry(NamedTuple):
+    """What a file's header says of a tensor: its bytes are `begin` to `end` of the file."""
+
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+
+
+# -- the files ----------------------------------------------------------------------------------------------------------
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files. Raises ValueError if there are none, or if the index names one that is not there."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        absent = [n for n in names if not (folder / n).exists()]
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
-        return [folder / n for n in names]
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    raise ValueError(f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read)")
+    """The folder's safetensors files: model.safetensors, else those that the index names, as transformers chooses.
+
+    Raises:
+        ModelFolderError: there are none, the index is damaged, or a file is missing or lies outside the folder.
+    """
+    folder = Path(folder)
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return [_inside(folder, SINGLE_FILE, str(folder))]
+    if single.is_symlink():
+        raise ModelFolderError(f"{single} is a link to {single.readlink()}, which is not there: copy or download the file again")
+    if index.is_file():
+        return _shards(folder, index)
+    raise ModelFolderError(f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}")
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelFolderError(f"{index} has no weight_map that names a file for each tensor: copy or download it again")
+    names = sorted(set(weight_map.values()))
+    files = [_inside(folder, name, str(index)) for name in names]
+    absent = [name for name, file in zip(names, files) if not isfile(file)]
+    if absent:
+        raise ModelFolderError(f"{index} names files that are not there: {', '.join(absent)}")
+    return files
+
+
+def _inside(folder: Path, name: str, named_by: str) -> Path:
+    """The file of that name; ModelFolderError where that is no file inside the folder. The hub's cache keeps the contents of
+    its `snapshots` in a folder `blobs` beside them, and these count as inside."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ModelFolderError(f"{named_by} names the file {name!r}: a file inside the folder was expected")
+    file = folder / name
+    try:
+        root, real = folder.resolve(), file.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelFolderError(f"{file} cannot be read: {error}") from None
+    blobs = [above.parent.parent / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (root, *blobs)):
+        raise ModelFolderError(f"{file} is a link to {real}, outside the model folder: copy the file into the folder")
+    return file
+
+
+def _other_weights(folder: Path) -> str:
+    """What a folder without safetensors of a model holds in their place, and the remedy."""
+    if (folder / "adapter_model.safetensors").exists() or (folder / "adapter_config.json").exists():
+        return "; it holds an adapter: merge it into its base model with peft (merge_and_unload, save_pretrained)"
+    if found := sorted(file.name for file in folder.glob("*.safetensors")):
+        return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
+    for pattern in ("pytorch_model*.bin", "*.gguf", "consolidated*", "*.pth", "*.pt"):
+        if found := sorted(file.name for file in folder.glob(pattern)):
+            return f"; it holds {found[0]}: load the model with transformers and write it with save_pretrained"
+    return ""
+
+
+# -- one file -----------------------------------------------------------------------------------------------------------
+
+
+def tensor_entries(file: Path) -> dict[str, TensorEntry]:
+    """The header of a safetensors file, of which nothing else is read.
+
+    A file is eight bytes that give the length of a header, the header in JSON, and the tensors' bytes without gaps.
+
+    Raises:
+        ModelFolderError: the file is not whole, or its header does not describe it.
+    """
+    try:
+        with file.open("rb") as handle:
+            start = handle.read(64)
+            if start.startswith(b"version https://git-lfs"):
+                raise ModelFolderError(f"{file} is a git-lfs pointer, not the weights: fetch the file itself with `git lfs pull`")
+            length, size = int.from_bytes(start[:8], "little"), file.stat().st_size
+            if len(start) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError(f"its header of {length} bytes does not fit its {size} bytes")
+            handle.seek(8)
+            header = json.loads(handle.read(length).decode("utf-8"), object_pairs_hook=_no_name_twice)
+        entries = {name: _entry(name, said, 8 + length) for name, said in header.items() if name != "__metadata__"}
+        _check_bytes(entries, 8 + length, size)
+    except ModelFolderError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        raise _damaged(file, error) from None
+    return entries
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"its header has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return content
+
+
+def _entry(name: str, said: Mapping[str, Any], begins: int) -> TensorEntry:
+    dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(dtype, str) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"its header describes {name} by {str(said)[:80]}")
+    if dtype in _BYTES and end - begin != math.prod(shape) * _BYTES[dtype]:
+        raise ValueError(f"its header gives {name} {end - begin} bytes, but {dtype} {shape} takes {math.prod(shape) * _BYTES[dtype]}")
+    return TensorEntry(dtype, shape, begins + begin, begins + end)
+
+
+def _check_bytes(entries: Mapping[str, TensorEntry], begins: int, size: int) -> None:
+    """Raises ValueError unless the tensors lie side by side and fill the file."""
+    place = begins
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.end > size:
+            raise ValueError(f"{name} ends at byte {entry.end}, behind the end of the file at {size}")
+        if entry.begin != place or entry.end < entry.begin:
+            raise ValueError(f"{name} begins at byte {entry.begin}, but the tensor before it ends at {place}")
+        place = entry.end
+    if place != size:
+        raise ValueError(f"its tensors end at byte {place}, and the file at {size}")
+
+
+def _damaged(file: Path, error: Exception) -> ModelFolderError:
+    return ModelFolderError(f"{file} is not a whole safetensors file ({error}): copy or download it again")
+
+
+# -- all files ----------------------------------------------------------------------------------------------------------
+
+
+def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]]:
+    """Every tensor of the files by their headers. Raises ModelFolderError, too, when two files hold one name."""
+    places: dict[str, Path] = {}
+    for file in files:
+        for name, entry in tensor_entries(file).items():
+            if name in places:
+                raise ModelFolderError(f"{places[name]} and {file} both hold {name}: remove the file that is not of this model")
+            places[name] = file
+            yield file, name, entry
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Every tensor of the files under its name, without a copy. (The safetensors library reads bfloat16 into torch only.)
-
-    A file is eight bytes that give the length of a header, the header in JSON, and the tensors' bytes.
-    """
-    for file in files:
-        with file.open("rb") as handle, _mapped(handle, file) as content, memoryview(content) as data:
-            begins, entries = _header(data, file)
-            for name, (dtype, shape, begin, end) in entries.items():
-                with data[begins + begin : begins + end] as tensor:
-                    yield name, RawTensor(dtype, shape, tensor)
-
-
-def _mapped(handle: BinaryIO, file: Path) -> mmap.mmap:
-    try:
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError as error:  # an empty file
-        raise _damaged(file, error) from None
+    """Every tensor of the files under its name, without a copy. (The safetensors library reads bfloat16 into torch only.)"""
+    by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
+    for file, name, entry in all_entries(files):
+        by_file.setdefault(file, []).append((name, entry))
+    for file, entries in by_file.items():
+        try:
+            with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as data:
+                for name, (dtype, shape, begin, end) in entries:
+                    with data[begin:end] as tensor:
+                        yield name, RawTensor(dtype, shape, tensor)
+        except OSError as error:
+            raise _damaged(file, error) from None
 
 
-def _header(data: memoryview, file: Path) -> tuple[int, dict[str, tuple[str, list[int], int, int]]]:
-    """Where the tensors' bytes begin, and of every tensor its dtype, shape, and begin and end from there."""
-    try:
-        begins = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(bytes(data[8:begins]))
-        entries = {n: (e["dtype"], e["shape"], *e["data_offsets"]) for n, e in header.items() if n != "__metadata__"}
-        if any(begins + end > len(data) for *_, end in entries.values()):
-            raise ValueError("a tensor ends behind the end of the file")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(file, error) from None
-    return begins, entries
-
-
-def _damaged(file: Path, error: Exception) -> ValueError:
-    return ValueError(f"{file} is not a whole safetensors file ({error}): copy or download it again")
+# -- a model's parameters ---------------------------------------------------------------------------------------------------
 
 
 def fill_parameters(
@@ -80,27 +209,37 @@ def fill_parameters(
 ) -> None:
     """Calls put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) hold.
 
-    A causal checkpoint may be read into a value model: its head is left out, and score.weight need not be there.
+    A causal checkpoint may be read into a value model: its head is left out, and score.weight need not be there. Of tied
+    weights either may be there: the head stands for the embedding where that is missing.
 
     Raises:
-        ValueError: a tensor is missing, unexpected or of the wrong shape; all are named.
+        ModelFolderError: a tensor is missing, unexpected, there twice, or of the wrong shape or dtype; all are named.
     """
-    missing, wrong, extra = set(shapes), [], []
+    tied = HEAD not in shapes and VALUE_HEAD not in shapes
+    missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
     for given, tensor in tensors:
         name = _known_name(given, shapes)
-        if name in shapes:
-            if list(tensor.shape) != list(shapes[name]):
-                wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shapes[name])}")
-            else:
-                put(name, tensor)
+        if tied and name == HEAD and EMBEDDING in missing:
+            name, stood_in = EMBEDDING, True
+        elif name in shapes and name not in missing:
+            extra.append(f"{given} (a second {name})")
+            continue
+        else:
             missing.discard(name)
-        elif not _is_harmless(name, shapes):
-            extra.append(name)
-    missing.discard("score.weight")
-    if missing or wrong or extra:
-        parts = [("missing", sorted(missing)), ("of the wrong shape", wrong), ("unexpected", sorted(extra))]
+        if name not in shapes:
+            extra += [] if _is_harmless(name, shapes) else [name]
+        elif list(tensor.shape) != list(shapes[name]):
+            wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shapes[name])}")
+        elif isinstance(tensor.dtype, str) and tensor.dtype not in _READ:
+            foreign.append(f"{name} is {tensor.dtype}, expected {', '.join(_READ)}")
+        else:
+            put(name, tensor)
+    missing -= {VALUE_HEAD, *([EMBEDDING] if stood_in else [])}
+    if missing or wrong or foreign or extra:
+        parts = [("missing", sorted(missing)), ("of the wrong shape", wrong), ("of a dtype that is not read", foreign), ("unexpected", sorted(extra))]
         listed = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" for what, names in parts if names)
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {listed}")
+        advice = "; if the head is the embedding, set hf_config_overrides.tie_word_embeddings=true" if missing == {HEAD} else ""
+        raise ModelFolderError(f"the weights in {folder} do not fit its config.json: {listed}{advice}")
 
 
 def _known_name(name: str, shapes: Mapping[str, Any]) -> str:
@@ -109,5 +248,46 @@ def _known_name(name: str, shapes: Mapping[str, Any]) -> str:
 
 
 def _is_harmless(name: str, shapes: Mapping[str, Any]) -> bool:
-    tied_or_value_head = name == "lm_head.weight" and "lm_head.weight" not in shapes
+    tied_or_value_head = name == HEAD and HEAD not in shapes
     return tied_or_value_head or name.endswith("rotary_emb.inv_freq")
+
+
+def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises what loading the weights would raise, by the files' headers alone."""
+    fill_parameters(folder, shapes, ((name, entry) for _, name, entry in all_entries(weight_files(folder))), lambda name, entry: None)
+
+
+# -- tied weights -----------------------------------------------------------------------------------------------------------
+
+
+def head_differs(folder: Path) -> bool:
+    """Whether the weights hold a language-model head that is not the embedding; False where one of the two is missing."""
+    found = {}
+    for file, name, entry in all_entries(weight_files(folder)):
+        known = _known_name(name, {HEAD: None, EMBEDDING: None})
+        if known in (HEAD, EMBEDDING):
+            found[known] = (file, entry)
+    if len(found) < 2:
+        return False
+    (head_file, head), (embedding_file, embedding) = found[HEAD], found[EMBEDDING]
+    if head.shape != embedding.shape or not {head.dtype, embedding.dtype} <= set(_READ):
+        return True
+    with head_file.open("rb") as one, embedding_file.open("rb") as other:
+        return not all((a == b).all() for a, b in zip(_values(one, head), _values(other, embedding)))
+
+
+def _values(handle: Any, entry: TensorEntry) -> Iterator[Any]:
+    """The tensor's numbers in order, about a million at a time, as numpy arrays of at least single precision."""
+    import numpy as np
+
+    handle.seek(entry.begin)
+    width, left = _BYTES[entry.dtype], (entry.end - entry.begin) // _BYTES[entry.dtype]
+    while left:
+        count = min(left, 1 << 20)
+        left -= count
+        raw = handle.read(count * width)
+        if entry.dtype == "BF16":
+            yield (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            numbers = np.frombuffer(raw, {"F64": np.float64, "F32": np.float32, "F16": np.float16}[entry.dtype])
+            yield numbers.astype(np.float32) if entry.dtype == "F16" else numbers

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, fill_parameters, weight_files
+from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, RawTensor, fill_parameters, raw_tensors, weight_files
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -27,32 +28,34 @@ def load_weights(model: Any, folder: str | Path) -> None:
     the first values are 0). Weights in another dtype are converted.
 
     Raises:
-        ValueError: no weights, or a tensor that is missing, unexpected or of the wrong shape; all are named.
+        ModelFolderError: no weights, a damaged file, or a tensor that is missing, unexpected or of the wrong shape; all are named.
     """
     folder = Path(folder)
     target = named_views(model.layout, model.compute if model.masters is None else model.masters)
     if "score.weight" in target:
         target["score.weight"].zero_()
     shapes = {name: view.shape for name, view in target.items()}
-    fill_parameters(folder, shapes, _tensors(weight_files(folder)), lambda name, tensor: target[name].copy_(tensor))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is only read
+        fill_parameters(folder, shapes, raw_tensors(weight_files(folder)), lambda name, raw: target[name].copy_(_tensor(raw)))
     model.masters_changed()
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():
-                yield name, handle.get_tensor(name)
+def _tensor(raw: RawTensor) -> torch.Tensor:
+    """A view of the mapped bytes."""
+    return torch.frombuffer(raw.data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
 
 
 def save_weights(model: Any, folder: str | Path, config: dict[str, Any], max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-    """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large."""
+    """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large.
+
+    Weights of an earlier save in the folder are removed: two sets of files would leave it open which of them counts."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        old.unlink(missing_ok=True)
     tensors = named_views(model.layout, model.compute)
     dtype = str(model.compute.dtype).removeprefix("torch.")
     saved = {**config, "dtype": dtype, "torch_dtype": dtype}

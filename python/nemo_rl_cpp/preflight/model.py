@@ -1,13 +1,188 @@
-"""Checks of the model's and tokenizer's files against what the native core computes."""
+"""Checks of the model's and tokenizer's files against what the native core computes.
+
+They read what the run will read (config.json, the headers of the weights, the tokenizer) as far as it is on this machine: a model
+that a hub has to send first is checked by the run itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_rl_cpp.models.hf_config import check_length
+from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
+from nemo_rl_cpp.models.sources import (
+    TINY_RANDOM,
+    SourceError,
+    check_is_no_file,
+    find_policy_weights,
+    is_cached,
+    local_folder,
+    nearest_model,
+)
 
 from .finding import Finding
+
+_MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent at most
+
+
+class _Use(NamedTuple):
+    """One model of a run: `key` names it in the configuration, `length` (of `length_key`) is its longest sequence."""
+
+    key: str
+    name: str
+    overrides: dict[str, Any] | None
+    length: int | None
+    length_key: str
+    tokenizer: str | None
+    tokenizer_key: str
+    value_head: bool = False
 
 
 def check(config: Any) -> Iterator[Finding]:
     """Findings about the model's and tokenizer's files against what the native core computes."""
-    yield from ()
+    said = set()  # a critic has the policy's model, mostly
+    for finding in (finding for use in _uses(config) for finding in _check_use(use)):
+        if finding.message not in said:
+            said.add(finding.message)
+            yield finding
+    yield from _check_new_tokens(config)
+
+
+def _check_use(use: _Use) -> Iterator[Finding]:
+    folder = yield from _check_model(use)
+    if not use.value_head:  # a critic's tokenizer is saved beside it, and not asked
+        yield from _check_tokenizer(use, folder)
+
+
+def _uses(config: Any) -> Iterator[_Use]:
+    """The models that the run reads; the reference model is the policy's."""
+    if not hasattr(config, "policy"):
+        given, engine = config.generation.model_name, config.generation.vllm_cfg
+        name = find_policy_weights(given)
+        length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None  # else it follows the model
+        tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
+        yield _Use("generation.model_name", name, None, length, "generation.vllm_cfg.max_model_len", tokenizer, "tokenizer.name")
+        return
+    yield _trained("policy", config.policy)
+    if hasattr(config, "ppo") and config.ppo.adv_estimator.name == "gae":
+        yield _trained("value", config.value)
+
+
+def _trained(section: str, model: Any) -> _Use:
+    length = f"{section}.max_total_sequence_length"
+    return _Use(
+        f"{section}.model_name", model.model_name, model.hf_config_overrides, model.max_total_sequence_length, length,
+        model.tokenizer.name, f"{section}.tokenizer.name", section == "value",
+    )  # fmt: skip
+
+
+# -- the model ----------------------------------------------------------------------------------------------------------
+
+
+def _check_model(use: _Use) -> Iterator[Finding]:
+    """Yields findings and returns the model, None where it is not here or cannot be used."""
+    fields = {"value_head": use.value_head, "max_length": use.length}
+    try:
+        if use.name == TINY_RANDOM:
+            folder = tiny_random(use.overrides, **fields)
+        else:
+            path = local_folder(use.name)
+            if path is None:
+                yield from _check_name(use)
+                return None
+            if is_cached(path) and not (path / "config.json").is_file():  # the run fetches the rest
+                return None
+            folder = read_model_folder(path, use.overrides, **fields)
+        if use.length is not None:
+            check_length(folder.config, use.length, use.length_key, use.name)
+        folder.check_weights()
+    except (SourceError, OSError) as error:
+        yield Finding("error", use.key, f"is {use.name}: {error}")
+        return None
+    for remark in folder.remarks:
+        yield Finding("warning", use.key, f"is {use.name}: {remark}")
+    return folder
+
+
+def _check_name(use: _Use) -> Iterator[Finding]:
+    """A name that is no folder here is the hub's, unless it can be none there, or is nearly that of a model that is here."""
+    try:
+        check_is_no_file(use.name, use.key)
+    except SourceError as error:
+        yield Finding("error", "", str(error))
+        return
+    near = nearest_model(use.name)
+    if near is not None and near.lower() != use.name.lower():
+        level = "warning" if "/" in use.name else "error"  # models of a hub have an organisation
+        yield Finding(level, use.key, f"is {use.name!r}, of which there is no folder here; did you mean {near}?")
+
+
+# -- the tokenizer ------------------------------------------------------------------------------------------------------
+
+
+def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]:
+    name = use.tokenizer or use.name
+    if name == TINY_RANDOM:
+        return
+    path = folder.path if folder is not None and name == use.name else local_folder(name)
+    if path is None or (is_cached(path) and not (path / "tokenizer.json").is_file()):
+        return
+    try:
+        largest, count = _vocabulary(path)
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions
+        yield Finding("error", use.tokenizer_key, f"is {name}: {_one_sentence(path, error)}")
+        return
+    if folder is None:
+        return
+    size = folder.config["vocab_size"]
+    if largest >= size:
+        yield Finding(
+            "error", use.tokenizer_key, f"is {name}, whose tokens have ids up to {largest}, but {use.key} {use.name} has a vocabulary of {size}: "
+            "use the tokenizer of that model"
+        )  # fmt: skip
+    elif count < _MUCH_SMALLER * size and use.name != TINY_RANDOM:
+        yield Finding(
+            "warning", use.tokenizer_key, f"is {name}, which has {count} tokens, while {use.key} {use.name} has a vocabulary of {size}: "
+            "is it the tokenizer of that model?"
+        )  # fmt: skip
+
+
+def _vocabulary(folder: Path) -> tuple[int, int]:
+    """(largest id, number of tokens) of a folder's tokenizer."""
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+
+    ids = Tokenizer.from_pretrained(folder).get_vocab().values()
+    return max(ids, default=-1), len(ids)
+
+
+def _one_sentence(folder: Path, error: Exception) -> str:
+    file = folder / "tokenizer.json"
+    if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
+        return f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`"
+    return str(error) if isinstance(error, SourceError) or str(folder) in str(error) else f"the tokenizer in {folder} cannot be read ({error})"
+
+
+# -- lengths ------------------------------------------------------------------------------------------------------------
+
+
+def _check_new_tokens(config: Any) -> Iterator[Finding]:
+    """Responses that could never become as long as is allowed."""
+    if hasattr(config, "policy"):
+        generation, limit, key, limit_key = config.policy.generation, config.policy.max_total_sequence_length, "policy.generation", _LIMIT
+        shorter = generation.vllm_cfg.max_model_len
+        if shorter is not None and shorter < limit:
+            limit, limit_key = shorter, f"{key}.vllm_cfg.max_model_len"
+    else:
+        generation, key, limit_key = config.generation, "generation", "generation.vllm_cfg.max_model_len"
+        limit = generation.vllm_cfg.max_model_len
+    tokens = generation.max_new_tokens
+    if tokens is not None and limit is not None and tokens > limit:
+        yield Finding(
+            "warning", f"{key}.max_new_tokens", f"is {tokens}, but prompt and response together end at {limit_key}={limit}: "
+            "a response ends where that is reached"
+        )  # fmt: skip
+
+
+_LIMIT = "policy.max_total_sequence_length"

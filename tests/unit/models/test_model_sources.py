@@ -158,6 +158,31 @@ def test_local_paths(tmp_path, monkeypatch):
         sources.resolve_model("spaces are/not allowed")
 
 
+def test_a_name_that_is_nearly_a_packaged_one_is_said(tmp_path, refusing_hub):
+    for hub in (CLOSED_PORT, refusing_hub):
+        out = python(RESOLVE.format(name="smollm2-135m-instrct"), tmp_path, HF_ENDPOINT=hub).stdout.strip()
+        assert out.endswith("; did you mean smollm2-135m-instruct?") and "\n" not in out
+
+
+def test_the_key_of_the_model_is_named(tmp_path):
+    code = """
+        from nemo_rl_cpp.models.sources import resolve_model
+        try:
+            resolve_model("some/model", key="generation.model_name")
+        except ValueError as error:
+            print(error)
+    """
+    out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT).stdout
+    assert "set generation.model_name (and data.dataset_name) to something local" in out and "policy" not in out
+
+
+def test_home_folders_of_nobody_and_odd_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("~no-such-user/model", "./x\0y", "/" + "x" * 5000):
+        with pytest.raises(ValueError, match="there is no such folder"):
+            sources.resolve_model(name)
+
+
 def test_cache_root(monkeypatch, tmp_path):
     monkeypatch.delenv("NEMO_RL_CPP_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))

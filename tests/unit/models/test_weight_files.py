@@ -1,12 +1,14 @@
 """Safetensors files read without torch, and what does not fit a model."""
 
 import json
+import struct
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
+from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.models.weight_files import check_parameters, fill_parameters, head_differs, raw_tensors, tensor_entries, weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -62,3 +64,66 @@ def test_what_may_differ():
     assert fill({"a": [3], "score.weight": [1]}, {"a": [3]}) == {"a"}
     with pytest.raises(ValueError, match="missing: lm_head.weight"):
         fill({"lm_head.weight": [3]}, {})
+
+
+def test_tied_weights_may_have_their_name_in_the_head():
+    assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3]}) == {"model.embed_tokens.weight"}
+    assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3], "model.embed_tokens.weight": [3]}) == {"model.embed_tokens.weight"}
+    with pytest.raises(ModelFolderError, match="unexpected: model.a .a second model.a."):
+        fill({"model.a": [3]}, {"a": [3], "model.a": [3]})
+
+
+@pytest.mark.parametrize("one", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("other", ["F32", "BF16"])
+def test_a_head_is_compared_by_its_numbers(one, other, tmp_path):
+    numbers = torch.arange(-8.0, 8.0).reshape(8, 2)  # exact in every dtype
+    for changed in (False, True):
+        head = numbers.clone()
+        head[7, 1] += 1.0 * changed
+        save_file({"lm_head.weight": head.to(DTYPES[one]), "model.embed_tokens.weight": numbers.to(DTYPES[other])}, tmp_path / "model.safetensors")
+        assert head_differs(tmp_path) is changed
+
+
+def test_any_bytes_are_a_file_or_one_sentence(tmp_path):
+    """1,500 files with a byte changed, left out or put in, and 500 headers of odd values."""
+    draw, file = torch.Generator().manual_seed(1), tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2, 3), "b": torch.zeros(1)}, file)
+    whole = file.read_bytes()
+
+    def number(below):
+        return int(torch.randint(below, (), generator=draw))
+
+    def changed():
+        content, place = bytearray(whole), number(len(whole))
+        gone, come = ((1, 0), (0, 1), (1, 1))[number(3)]
+        content[place : place + gone] = bytes(number(256) for _ in range(come))
+        return bytes(content)
+
+    values = [0, -1, 24, 28, 1 << 70, 1.5, True, None, "F32", [], [0, 24], [24, 28], {}]
+
+    def header():
+        entries = {name: {key: values[number(len(values))] for key in ("dtype", "shape", "data_offsets")[: number(4)]} for name in "ab"}
+        text = json.dumps(entries).encode()
+        return struct.pack("<Q", len(text)) + text + bytes(28)
+
+    read = 0
+    for content in (*(changed() for _ in range(1500)), *(header() for _ in range(500))):
+        file.write_bytes(content)
+        try:
+            read += bool(tensor_entries(file)) and all(raw.data.nbytes >= 0 for _, raw in raw_tensors([file]))
+        except ModelFolderError as refusal:
+            assert str(file) in str(refusal)
+    assert read > 100
+
+
+def test_headers_alone_tell_what_loading_would(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    check_parameters(tmp_path, {"a": [2]})
+    with pytest.raises(ModelFolderError, match=r"wrong shape: a is \[2\], expected \[3\]"):
+        check_parameters(tmp_path, {"a": [3]})
+
+
+def test_shards_without_an_index_are_no_model(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelFolderError, match="has no weights.*model-00001-of-00002.safetensors, which counts only where model.safetensors.index.json names it"):
+        weight_files(tmp_path)

@@ -1,0 +1,224 @@
+"""Rotary embeddings in config.json: transformers' two spellings brought to one, and the frequencies that they mean.
+
+Format 4 writes `rope_theta` beside `rope_scaling`, format 5 one section `rope_parameters` that holds both. The form used here is
+that of format 4, which transformers 4 and 5 read alike: `rope_theta`, and `rope_scaling`, which is None where nothing is scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_rl_cpp.models.sources import ModelFolderError
+
+DEFAULT_THETA = 10000.0
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+_REMEMBERS_ORIGINAL = ("llama3", "yarn")  # types that compare positions with those of pretraining
+_CHOICES = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+_ORIGINAL = "original_max_position_embeddings"
+_SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
+
+
+def respell(config: Mapping[str, Any], default_positions: int) -> dict[str, Any]:
+    """The configuration with `rope_theta` and `rope_scaling` as its only words about rotary embeddings; nothing is checked.
+
+    What counts where two places say it is as in transformers 5: `rope_scaling` before `rope_parameters`; within the section
+    before beside it, but `original_max_position_embeddings` beside the section before that within. The latter is
+    max_position_embeddings (`default_positions` where that is missing too) where no place says it.
+    """
+    section = config.get(section_name(config)) or {}
+    form = {name: value for name, value in config.items() if name not in _SPELLINGS}
+    form["rope_theta"], form["rope_scaling"] = _first(config.get("rope_theta"), DEFAULT_THETA), section or None
+    partial = config.get("partial_rotary_factor")
+    if isinstance(section, Mapping):
+        kind = _kind(section)
+        form["rope_theta"] = _first(section.get("rope_theta"), form["rope_theta"])
+        partial = _first(section.get("partial_rotary_factor"), partial)
+        scaling = {name: value for name, value in section.items() if name not in ("type", "rope_theta", "partial_rotary_factor")}
+        form["rope_scaling"] = None if kind == "default" and not _nested(section) else {**scaling, "rope_type": kind}
+        if kind in _REMEMBERS_ORIGINAL:
+            _settle_positions(form, form["rope_scaling"], _first(form.get("max_position_embeddings"), default_positions))
+    if partial is not None:
+        form["partial_rotary_factor"] = partial
+    return form
+
+
+def _settle_positions(form: dict[str, Any], scaling: dict[str, Any], positions: Any) -> None:
+    """Writes into the section what transformers derives from `positions` and from keys beside it."""
+    scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
+    if scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None and _is_number(positions) and _is_number(scaling[_ORIGINAL]):
+        scaling["factor"] = positions / scaling[_ORIGINAL]
+
+
+def lay_rope_over(form: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration in the one form, with what overrides in either spelling say about rotary embeddings.
+
+    A section that names its rope_type takes the place of the model's own, null takes the scaling away, and a section without a
+    rope_type changes single keys of the model's own. `rope_theta` stays unless an override, in the section or beside it, names it.
+    """
+    changed = dict(form)
+    changed.update({name: overrides[name] for name in ("rope_theta", "partial_rotary_factor", _ORIGINAL) if name in overrides})
+    if not {"rope_scaling", "rope_parameters"} & overrides.keys():
+        return changed
+    key = section_name(overrides)
+    section = overrides[key]
+    if not section or not isinstance(section, Mapping) or _named_kind(section) is not None:
+        changed["rope_scaling"] = section
+        return changed
+    keys = dict(section)
+    changed["rope_theta"] = keys.pop("rope_theta", changed["rope_theta"])
+    if keys and not form["rope_scaling"]:
+        raise ModelFolderError(
+            f"{key} gives {', '.join(keys)} without rope_type, and the model has no scaling whose keys they could change: add rope_type, "
+            f"one of {', '.join(SUPPORTED)}"
+        )
+    if keys:
+        changed["rope_scaling"] = {**form["rope_scaling"], **keys}
+    return changed
+
+
+def section_name(config: Mapping[str, Any]) -> str:
+    """The name of the section that counts."""
+    named = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    return named[0] if named else "rope_scaling" if "rope_scaling" in config or "rope_parameters" not in config else "rope_parameters"
+
+
+def check_rope(form: Mapping[str, Any], key: str) -> None:
+    """Raises ModelFolderError where the one form asks for what is not computed; `key` is the section's name in messages."""
+    _number("rope_theta", form["rope_theta"])
+    if _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelFolderError(f"partial_rotary_factor {form['partial_rotary_factor']} is not supported: only 1 is")
+    scaling = form["rope_scaling"]
+    if scaling is None:
+        return
+    if not isinstance(scaling, Mapping):
+        raise ModelFolderError(f"{key} is {scaling!r}, but a section with rope_type and its numbers was expected")
+    if nested := _nested(scaling):
+        raise ModelFolderError(f"{key} has a section for each kind of layer ({', '.join(nested)}): one for all layers was expected")
+    kind = scaling["rope_type"]
+    if kind not in SUPPORTED:
+        raise ModelFolderError(f"{key}.rope_type {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    for name in _NEEDED[kind]:
+        if scaling.get(name) is None:
+            raise ModelFolderError(f"{key} is of type {kind} but has no {name}: add it (hf_config_overrides.{key}.{name})")
+    for name in _NEEDED[kind] + ((_ORIGINAL,) if kind in _REMEMBERS_ORIGINAL else ()):
+        _number(f"{key}.{name}", scaling[name])
+    for name in _CHOICES if kind == "yarn" else ():
+        if scaling.get(name):  # transformers takes 0 for left out
+            _number(f"{key}.{name}", scaling[name])
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ModelFolderError(f"{key}.low_freq_factor {scaling['low_freq_factor']} is not below high_freq_factor {scaling['high_freq_factor']}")
+    if kind == "yarn" and form["rope_theta"] == 1:
+        raise ModelFolderError("rope_theta is 1, with which yarn has no frequencies: a number above 1 was expected")
+
+
+def rope_remarks(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader of config.json may not expect of the rule which of its words count."""
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    if old and new and _said(config, old) != _said(config, new):
+        yield "rope_scaling and rope_parameters differ: rope_scaling counts, as in transformers 5"
+    key = section_name(config)
+    section = config.get(key)
+    if isinstance(section, Mapping) and _kind(section) == "default" and not _nested(section):
+        unread = [name for name in section if name not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")]
+        if unread:
+            yield f"{key} has {', '.join(unread)} but no rope_type that reads them: nothing is scaled, as in transformers 5"
+
+
+def _said(config: Mapping[str, Any], section: Any) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    theta = _first(section.get("rope_theta"), config.get("rope_theta"), DEFAULT_THETA)
+    return {**section, "rope_theta": theta, "rope_type": _kind(section), "type": None}
+
+
+def position_factor(form: Mapping[str, Any]) -> tuple[int | None, float]:
+    """(positions that count in place of max_position_embeddings, factor of the positions), as vLLM derives a model's length: yarn
+    stretches the positions of pretraining by its factor, linear max_position_embeddings; llama3's are stretched already."""
+    scaling = form["rope_scaling"]
+    if scaling is None or scaling["rope_type"] == "llama3":
+        return None, 1.0
+    return (scaling[_ORIGINAL] if scaling["rope_type"] == "yarn" else None), float(scaling["factor"])
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _nested(section: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in section.items() if isinstance(value, Mapping)]
+
+
+def _named_kind(section: Mapping[str, Any]) -> Any:
+    return section.get("rope_type") or section.get("type")
+
+
+def _kind(section: Mapping[str, Any]) -> Any:
+    return _named_kind(section) or "default"
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e300
+
+
+def _number(name: str, value: Any) -> float:
+    if not _is_number(value):
+        raise ModelFolderError(f"{name} is {value!r}, but a number above 0 was expected")
+    return value
+
+
+def rope_frequencies(form: Mapping[str, Any], head_dim: int) -> tuple[list[float], float]:
+    """Inverse frequencies [H/2] after rope scaling, and the factor that multiplies cos and sin.
+
+    `form` is a configuration in the one form. Types: default, linear, llama3 (Llama 3.1), yarn (Peng et al., 2023).
+    """
+    theta, scaling = float(form["rope_theta"]), form["rope_scaling"]
+    inv_freq = [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
+    if scaling is None:
+        return inv_freq, 1.0
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return [f / factor for f in inv_freq], 1.0
+    if scaling["rope_type"] == "llama3":
+        return [_llama3(f, scaling, factor) for f in inv_freq], 1.0
+    return _yarn(inv_freq, scaling, theta, head_dim, factor)
+
+
+def _llama3(frequency: float, scaling: Mapping[str, Any], factor: float) -> float:
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    original = float(scaling[_ORIGINAL])
+    wavelength = 2 * math.pi / frequency
+    if wavelength < original / high:
+        return frequency
+    if wavelength > original / low:
+        return frequency / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn(inv_freq: list[float], scaling: Mapping[str, Any], theta: float, head_dim: int, factor: float) -> tuple[list[float], float]:
+    original = float(scaling[_ORIGINAL])
+
+    def scale(m: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention_factor = scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale()
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(float(scaling.get("beta_fast") or 32)), dimension(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low or 0.001
+    scaled = []
+    for i, frequency in enumerate(inv_freq):
+        keep = 1.0 - min(max((i - low) / span, 0.0), 1.0)
+        scaled.append(frequency / factor * (1.0 - keep) + frequency * keep)
+    return scaled, float(attention_factor)

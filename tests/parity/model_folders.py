@@ -1,0 +1,264 @@
+"""Model folders of the kinds that users bring, each written by a function: whole ones, which transformers reads, and faulty ones."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import torch
+from models import BASE
+from safetensors.torch import load_file, save_file
+
+SMALL = BASE | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+TOKENS = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(BASE["vocab_size"] - 3))]
+
+
+def without(mapping, *names):
+    return {key: value for key, value in mapping.items() if key not in names}
+
+
+def make_bases(root: Path) -> dict[str, Path]:
+    """A folder of each architecture, as transformers writes it, with a tokenizer whose words are w0, w1, ..."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    made = {
+        "llama": LlamaConfig(**SMALL, head_dim=16), "qwen2": Qwen2Config(**SMALL), "qwen3": Qwen3Config(**SMALL, head_dim=16),
+        "tied": LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=True), "wide": Qwen3Config(**SMALL),
+    }  # fmt: skip
+    folders = {}
+    for name, config in made.items():
+        torch.manual_seed(len(folders))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.randn_like(weight) * 0.2 + (weight.dim() == 1))
+        folders[name] = root / name
+        model.save_pretrained(folders[name])
+        write_tokenizer(folders[name])
+    return folders
+
+
+def write_tokenizer(folder: Path, words=TOKENS) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}))
+
+
+class Folder:
+    """A copy of a base whose files a case changes."""
+
+    def __init__(self, base: Path, path: Path):
+        shutil.copytree(base, path)
+        self.path, self.file = path, path / "model.safetensors"
+
+    def config(self, drop=(), **keys) -> "Folder":
+        known = json.loads((self.path / "config.json").read_text())
+        (self.path / "config.json").write_text(json.dumps(without(known, *drop) | keys))
+        return self
+
+    def format_4(self, scaling=None, **keys) -> "Folder":
+        return self.config(["rope_parameters"], rope_theta=keys.pop("rope_theta", 5000.0), rope_scaling=scaling, **keys)
+
+    def format_5(self, scaling, **keys) -> "Folder":
+        return self.config(["rope_theta", "rope_scaling"], rope_parameters={"rope_theta": 5000.0} | scaling, **keys)
+
+    def tensors(self, change) -> "Folder":
+        weights = load_file(self.file)
+        save_file({name: tensor.contiguous() for name, tensor in (change(weights) or weights).items()}, self.file, metadata={"format": "pt"})
+        return self
+
+    def shards(self, names=("a.safetensors", "b.safetensors"), scale=1.0) -> "Folder":
+        """The weights (times `scale`) in two files and an index; the whole file is gone."""
+        weights = {name: tensor * scale for name, tensor in load_file(self.file).items()}
+        weight_map = {name: names[i % 2] for i, name in enumerate(sorted(weights))}
+        for file in names:
+            (self.path / file).parent.mkdir(exist_ok=True)
+            save_file({name: weights[name] for name, place in weight_map.items() if place == file}, self.path / file, metadata={"format": "pt"})
+        self.file.unlink()
+        return self.write("model.safetensors.index.json", json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+    def index(self, change) -> "Folder":
+        index = json.loads((self.path / "model.safetensors.index.json").read_text())
+        return self.write("model.safetensors.index.json", json.dumps(change(index)))
+
+    def write(self, name: str, content: str | bytes) -> "Folder":
+        (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return self
+
+    def bytes(self, change) -> "Folder":
+        self.file.write_bytes(change(self.file.read_bytes()))
+        return self
+
+    def header(self, change) -> "Folder":
+        """Another header before the same bytes; `change` gets the header and returns it, or its text."""
+        raw = self.file.read_bytes()
+        length = struct.unpack("<Q", raw[:8])[0]
+        text = change(json.loads(raw[8 : 8 + length]))
+        text = text if isinstance(text, str) else json.dumps(text)
+        self.file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + raw[8 + length :])
+        return self
+
+    def remove(self, *names: str) -> "Folder":
+        for name in names:
+            (self.path / name).unlink()
+        return self
+
+
+def of(base: str, change=lambda folder: folder):
+    return base, change
+
+
+def both_formats(scaling):
+    return {"4": of("llama", lambda f: f.format_4(scaling)), "5": of("llama", lambda f: f.format_5(scaling))}
+
+
+def _head(differs):
+    return lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] * (1.5 if differs else 1.0)}
+
+
+def _stale(folder, keep_shards):
+    whole = folder.file.read_bytes()
+    folder.shards(scale=3.0).write("model.safetensors", whole)
+    return folder if keep_shards else folder.remove("a.safetensors", "b.safetensors")
+
+
+def _hub_cache(folder):
+    """The layout of the hub's library: files are links from a snapshot to blobs. `folder.path` becomes the snapshot."""
+    repo = folder.path.with_name("models--some--model-" + folder.path.name)
+    snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for i, file in enumerate(sorted(folder.path.iterdir())):
+        file.rename(blobs / str(i))
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    folder.path = snapshot
+    return folder
+
+
+def _base_model(weights):
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+
+
+WHOLE = {
+    "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"),
+    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied")},
+    **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
+    **{f"llama3, format {n}": case for n, case in both_formats(LLAMA3).items()},
+    **{f"yarn, format {n}": case for n, case in both_formats(YARN).items()},
+    **{f"yarn without original positions, format {n}": case for n, case in both_formats(without(YARN, "original_max_position_embeddings")).items()},
+    **{f"llama3 without original positions, format {n}": case for n, case in both_formats(without(LLAMA3, "original_max_position_embeddings")).items()},
+    **{f"yarn with attention_factor, format {n}": case for n, case in both_formats(YARN | {"attention_factor": 0.7}).items()},
+    "yarn, original positions beside": of("llama", lambda f: f.format_4(without(YARN, "original_max_position_embeddings"), original_max_position_embeddings=16)),
+    "llama3, original positions beside and within": of("llama", lambda f: f.format_5(LLAMA3, original_max_position_embeddings=16)),
+    "yarn with mscale": of("llama", lambda f: f.format_5(YARN | {"mscale": 0.7, "mscale_all_dim": 1.3})),
+    "yarn with betas, not truncated": of("llama", lambda f: f.format_5(YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False})),
+    "yarn over very few positions": of("llama", lambda f: f.format_4(YARN | {"original_max_position_embeddings": 4})),
+    "linear by its old name": of("llama", lambda f: f.format_4({"type": "linear", "factor": 2.0})),
+    "rope_type before type": of("llama", lambda f: f.format_4({"type": "yarn", **LINEAR})),
+    "both sections": of("llama", lambda f: f.config(rope_scaling=LINEAR, rope_parameters=YARN | {"rope_theta": 100.0}, rope_theta=700.0)),
+    "both sections, theta in the one that does not count": of("llama", lambda f: f.config(rope_scaling=LINEAR, rope_parameters={"rope_theta": 100.0})),
+    "theta within before beside": of("llama", lambda f: f.format_4(LINEAR | {"rope_theta": 300.0})),
+    "no word on rope": of("llama", lambda f: f.config(["rope_parameters", "rope_theta"])),
+    "scaling without type": of("llama", lambda f: f.format_4({"factor": 4.0})),
+    "qwen3 without head_dim": of("wide", lambda f: f.config(["head_dim"])),
+    "llama without head_dim, biases and eps": of("qwen2", lambda f: f.config(["head_dim", "rms_norm_eps"])),
+    "kv heads null": of("llama", lambda f: f.config(num_key_value_heads=None).tensors(lambda w: {n: t.repeat(2, 1) if "k_proj" in n or "v_proj" in n else t for n, t in w.items()})),
+    "window on, no layer has it": of("qwen2", lambda f: f.config(["layer_types"], use_sliding_window=True, sliding_window=8, max_window_layers=2)),
+    "window on, all layers full": of("qwen3", lambda f: f.config(use_sliding_window=True, sliding_window=8, layer_types=["full_attention"] * 2)),
+    "window as long as the positions": of("qwen2", lambda f: f.config(["layer_types"], use_sliding_window=True, sliding_window=128, max_window_layers=0)),
+    "swish": of("llama", lambda f: f.config(hidden_act="swish")),
+    "pretraining_tp": of("llama", lambda f: f.config(pretraining_tp=2)),
+    "quantization_config null": of("llama", lambda f: f.config(quantization_config=None)),
+    "tied, equal head in the file": of("tied", lambda f: f.tensors(_head(differs=False))),
+    "tied, another head in the file": of("tied", lambda f: f.tensors(_head(differs=True))),
+    "tied, head alone in the file": of("tied", lambda f: f.tensors(lambda w: {n.replace("model.embed_tokens", "lm_head"): t for n, t in w.items()})),
+    "tied, without the prefix model.": of("tied", lambda f: f.tensors(_base_model)),
+    "bfloat16": of("llama", lambda f: f.config(dtype="float32").tensors(lambda w: {n: t.bfloat16() for n, t in w.items()})),
+    "float16": of("llama", lambda f: f.config(dtype="float32").tensors(lambda w: {n: t.half() for n, t in w.items()})),
+    "shards": of("qwen3", lambda f: f.shards()), "shards in folders": of("qwen2", lambda f: f.shards(("x/1.safetensors", "y/2.safetensors"))),
+    "stale shards beside the whole file": of("llama", lambda f: _stale(f, True)), "stale index beside the whole file": of("llama", lambda f: _stale(f, False)),
+    "inverse frequencies in the file": of("llama", lambda f: f.tensors(lambda w: w | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
+    "hub's cache": of("llama", _hub_cache), "hub's cache, shards": of("qwen2", lambda f: _hub_cache(f.shards())),
+    "tensors at odd addresses": of("llama", lambda f: f.header(lambda h: json.dumps(h) + " " * (8 - len(json.dumps(h)) % 8 + 3))),
+    "fewer tokens than embeddings": of("llama", lambda f: (write_tokenizer(f.path, TOKENS[:90]), f)[1]),
+}  # fmt: skip
+
+
+def _poke(name, **keys):
+    return lambda header: header | {name: header[name] | keys}
+
+
+NORM, LFS = "model.norm.weight", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+CONFIG, WEIGHTS, INDEX = r"config\.json", r"model\.safetensors", r"model\.safetensors\.index\.json"
+
+# name -> (base, change, what the one sentence says)
+FAULTY = {
+    "config is a pointer": ("llama", lambda f: f.write("config.json", LFS), f"{CONFIG}.*git-lfs"),
+    "config with a byte order mark": ("llama", lambda f: f.write("config.json", b"\xef\xbb\xbf{}"), f"{CONFIG}.*byte order mark"),
+    "config is no JSON": ("llama", lambda f: f.write("config.json", "model: llama"), f"{CONFIG} cannot be read as JSON"),
+    "config is empty": ("llama", lambda f: f.write("config.json", ""), f"{CONFIG} cannot be read as JSON"),
+    "config in latin-1": ("llama", lambda f: f.write("config.json", '{"a": "\xe9"}'.encode("latin-1")), f"{CONFIG} cannot be read as JSON"),
+    "config is a list": ("llama", lambda f: f.write("config.json", "[1]"), f"{CONFIG} holds list"),
+    "config is deep": ("llama", lambda f: f.write("config.json", "[" * 100_000), f"{CONFIG} cannot be read"),
+    "config is a folder": ("llama", lambda f: (f.remove("config.json").path / "config.json").mkdir(), f"{CONFIG} is not a file"),
+    "no config": ("llama", lambda f: f.remove("config.json"), f"no config.json.*{CONFIG} is missing"),
+    "adapter alone": ("llama", lambda f: f.remove("config.json").write("adapter_config.json", "{}"), "adapter_config.json.*merge"),
+    "adapter without weights": ("llama", lambda f: f.remove("model.safetensors").write("adapter_config.json", "{}"), "has no weights.*adapter.*merge"),
+    "weights of torch": ("llama", lambda f: f.remove("model.safetensors").write("pytorch_model.bin", "x"), "has no weights.*pytorch_model.bin"),
+    "no weights": ("llama", lambda f: f.remove("model.safetensors"), f"has no weights: expected {WEIGHTS}"),
+    "weights are a folder": ("llama", lambda f: (f.remove("model.safetensors").path / "model.safetensors").mkdir(), "has no weights"),
+    "weights are a broken link": ("llama", lambda f: f.remove("model.safetensors").file.symlink_to("gone"), f"{WEIGHTS} is a link to gone"),
+    "weights are a pointer": ("llama", lambda f: f.write("model.safetensors", LFS), f"{WEIGHTS} is a git-lfs pointer"),
+    "shard is a pointer": ("llama", lambda f: f.shards().write("b.safetensors", LFS), r"b\.safetensors is a git-lfs pointer"),
+    "weights are empty": ("llama", lambda f: f.write("model.safetensors", ""), f"{WEIGHTS} is not a whole"),
+    "weights are cut": ("llama", lambda f: f.bytes(lambda b: b[:-1]), f"{WEIGHTS} is not a whole.*behind the end"),
+    "weights are too long": ("llama", lambda f: f.bytes(lambda b: b + b"\0"), f"{WEIGHTS} is not a whole"),
+    "header too long": ("llama", lambda f: f.bytes(lambda b: struct.pack("<Q", 1 << 40) + b[8:]), f"{WEIGHTS} is not a whole.*header"),
+    "header is a list": ("llama", lambda f: f.header(lambda h: "[]"), f"{WEIGHTS} is not a whole"),
+    "header without offsets": ("llama", lambda f: f.header(lambda h: h | {NORM: {"dtype": "F32", "shape": [32]}}), f"{WEIGHTS} is not a whole"),
+    "tensors overlap": ("llama", lambda f: f.header(_poke(NORM, data_offsets=[0, 128])), f"{WEIGHTS} is not a whole.*begins at"),
+    "tensor outside": ("llama", lambda f: f.header(_poke(NORM, data_offsets=[10**9, 10**9 + 128])), f"{WEIGHTS} is not a whole.*behind the end"),
+    "tensor before the file": ("llama", lambda f: f.header(_poke(NORM, data_offsets=[-128, 0])), f"{WEIGHTS} is not a whole.*{NORM}"),
+    "tensor of another size": ("llama", lambda f: f.header(_poke(NORM, shape=[31])), f"{WEIGHTS} is not a whole.*{NORM} 128 bytes"),
+    "name twice in a header": ("llama", lambda f: f.header(lambda h: json.dumps(h)[:-1] + f', "{NORM}": {json.dumps(h[NORM])}}}'), f"{NORM}' twice"),
+    "name in two shards": ("llama", lambda f: (f.shards(), shutil.copy(f.path / "a.safetensors", f.path / "b.safetensors")), r"a.safetensors and .*b.safetensors both"),
+    "index is empty": ("llama", lambda f: f.shards().index(lambda i: {}), f"{INDEX} has no weight_map"),
+    "index names nothing": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {}}), f"{INDEX} has no weight_map"),
+    "index of numbers": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {"a": 1}}), f"{INDEX} has no weight_map"),
+    "index is a pointer": ("llama", lambda f: f.shards().write("model.safetensors.index.json", LFS), f"{INDEX}.*git-lfs"),
+    "shard is missing": ("llama", lambda f: f.shards().remove("b.safetensors"), f"{INDEX} names files that are not there: b.safetensors"),
+    "index leads out": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {NORM: "../other.safetensors"}}), f"{INDEX} names the file '../other"),
+    "index leads out and back": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {NORM: "x/../a.safetensors"}}), f"{INDEX} names the file"),
+    "index is absolute": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {NORM: str(f.path / "a.safetensors")}}), f"{INDEX} names the file"),
+    "index with a long name": ("llama", lambda f: f.shards().index(lambda i: {"weight_map": {NORM: "x" * 5000}}), INDEX),
+    "shard is a link out": ("llama", lambda f: (f.shards(), (f.path / "a.safetensors").rename(f.path.parent / "out"), (f.path / "a.safetensors").symlink_to("../out")), r"a\.safetensors is a link to .*out, outside"),
+    "weights are a link out": ("llama", lambda f: (f.file.rename(f.path.parent / "out2"), f.file.symlink_to("../out2")), f"{WEIGHTS} is a link to .*out2, outside"),
+    "weights in int8": ("llama", lambda f: f.tensors(lambda w: w | {NORM: torch.ones(32, dtype=torch.int8)}), f"dtype that is not read: {NORM} is I8"),
+    "weights in float8": ("llama", lambda f: f.tensors(lambda w: w | {NORM: torch.ones(32).to(torch.float8_e4m3fn)}), f"{NORM} is F8_E4M3"),
+    "weights of another shape": ("llama", lambda f: f.tensors(lambda w: w | {NORM: torch.ones(31)}), rf"wrong shape: {NORM} is \[31\], expected \[32\]"),
+    "tensor is missing": ("llama", lambda f: f.tensors(lambda w: without(w, NORM)), f"missing: {NORM}"),
+    "untied, no head": ("llama", lambda f: f.tensors(lambda w: without(w, "lm_head.weight")), "missing: lm_head.weight.*tie_word_embeddings=true"),
+    "tensor too many": ("llama", lambda f: f.tensors(lambda w: w | {"score.bias": torch.ones(1)}), "unexpected: score.bias"),
+    "tied, head of another shape": ("tied", lambda f: f.tensors(lambda w: w | {"lm_head.weight": torch.ones(96, 32)}), r"lm_head.weight is \[96, 32\]"),
+    "mistral": ("llama", lambda f: f.config(model_type="mistral"), f"{CONFIG}: model_type 'mistral'.*supported: llama"),
+    "no model_type": ("llama", lambda f: f.config(["model_type"]), f"{CONFIG}: model_type None"),
+    "quantized": ("llama", lambda f: f.config(quantization_config={"quant_method": "gptq"}), f"{CONFIG}: quantization_config"),
+    "yarn without factor": ("llama", lambda f: f.format_5(without(YARN, "factor")), f"{CONFIG}: rope_parameters is of type yarn but has no factor"),
+    "linear without factor": ("llama", lambda f: f.format_4({"type": "linear"}), f"{CONFIG}: rope_scaling is of type linear but has no factor"),
+    "llama3 without low_freq_factor": ("llama", lambda f: f.format_4(without(LLAMA3, "low_freq_factor")), "has no low_freq_factor"),
+    "factor is a text": ("llama", lambda f: f.format_4(LINEAR | {"factor": "2"}), f"{CONFIG}: rope_scaling.factor is '2'"),
+    "dynamic": ("llama", lambda f: f.format_4({"rope_type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not supported"),
+    "rope by layer": ("qwen3", lambda f: f.format_5({"full_attention": YARN}), f"{CONFIG}: rope_parameters has a section for each kind"),
+    "rope is a text": ("llama", lambda f: f.format_4("yarn"), f"{CONFIG}: rope_scaling is 'yarn'"),
+    "half of a head rotates": ("llama", lambda f: f.format_4(partial_rotary_factor=0.5), f"{CONFIG}: partial_rotary_factor 0.5"),
+    "gelu": ("llama", lambda f: f.config(hidden_act="gelu"), f"{CONFIG}: hidden_act 'gelu'"),
+    "size is a text": ("llama", lambda f: f.config(hidden_size="32"), f"{CONFIG}: hidden_size is '32'"),
+    "heads do not divide": ("llama", lambda f: f.config(num_key_value_heads=3), f"{CONFIG}: num_attention_heads 4 is not a multiple"),
+    "flag is a text": ("llama", lambda f: f.config(tie_word_embeddings="false"), f"{CONFIG}: tie_word_embeddings is 'false'"),
+}  # fmt: skip

@@ -1,0 +1,153 @@
+"""config.json in one form: what decides about a model, what two models have in common, and how long a sequence may be."""
+
+import json
+import math
+
+import pytest
+
+from nemo_rl_cpp.models.hf_config import (
+    TINY_CONFIG,
+    architecture,
+    architecture_changes,
+    canonical_config,
+    config_remarks,
+    max_positions,
+    max_sequence_length,
+    native_config,
+    read_config,
+    sliding_window,
+)
+from nemo_rl_cpp.models.rope import rope_frequencies
+from nemo_rl_cpp.models.sources import ModelFolderError
+
+QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 32, "vocab_size": 100, "intermediate_size": 64, "num_hidden_layers": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def test_both_formats_are_one_and_other_keys_stay():
+    four = TINY_CONFIG | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2], "my_own": None}
+    five = {k: v for k, v in four.items() if not k.startswith("rope")} | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}}
+    form = canonical_config(four)
+    assert form == canonical_config(five) == canonical_config(form)
+    assert form["rope_theta"] == 500.0 and form["rope_scaling"] == {"rope_type": "linear", "factor": 2} and "rope_parameters" not in form
+    assert form["eos_token_id"] == [1, 2] and form["my_own"] is None and form["attention_bias"] is False
+
+
+def test_what_is_left_out_is_what_transformers_takes():
+    assert canonical_config({"model_type": "llama"})["max_position_embeddings"] == 2048
+    qwen = canonical_config(QWEN)
+    assert (qwen["num_key_value_heads"], qwen["head_dim"], qwen["rms_norm_eps"], qwen["max_position_embeddings"]) == (32, 2, 1e-6, 32768)
+    assert canonical_config(QWEN | {"model_type": "qwen3"})["head_dim"] == 128
+    assert canonical_config(QWEN | {"num_key_value_heads": None})["num_key_value_heads"] == 32
+
+
+def test_overrides_change_sizes_that_others_follow():
+    form = canonical_config({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, {"hidden_size": 128, "num_key_value_heads": None})
+    assert (form["head_dim"], form["num_key_value_heads"]) == (32, 4)
+
+
+def test_a_null_factor_of_yarn_is_the_ratio_of_the_positions():
+    config = TINY_CONFIG | {"max_position_embeddings": 128, "rope_scaling": YARN | {"factor": None}}
+    assert canonical_config(config)["rope_scaling"]["factor"] == 4.0
+
+
+def test_frequencies_written_by_hand():
+    plain, factor = rope_frequencies({"rope_theta": 100.0, "rope_scaling": None}, 4)
+    assert plain == [1.0, 0.1] and factor == 1.0
+    linear, _ = rope_frequencies({"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 4)
+    assert linear == [0.5, 0.05]
+    # original positions 2 pi and one rotation: the ramp is from dimension 0 (32 rotations lie before it) to 0, so only the first stays
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2 * math.pi}
+    scaled, factor = rope_frequencies({"rope_theta": 100.0, "rope_scaling": yarn}, 4)
+    assert scaled == pytest.approx([1.0, 0.025]) and factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"rope_theta": 500000.0}, ["rope_theta 10000.0 -> 500000.0"]),
+        ({"rms_norm_eps": 1e-6}, ["rms_norm_eps 1e-05 -> 1e-06"]),
+        ({"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}, ["num_attention_heads 4 -> 8", "num_key_value_heads 2 -> 4", "head_dim 16 -> 8"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings false -> true"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_scaling null -> {"factor": 2.0, "rope_type": "linear"}']),
+        ({"model_type": "qwen2", "attention_bias": None, "mlp_bias": None}, ['model_type "llama" -> "qwen2"', "attention_bias false -> null", "mlp_bias false -> null"]),
+        ({"max_position_embeddings": 1024, "eos_token_id": 3, "hidden_act": "swish", "attention_bias": 0, "layer_types": ["full_attention"] * 2}, []),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, []),
+    ],
+)
+def test_what_differs_between_two_models(changed, said):
+    assert architecture_changes(TINY_CONFIG, TINY_CONFIG | changed) == said
+    assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
+
+
+def test_a_window_that_no_layer_has_is_no_difference():
+    off = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}
+    assert architecture_changes(QWEN, QWEN | off) == []
+    assert architecture_changes(QWEN, QWEN | off | {"max_window_layers": 3}) != []
+
+
+@pytest.mark.parametrize(
+    "config, window, positions, longest",
+    [
+        (QWEN, None, 32768, 32768),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 3}, 4096, 32768, 4096),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, None, 32768, 32768),
+        (QWEN | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None, 32768, 32768),
+        (QWEN | {"sliding_window": 16, "max_window_layers": 0}, None, 32768, 32768),
+        (QWEN | {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4, "max_window_layers": 0}, None, 32768, 32768),
+        (TINY_CONFIG | {"sliding_window": 16, "use_sliding_window": True}, None, 512, 512),
+        (TINY_CONFIG | {"rope_scaling": YARN}, None, 128, 128),
+        (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, None, 768, 768),
+    ],
+)
+def test_how_long_a_sequence_may_be(config, window, positions, longest):
+    form = canonical_config(config)
+    assert (sliding_window(form), max_positions(form), max_sequence_length(form)) == (window, positions, longest)
+
+
+def test_a_window_acts_beyond_the_length_that_is_given():
+    config = QWEN | {"hidden_size": 256, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    assert native_config(config, max_length=16) == native_config(QWEN | {"hidden_size": 256})
+    for length in (17, None):
+        with pytest.raises(ModelFolderError, match="16 tokens.*use_sliding_window=false"):
+            native_config(config, max_length=length)
+
+
+@pytest.mark.parametrize(
+    "keys, remark",
+    [
+        ({}, None),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 10000.0}}, None),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "rope_scaling and rope_parameters differ: rope_scaling counts"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has factor but no rope_type that reads them"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, but training computes without dropout"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map names code of the model's own, which is not run"),
+    ],
+)
+def test_what_its_user_may_not_expect_is_said(keys, remark):
+    said = list(config_remarks(TINY_CONFIG | keys))
+    assert said == [] if remark is None else [text for text in said if remark in text] == said != []
+
+
+def test_the_file_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG | {"rope_theta": True}))
+    with pytest.raises(ModelFolderError, match=rf"^{tmp_path}/config.json: rope_theta is True, but a number above 0 was expected$"):
+        read_config(tmp_path)
+    with pytest.raises(ModelFolderError, match=r"config.json with hf_config_overrides: rope_theta is 'x'"):
+        read_config(tmp_path, {"rope_theta": "x"})
+
+
+VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", [], [1], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("key", ["model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "hidden_act",
+                                 "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "max_window_layers", "sliding_window",
+                                 "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config"])  # fmt: skip
+def test_any_value_is_taken_or_refused_in_words(key):
+    base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
+    for value in VALUES:
+        for arguments in ((base | {key: value},), (base, {key: value}), (base | {"rope_scaling": YARN | {key: value}},), (TINY_CONFIG, {"rope_scaling": {key: value}})):
+            try:
+                native_config(canonical_config(*arguments), max_length=8)
+            except ModelFolderError as refusal:
+                assert "\n" not in str(refusal)

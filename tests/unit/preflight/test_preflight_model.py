@@ -1,0 +1,275 @@
+"""What is said about a model and its tokenizer before a run, by files that are written here without torch."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl_cpp.cli import main
+from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
+from nemo_rl_cpp.preflight import preflight
+from nemo_rl_cpp.preflight.model import check
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_weights(folder, config):
+    entries, place = {}, 0
+    for name, shape in parameter_shapes(native_config(config)).items():
+        size = 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [place, place + size]}
+        place += size
+    header = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(place))
+
+
+def write_tokenizer(folder, tokens=40, added=()):
+    vocabulary = {f"w{i}": i for i in range(tokens)}
+    names = [{"id": i, "content": f"<{i}>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False} for i in added]
+    content = {"version": "1.0", "added_tokens": names, "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+               "decoder": None, "truncation": None, "padding": None, "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1", "pad_token": "w0"}))
+
+
+def model_folder(folder, **keys):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | keys))
+    write_weights(folder, CONFIG | keys)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
+    return model_folder(tmp_path / "model")
+
+
+def grpo(name, *overrides):
+    return load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={name}", "policy.tokenizer.name=null", "~policy.hf_config_overrides", *overrides])
+
+
+def said(config):
+    return [(f.level, str(f)) for f in check(config)]
+
+
+def only(config, level="error"):
+    [(found, text)] = said(config)
+    assert found == level
+    return text
+
+
+def test_nothing_is_said_about_what_fits(model):
+    assert said(grpo(model)) == [] == said(grpo("model"))
+    assert said(load_grpo_config("grpo_tiny.yaml")) == [] == said(load_ppo_config("ppo_tiny.yaml"))
+
+
+def test_no_check_loads_torch_or_weights(model):
+    code = f"""
+import sys
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.preflight.model import check
+config = load_grpo_config("grpo_tiny.yaml", ["policy.model_name={model}", "policy.tokenizer.name=null"])
+assert [f.level for f in check(config)] == ["error"], list(check(config))  # the file's overrides are of another model
+print([name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+# -- lengths ------------------------------------------------------------------------------------------------------------
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+
+
+@pytest.mark.parametrize(
+    "keys, positions",
+    [
+        ({}, 512),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1024),
+        ({"rope_scaling": YARN}, 400),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 512),
+        ({"model_max_length": 600}, 600),
+    ],
+)
+def test_sequences_may_be_as_long_as_the_model_has_positions(keys, positions, tmp_path, model):
+    folder = model_folder(tmp_path / "other", **keys)
+    assert said(grpo(folder, f"policy.max_total_sequence_length={positions}")) == []
+    text = only(grpo(folder, f"policy.max_total_sequence_length={positions + 1}"))
+    assert f"policy.max_total_sequence_length is {positions + 1}, but {folder} has positions for" in text and "lower policy.max" in text
+
+
+def test_an_override_may_give_positions(model):
+    assert said(grpo(model, "policy.max_total_sequence_length=1024", "++policy.hf_config_overrides.max_position_embeddings=1024")) == []
+
+
+def test_positions_of_tiny_random_and_of_the_critic():
+    long = ["policy.max_total_sequence_length=33"]
+    assert "33, but tiny-random has positions for 32" in only(load_grpo_config("grpo_tiny.yaml", long))
+    texts = [text for _, text in said(load_ppo_config("ppo_tiny.yaml", long))]
+    assert [text.split()[0] for text in texts] == ["policy.model_name", "value.model_name"]
+
+
+def evaluation(name, *overrides):
+    return load_eval_config("evals/eval.yaml", [f"generation.model_name={name}", "generation.backend=native", *overrides])
+
+
+def test_an_evaluations_length_is_compared_where_it_is_given(model):
+    without = ["~generation.vllm_cfg.max_model_len", "generation.max_new_tokens=16", "data.max_input_seq_length=32"]
+    assert said(evaluation(model, *without)) == []
+    text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
+    assert text.startswith("generation.model_name is") and "generation.vllm_cfg.max_model_len is 1024, but" in text
+
+
+def test_a_response_longer_than_a_sequence_is_said(model):
+    text = only(grpo(model, "policy.generation.max_new_tokens=1000", "policy.max_total_sequence_length=128"), "warning")
+    assert text.startswith("policy.generation.max_new_tokens is 1000, but") and "max_total_sequence_length=128" in text
+    assert said(grpo(model, "policy.generation.max_new_tokens=128", "policy.max_total_sequence_length=128")) == []
+
+
+# -- tokenizers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_an_error(model):
+    write_tokenizer(model, 40, added=[40])
+    assert f"policy.tokenizer.name is {model}, whose tokens have ids up to 40, but policy.model_name {model} has a vocabulary of 40" in only(grpo(model))
+    write_tokenizer(model, 39, added=[39])
+    assert said(grpo(model)) == []
+
+
+def test_a_tokenizer_much_smaller_than_the_model_is_said(model):
+    write_tokenizer(model, 36)
+    assert said(grpo(model)) == []  # vocabularies are padded to round sizes
+    write_tokenizer(model, 35)
+    assert "has 35 tokens, while policy.model_name" in only(grpo(model), "warning")
+
+
+def test_a_tokenizer_of_another_folder(model, tmp_path):
+    other = model_folder(tmp_path / "large", vocab_size=64)
+    write_tokenizer(other, 64)
+    text = only(grpo(model, f"policy.tokenizer.name={other}"))
+    assert f"policy.tokenizer.name is {other}, whose tokens have ids up to 63" in text and "vocabulary of 40" in text
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [(None, "holds no tokenizer.json"), ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"), ("{}", "tokenizer"), ("no JSON", "tokenizer")],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named(content, sentence, model):
+    (model / "tokenizer.json").unlink()
+    if content is not None:
+        (model / "tokenizer.json").write_text(content)
+    text = only(grpo(model))
+    assert text.startswith("policy.tokenizer.name is") and sentence in text and str(model) in text and "\n" not in text
+
+
+# -- names --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, level, near",
+    [
+        ("smollm2-135m-instrct", "error", "smollm2-135m-instruct"),
+        ("SmolLM2_135M-Instruct", "error", "smollm2-135m-instruct"),
+        ("tiny_random", "error", "tiny-random"),
+        ("HuggingFaceTB/SmolLM2-135M-Instrct", "warning", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("modle", "error", "model"),
+        ("./modle", "error", "model"),
+    ],
+)
+def test_a_name_that_is_nearly_one_that_is_here(name, level, near, model):
+    text = only(grpo(name), level)
+    assert f"did you mean {near}?" in text and "policy.model_name is" in text
+
+
+def test_a_path_that_is_not_there(model):
+    assert only(grpo("./nothing/like/it")) == "policy.model_name is './nothing/like/it', but there is no such folder"
+    assert "is the file" in only(grpo(model / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "gpt2", "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_a_model_that_has_to_come_first_is_no_error(name, model):
+    assert said(grpo(name)) == []
+
+
+def cached(model, tmp_path, *names):
+    """Files of the model in the hub's cache under org/name, as links to blobs."""
+    repo = tmp_path / "hf/hub/models--org--name"
+    snapshot, blobs = repo / "snapshots/abc", repo / "blobs"
+    for folder in (snapshot, blobs, repo / "refs"):
+        folder.mkdir(parents=True)
+    (repo / "refs/main").write_text("abc")
+    for name in names:
+        (model / name).rename(blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    return snapshot
+
+
+def test_a_model_in_the_hubs_cache_is_checked_where_it_lies(model, tmp_path):
+    code = """
+import sys
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.preflight.model import check
+names = ["policy.model_name=org/name", "policy.tokenizer.name=null", "~policy.hf_config_overrides", *sys.argv[1:]]
+print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
+"""
+
+    def asked(*overrides):  # in a process of its own: the hub's library reads its folder when it is imported
+        return subprocess.run([sys.executable, "-c", code, *overrides], capture_output=True, text=True).stdout
+
+    cached(model, tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert asked().strip() == "[]"
+    assert "policy.max_total_sequence_length is 1024, but org/name has positions for 512" in asked("policy.max_total_sequence_length=1024")
+
+
+# -- where they are asked -------------------------------------------------------------------------------------------------
+
+
+BROKEN = {
+    "mistral": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mistral"})),
+    "quantised": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}})),
+    "dynamic rope": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})),
+    "sliding window": lambda folder: (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
+    ),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "adapter only": lambda folder: [(folder / "config.json").rename(folder / "adapter_config.json"), (folder / "model.safetensors").unlink()],
+    "config is no JSON": lambda folder: (folder / "config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_check_and_dry_run_find_what_a_run_would(damage, model, capsys):
+    from nemo_rl_cpp.run_grpo_math import main as run
+
+    BROKEN[damage](model)
+    overrides = [f"policy.model_name={model}", "policy.tokenizer.name=null", "~policy.hf_config_overrides"]
+    assert main(["check", "--config", "grpo_tiny.yaml", *overrides]) == 2
+    [text] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: policy.model_name is")]
+    assert str(model) in text
+    for arguments in (["--dry-run"], []):
+        assert run(["--config", "grpo_tiny.yaml", *arguments, *overrides]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_preflight_asks_these_checks(model):
+    (model / "config.json").unlink()
+    assert ["policy.model_name"] == [f.key for f in preflight(grpo(model)) if f.key.endswith("model_name")]
+
+
+def test_the_critics_own_folder_is_checked(model, tmp_path):
+    (tmp_path / "critic").mkdir()
+    overrides = [f"policy.model_name={model}", "policy.tokenizer.name=null", f"value.model_name={tmp_path / 'critic'}", "~policy.hf_config_overrides",
+                 "value.hf_config_overrides=null"]  # fmt: skip
+    assert [f.key for f in check(load_ppo_config("ppo_tiny.yaml", overrides))] == ["value.model_name"]
+    assert list(check(load_ppo_config("ppo_tiny.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward", "ppo.policy_training_start_step=0"]))) == []

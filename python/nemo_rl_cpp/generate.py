@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
+        from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import native_config, read_config
         from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
@@ -46,6 +48,8 @@ class TextGenerator:
         folder = resolve_model(find_policy_weights(str(model)))
         self.tokenizer = Tokenizer.from_pretrained(folder)
         config = read_config(folder)
+        self._folder, self._end_token_ids = folder, end_token_ids(folder, config, self.tokenizer)
+        self._chat_settled = False
         self.max_length = int(config.get("max_position_embeddings") or 0)
         native = _native_module()
         if num_threads is not None:
@@ -96,15 +100,27 @@ class TextGenerator:
 
         reason = self._model.generate(
             ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k or 0, greedy=greedy, seed=seed,
-            stop_token_ids=self.tokenizer.eos_token_ids, stop_strings=list(stop_strings), on_token=on_token,
+            stop_token_ids=self._end_token_ids, stop_strings=list(stop_strings), on_token=on_token,
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
+    def settle_chat_template(self) -> list[str]:
+        """What a user must know of the chat template that messages go through, said once; see `data.checkpoint_template`."""
+        from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
+
+        remarks = [] if self._chat_settled else settle_chat_template(self.tokenizer, self._folder)
+        self._chat_settled = True
+        return remarks
+
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        from nemo_rl_cpp.data.boundaries import prompt_ids
+
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
+            return prompt_ids(self.tokenizer, prompt)
+        for remark in self.settle_chat_template():
+            warnings.warn(remark, stacklevel=3)
         text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return prompt_ids(self.tokenizer, text, prompt)
 
 
 def _native_module() -> Any:
@@ -167,6 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
         messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
         generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+        for remark in generator.settle_chat_template() if arguments.chat else ():
+            print(f"warning: {remark}", file=sys.stderr)
         done = generator.generate(
             [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
             max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,

@@ -12,6 +12,7 @@ import torch
 
 from nemo_rl_cpp.config.eval import EvalConfig
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
+from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
@@ -79,7 +80,10 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.generation.vllm_cfg.precision]
     model = C.DecoderModel(native_config(folder.config), dtype, False, check_device(config.cluster.device))
     folder.fill(model)
-    return NativeGeneration(native_runner(model, config.generation), config.generation, tokenizer, seed=config.eval.seed)
+    ends = end_token_ids(folder.path, folder.config, tokenizer)
+    return NativeGeneration(
+        native_runner(model, config.generation), config.generation, tokenizer, end_token_ids=ends, seed=config.eval.seed
+    )
 
 
 def run_env_eval(vllm_generation: Any, dataloader: Any, env: Any, master_config: MasterConfig) -> EvalResult:

@@ -91,8 +91,13 @@ class TextGenerator:
         stream, tokens, pieces = DecodeStream(skip_special_tokens=True), [], []
 
         def on_token(token: int) -> None:
+            nonlocal stream
             tokens.append(token)
-            piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            try:
+                piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            except Exception:  # noqa: BLE001 - its kind for bytes that form no character: they are left out
+                stream = DecodeStream(skip_special_tokens=True)
+                piece = stream.step(self.tokenizer.backend_tokenizer, token)
             if piece:
                 pieces.append(piece)
                 if on_text is not None:

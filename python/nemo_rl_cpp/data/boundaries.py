@@ -26,16 +26,16 @@ _FROM_CONFIG = (
 )  # fmt: skip
 
 
-def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] | None = None, begins: bool = True) -> list[int]:
-    """The token ids of a prompt, or of a part of one.
+def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    """The token ids of a prompt.
 
     `messages` is the conversation from which a chat template made `text`; None for plain text. A plain text that is
-    written with a BOS token of its own gets no second one; a part that does not begin the prompt (`begins`) gets none.
+    written with a BOS token of its own gets no second one.
     """
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
-    ids = [int(i) for i in tokenizer(text, add_special_tokens=plain and begins)["input_ids"]]
+    ids = [int(i) for i in tokenizer(text, add_special_tokens=plain)["input_ids"]]
     bos, eos = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)
-    if plain and begins and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
+    if plain and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
         warnings.warn(
             f"the tokenizer puts its end token {tokenizer.eos_token!r} behind every text, behind prompts too, as in transformers: the model "
             "continues an ended text; take it out of the post_processor in tokenizer.json",

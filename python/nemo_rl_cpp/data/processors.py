@@ -29,12 +29,8 @@ def _message(
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False
     )
-    return {"role": role, "content": text, "token_ids": _token_ids(tokenizer, text, messages, begins)}
-
-
-def _token_ids(tokenizer: TokenizerLike, text: str, messages: list[dict[str, str]] | None = None, begins: bool = True) -> torch.Tensor:
-    """int64 [S], see `prompt_ids`."""
-    return torch.tensor(prompt_ids(tokenizer, text, messages, begins), dtype=torch.int64)
+    ids = prompt_ids(tokenizer, text, messages) if begins else tokenizer(text, add_special_tokens=False)["input_ids"]
+    return {"role": role, "content": text, "token_ids": torch.tensor(ids, dtype=torch.int64)}
 
 
 def _datum(
@@ -135,7 +131,7 @@ def raw_completion_data_processor(
         text = task_data_spec.prompt.format(text)
     if task_data_spec.system_prompt:
         text = task_data_spec.system_prompt + text
-    log = [{"role": "user", "content": text, "token_ids": _token_ids(tokenizer, text)}]
+    log = [{"role": "user", "content": text, "token_ids": torch.tensor(prompt_ids(tokenizer, text), dtype=torch.int64)}]
     return _datum(datum_dict, log, _env_info(datum_dict), max_seq_length, idx)
 
 

@@ -373,7 +373,7 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"))
     if is_given(tokenizer_config, "chat_template"):
         value = get_field(tokenizer_config, "chat_template")
-        tokenizer.use_chat_template(chat_template_of(value, tokenizer.chat_template))
+        tokenizer.use_chat_template(_chat_template_of(value, tokenizer.chat_template))
     kwargs = get_field(tokenizer_config, "chat_template_kwargs", None)
     if kwargs:
         if not isinstance(kwargs, Mapping):
@@ -382,8 +382,7 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     return tokenizer
 
 
-def chat_template_of(value: str | None, default: Any) -> Any:
-    """What `policy.tokenizer.chat_template` means; `default` is the folder's own."""
+def _chat_template_of(value: str | None, default: Any) -> Any:
     if value is None:
         from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 

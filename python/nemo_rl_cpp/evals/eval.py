@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +37,12 @@ __all__ = [
 
 def main(config: MasterConfig) -> EvalResult:
     """Runs the evaluation that a checked configuration describes, and prints its table."""
+    from nemo_rl_cpp.data.checkpoint_template import differences_from_run
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     folder = find_policy_weights(config.generation.model_name)
+    for remark in differences_from_run(Path(folder), config.tokenizer):
+        warnings.warn(remark, stacklevel=2)
     if config.tokenizer.name == config.generation.model_name:
         config.tokenizer.name = folder
     config.generation.model_name = folder

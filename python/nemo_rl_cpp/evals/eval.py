@@ -25,7 +25,7 @@ from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, eval_cons_k, eval_pass_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
 from nemo_rl_cpp.experience.conversations import Conversations
-from nemo_rl_cpp.experience.rollout_metrics import rollout_metrics
+from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
 from nemo_rl_cpp.models.sources import find_policy_weights
@@ -143,7 +143,7 @@ class _Run:
                 answers[row] = answer
             conversations.observe(turn, scored)
         batch = conversations.finish()
-        self.rounds.append((batch.size, rollout_metrics(conversations.stats) | get(call_remote(self.env, "pop_metrics"))))
+        self.rounds.append((batch.size, rollout_metrics(conversations.stats) | environment_metrics({"": self.env})))
         self.prompts += batch.size // self.config.eval.num_tests_per_prompt
         self._keep(texts, batch, answers)
 

@@ -10,7 +10,8 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,21 +110,17 @@ class TextGenerator:
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
-    def settle_chat_template(self) -> list[str]:
-        """What a user must know of the chat template that messages go through, said once; see `data.checkpoint_template`."""
-        from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
-
-        remarks = [] if self._chat_settled else settle_chat_template(self.tokenizer, self._folder)
-        self._chat_settled = True
-        return remarks
-
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         from nemo_rl_cpp.data.boundaries import prompt_ids
 
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
-        for remark in self.settle_chat_template():
-            warnings.warn(remark, stacklevel=3)
+        if not self._chat_settled:
+            from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
+
+            for remark in settle_chat_template(self.tokenizer, self._folder):
+                warnings.warn(remark, stacklevel=3)
+            self._chat_settled = True
         text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         return prompt_ids(self.tokenizer, text, prompt)
 
@@ -172,6 +169,15 @@ def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> s
     return ", ".join(parts)
 
 
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings are a line on standard error each, without the place in this package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
+        yield
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints the text as it comes; what it took goes to standard error. Returns the exit status."""
     start = time.perf_counter()
@@ -187,14 +193,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--system goes with --chat")
         prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
         messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-        generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
-        for remark in generator.settle_chat_template() if arguments.chat else ():
-            print(f"warning: {remark}", file=sys.stderr)
-        done = generator.generate(
-            [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
-            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-            greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
-        )  # fmt: skip
+        with _plain_warnings():
+            generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+            done = generator.generate(
+                [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
+                max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
+                greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+            )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

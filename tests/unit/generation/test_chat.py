@@ -5,8 +5,9 @@ import json
 import pytest
 
 from nemo_rl_cpp.cli import main
-from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.policy import PolicyConfig, TokenizerConfig
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
+from nemo_rl_cpp.data.checkpoint_template import differences_from_run
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -79,6 +80,24 @@ def test_a_template_that_passes_text_through_is_said(tmp_path, capsys):
     assert "passes text through: the model does not see that this is a message" in out.err
     with pytest.warns(UserWarning, match="passes text through"):
         TextGenerator(folder).generate([{"role": "user", "content": "12"}], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "section", "said"),
+    [
+        (None, {"chat_template": None}, None),
+        ({"chat_template": None}, {"chat_template": None}, None),
+        ({}, {"chat_template": "default"}, None),
+        ({"chat_template_kwargs": {}}, {"chat_template_kwargs": None}, None),
+        ({"chat_template": None}, {}, "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null"),
+        ({}, {"chat_template": None}, "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'"),
+        ({"chat_template_kwargs": {"a": 1}}, {}, "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
+    ],
+)
+def test_an_evaluation_says_where_its_prompts_begin_otherwise_than_its_runs(tmp_path, run, section, said):
+    folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
+    remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
+    assert (remarks == []) if said is None else (len(remarks) == 1 and said in remarks[0])
 
 
 def test_bytes_that_form_no_character_do_not_end_a_text(tmp_path):

@@ -15,8 +15,9 @@ def compute_and_apply_seq_logprob_error_masking(
     """Metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
     with a threshold, sample_mask becomes 0 (in place) where e_b exceeds it.
 
-    Returns max_, mean_ and min_seq_mult_prob_error over valid sequences, those with a trained token (0 if none), the same with `_after_mask` over
-    those still valid, num_masked_seqs, and masked_correct_pct: the share of the masked ones with reward 1.
+    Returns max_, mean_ and min_seq_mult_prob_error over valid sequences, those with a trained token (0 if none), the same
+    with `_after_mask` over those still valid, num_masked_seqs, and masked_correct_pct: the share of the masked ones with
+    reward 1.
     """
     sample_mask: Tensor = train_data["sample_mask"]
     token_mask = train_data["token_mask"][:, 1:]

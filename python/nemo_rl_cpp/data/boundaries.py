@@ -34,10 +34,10 @@ def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] 
     """
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = [int(i) for i in tokenizer(text, add_special_tokens=plain)["input_ids"]]
-    bos, eos = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)
-    if plain and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
+    bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
+    if plain and ids and ids[-1] == eos and end and not text.endswith(end):
         warnings.warn(
-            f"the tokenizer puts its end token {tokenizer.eos_token!r} behind every text, behind prompts too, as in transformers: the model "
+            f"the tokenizer puts its end token {end!r} behind every text, behind prompts too, as in transformers: the model "
             "continues an ended text; take it out of the post_processor in tokenizer.json",
             stacklevel=3,
         )

@@ -60,6 +60,8 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Texts of the special tokens without a role, under their new or their old key."""
+    """Texts of the special tokens without a role: under keys of their own (`image_token`), and under the common new or old key."""
+    own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
-    return [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
+    common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
+    return list(dict.fromkeys(text for text in [*own, *common] if isinstance(text, str)))

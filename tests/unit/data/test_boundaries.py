@@ -185,11 +185,13 @@ def test_added_tokens_decoder_alone_counts_where_it_is(tiny, tmp_path):
 
     tiny.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings |= {"eos_token": "<end>", "added_tokens_decoder": {"17": {"content": "<b>", "special": False}, "16": {"content": "<end>", "lstrip": True, "special": True}}}
+    settings |= {"eos_token": "<end>",
+                 "added_tokens_decoder": {"17": {"content": "<b>", "special": False}, "16": {"content": "<end>", "lstrip": True, "special": True}},
+                 "image_token": "<image>", "extra_special_tokens": ["<more>"]}  # fmt: skip
     write(tmp_path, tokenizer_config=settings, added_tokens={"<old>": 18}, special_tokens_map={"eos_token": "<old>"})
     ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert (len(ours), ours.eos_token_id) == (len(theirs), theirs.eos_token_id) == (18, 16)
-    for text in ("1 <end>2", "<b><old>"):
+    assert (len(ours), ours.eos_token_id) == (len(theirs), theirs.eos_token_id) == (20, 16)
+    for text in ("1 <end>2", "<b><old>", "<more>1<image>"):
         assert ours.encode(text) == theirs.encode(text)
     assert ours.encode("1 <end>2") == [5, 16, 6]
 

@@ -33,7 +33,9 @@ def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] 
     written with a BOS token of its own gets no second one.
     """
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
-    ids = [int(i) for i in tokenizer(text, add_special_tokens=plain)["input_ids"]]
+    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    ids = [int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)]  # some tokenizers give a row of a batch
     bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
     if plain and ids and ids[-1] == eos and end and not text.endswith(end):
         warnings.warn(

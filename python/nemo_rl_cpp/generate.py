@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
+        from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
         from nemo_rl_cpp.models.model_folder import read_model_folder
@@ -51,6 +54,8 @@ class TextGenerator:
         opened.check_weights()
         opened.print_remarks()
         self.tokenizer = Tokenizer.from_pretrained(folder)
+        self._folder, self._end_token_ids = folder, end_token_ids(folder, opened.config, self.tokenizer)
+        self._chat_settled = False
         native = _native_module()
         if num_threads is not None:
             native.set_num_threads(num_threads)
@@ -91,8 +96,13 @@ class TextGenerator:
         stream, tokens, pieces = DecodeStream(skip_special_tokens=True), [], []
 
         def on_token(token: int) -> None:
+            nonlocal stream
             tokens.append(token)
-            piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            try:
+                piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            except Exception:  # noqa: BLE001 - its kind for bytes that form no character: they are left out
+                stream = DecodeStream(skip_special_tokens=True)
+                piece = stream.step(self.tokenizer.backend_tokenizer, token)
             if piece:
                 pieces.append(piece)
                 if on_text is not None:
@@ -100,15 +110,23 @@ class TextGenerator:
 
         reason = self._model.generate(
             ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k or 0, greedy=greedy, seed=seed,
-            stop_token_ids=self.tokenizer.eos_token_ids, stop_strings=list(stop_strings), on_token=on_token,
+            stop_token_ids=self._end_token_ids, stop_strings=list(stop_strings), on_token=on_token,
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        from nemo_rl_cpp.data.boundaries import prompt_ids
+
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
+            return prompt_ids(self.tokenizer, prompt)
+        if not self._chat_settled:
+            from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
+
+            for remark in settle_chat_template(self.tokenizer, self._folder):
+                warnings.warn(remark, stacklevel=3)
+            self._chat_settled = True
         text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return prompt_ids(self.tokenizer, text, prompt)
 
 
 def _native_module() -> Any:
@@ -155,6 +173,15 @@ def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> s
     return ", ".join(parts)
 
 
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings are a line on standard error each, without the place in this package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
+        yield
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints the text as it comes; what it took goes to standard error. Returns the exit status."""
     start = time.perf_counter()
@@ -170,12 +197,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--system goes with --chat")
         prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
         messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-        generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
-        done = generator.generate(
-            [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
-            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-            greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
-        )  # fmt: skip
+        with _plain_warnings():
+            generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+            done = generator.generate(
+                [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
+                max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
+                greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+            )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

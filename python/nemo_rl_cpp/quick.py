@@ -18,6 +18,7 @@ from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
+from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -199,8 +200,9 @@ def _processor(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_
 
 
 def _prompt_message(prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
-    text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].to(torch.int64)
+    messages = None if isinstance(prompt, str) else list(prompt)
+    text = prompt if messages is None else tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)
     return {"role": "user", "content": text, "token_ids": ids}
 
 

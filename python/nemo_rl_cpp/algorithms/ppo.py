@@ -17,7 +17,7 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
 from nemo_rl_cpp.algorithms.run import run_to_end
-from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, shape_rewards, valid_mask
+from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, shape_rewards, valid_mask
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs, training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.logger import LoggerConfig as PPOLoggerConfig
@@ -72,6 +72,7 @@ def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -
                 parts.refit.verify_before_training()
                 metrics |= add_logprobs(parts.policy, batch, needs, weight_version=state.step)
                 metrics |= mask_by_logprob_error(batch, ppo.seq_logprob_error_threshold)
+                require_valid_tokens(samples, batch, "ppo")
             with timer("advantage_calculation"):
                 add_advantages(parts, batch)
             epochs = []

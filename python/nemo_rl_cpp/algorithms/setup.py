@@ -13,6 +13,7 @@ from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import RunServices
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
+from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -64,15 +65,15 @@ def make_data(config: Any, tokenizer: Any) -> RunData:
 
 @contextmanager
 def run_data(config: Any, seed: int) -> Iterator[tuple[Any, RunData]]:
-    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had and a loss
-    or gradient that is not finite end the program with one sentence, in the block too."""
+    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had, a loss
+    or gradient that is not finite and a batch without a token to train on end the program with one sentence, in the block too."""
     set_seed(seed)
     data = None
     try:
         tokenizer = make_tokenizer(config.policy)
         data = make_data(config, tokenizer)
         yield tokenizer, data
-    except (SourceError, NonFiniteError) as error:
+    except (SourceError, NonFiniteError, NothingToTrainOnError) as error:
         raise SystemExit(f"error: {error}") from None
     finally:
         if data is not None:

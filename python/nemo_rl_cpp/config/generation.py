@@ -110,7 +110,7 @@ class GenerationConfig(Section):
     val_temperature: NonNegative | None = key(None, "temperature in validation; null: temperature")
     val_top_p: Fraction | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
-    stop_token_ids: list[Count] | None = key(None, "tokens that end a response; null: the tokenizer's end token")
+    stop_token_ids: list[Count] | None = key(None, "tokens that end a response; null: the end tokens of the model")
     stop_strings: list[str] | None = key(None, "texts that end a response; they stay in it")
     kv_cache_gb: Real | None = key(
         None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0

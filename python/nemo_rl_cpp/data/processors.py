@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.interfaces import (
     DatumSpec,
     LLMMessageLogType,
@@ -22,18 +23,14 @@ TokenizerLike = TokenizerType
 
 
 def _message(
-    tokenizer: TokenizerLike, role: str, messages: list[dict[str, str]], add_generation_prompt: bool
+    tokenizer: TokenizerLike, role: str, messages: list[dict[str, str]], add_generation_prompt: bool, begins: bool = True
 ) -> dict[str, Any]:
-    """One entry of a message log from the chat template's text of `messages`."""
+    """One entry of a message log from the chat template's text of `messages`; `begins`: it is the first."""
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False
     )
-    return {"role": role, "content": text, "token_ids": _token_ids(tokenizer, text)}
-
-
-def _token_ids(tokenizer: TokenizerLike, text: str) -> torch.Tensor:
-    """int64 [S]; special tokens are the template's business."""
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].to(torch.int64)
+    ids = prompt_ids(tokenizer, text, messages) if begins else tokenizer(text, add_special_tokens=False)["input_ids"]
+    return {"role": role, "content": text, "token_ids": torch.tensor(ids, dtype=torch.int64)}
 
 
 def _datum(
@@ -70,7 +67,7 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerLi
     log: LLMMessageLogType = []
     if spec.system_prompt:
         log.append(_message(tokenizer, "system", [{"role": "system", "content": spec.system_prompt}], False))
-    log.append(_message(tokenizer, "user", [{"role": "user", "content": question}], True))
+    log.append(_message(tokenizer, "user", [{"role": "user", "content": question}], True, begins=not log))
     return log
 
 
@@ -124,7 +121,7 @@ def raw_completion_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template, no special tokens.
+    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template; a BOS token where the tokenizer adds one.
 
     The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
     few-shot tasks, which end their line with the row's "stop_strings".
@@ -134,7 +131,7 @@ def raw_completion_data_processor(
         text = task_data_spec.prompt.format(text)
     if task_data_spec.system_prompt:
         text = task_data_spec.system_prompt + text
-    log = [{"role": "user", "content": text, "token_ids": _token_ids(tokenizer, text)}]
+    log = [{"role": "user", "content": text, "token_ids": torch.tensor(prompt_ids(tokenizer, text), dtype=torch.int64)}]
     return _datum(datum_dict, log, _env_info(datum_dict), max_seq_length, idx)
 
 

@@ -93,7 +93,7 @@ class Conversations:
     def _add_rewards(self, rewards: "torch.Tensor | dict[str, torch.Tensor]") -> None:
         components = rewards if isinstance(rewards, dict) else {"": rewards}
         for name, values in components.items():
-            total = self.rewards.setdefault(name, torch.zeros(len(self.stats)))
+            total = self.rewards.setdefault(name.removeprefix("reward/"), torch.zeros(len(self.stats)))
             total[self.active] += values
 
     def finish(self) -> "BatchedDataDict[DatumSpec]":

@@ -1,5 +1,6 @@
 """Runs the rollouts of training steps and keeps count of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,20 +52,19 @@ class RolloutRunner:
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """The metrics of several rounds, each with its number of samples, as of one.
 
-    Names with `max` keep the highest value, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the
-    samples that were X, everything else by all samples. A name that a round lacks is taken from the others.
+    Highest and lowest values stay such, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the samples
+    that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, Any] = {}
     for name in names:
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
         values = [metrics[name] for _, metrics in entries]
-        last = name.rsplit("/", 1)[-1]
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
-        elif last.startswith("max_"):
-            combined[name] = max(values)
-        elif last.startswith(("total_", "verifier_", "num_")):
+        elif (join := _join_of(name)) is not None:
+            combined[name] = join(values)
+        elif name.rsplit("/", 1)[-1].startswith(("verifier_", "num_")) and not name.endswith("_rate"):
             combined[name] = sum(values)
         else:
             share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
@@ -74,20 +74,26 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[st
     return combined
 
 
+def _join_of(name: str) -> Callable[[list[float]], float] | None:
+    """How values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
+    their mean, as rates are (`max_turns_reached_rate`)."""
+    last = name.rsplit("/", 1)[-1]
+    kind = last.split("_", 1)[0]
+    return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
+
+
 def aggregate_rollout_metrics(per_group_metrics: dict[str, list[Any]]) -> dict[str, Any]:
-    """One value a name from the values of several groups: the highest of `max_*`, the lowest of `min_*`, the sum of
-    `total_*`, the mean of other numbers, and lists joined."""
+    """One value a name from the values of several groups: the highest of `max_*` and `*/max`, the lowest of `min_*` and
+    `*/min`, the sum of `total_*`, the mean of other numbers (rates, `trajectory_duration_s/mean`), and lists joined."""
     result: dict[str, Any] = {}
     for name, values in per_group_metrics.items():
-        last = name.rsplit("/", 1)[-1]
         if not values:
             continue
         if all(isinstance(value, list) for value in values):
             result[name] = [item for value in values for item in value]
         elif not all(isinstance(value, (int, float)) for value in values):
             result[name] = values
-        elif last.startswith(("max_", "min_", "total_")):
-            result[name] = {"max": max, "min": min, "tot": sum}[last[:3]](values)
         else:
-            result[name] = sum(values) / len(values)
+            join = _join_of(name)
+            result[name] = sum(values) / len(values) if join is None else join(values)
     return result

@@ -20,6 +20,7 @@ from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
+from nemo_rl_cpp.data.prompt_rendering import render_prompt
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.experience.rollouts import generate_responses
@@ -199,7 +200,7 @@ def _processor(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_
 
 
 def _prompt_message(prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
-    text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    text = prompt if isinstance(prompt, str) else render_prompt(tokenizer, list(prompt))
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].to(torch.int64)
     return {"role": "user", "content": text, "token_ids": ids}
 

@@ -73,6 +73,17 @@ def resolve_tokenizer(name_or_path: str | Path, *, ask_hub: bool = True) -> Path
     return _resolve(name_or_path, _TOKENIZER_FILES, ask_hub)
 
 
+def cached_tokenizer(name: str) -> Path | None:
+    """The folder of a hub model's tokenizer if the local cache holds it; nothing is fetched."""
+    return _cached_folder(name, _TOKENIZER_FILES)
+
+
+def packaged_folder() -> Path | None:
+    """The folder of the packaged model if it has been converted before."""
+    folder = cache_root() / "models" / SMOLLM2
+    return folder if _complete(folder) else None
+
+
 def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool = True) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Iterable
@@ -75,7 +76,7 @@ def _json_lines(path: Path, text: str) -> Iterable[Any]:
 
 def _csv_rows(path: Path) -> list[Row]:
     try:
-        reader = csv.DictReader(_text(path).splitlines(keepends=True))
+        reader = csv.DictReader(io.StringIO(_text(path), newline=""))
         rows = list(reader)
     except csv.Error as error:
         raise ValueError(f"data: {path}: line {reader.line_num}: {error}") from None
@@ -138,7 +139,9 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
     """
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")]
-    endings = sorted({file.suffix.lower() for file in files} - ({".txt", ".json"} if len(files) > 1 else set()))
+    endings = sorted({file.suffix.lower() for file in files})
+    if len(endings) > 1:  # notes and descriptions beside the data
+        endings = [ending for ending in endings if ending not in (".txt", ".json")]
     if not files or len(endings) != 1:
         what = f"files with the endings {', '.join(endings)}" if endings else f"no file ending in {', '.join(READERS)}"
         raise ValueError(
@@ -149,7 +152,13 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
     of_splits = {file: found[1] for file in files if (found := _LISTED.match(file.name))}
     if of_splits:
         wanted = split or "train"
-        files = [file for file in files if of_splits.get(file) == wanted]
+        others = [file.name for file in files if file not in of_splits]
+        if others:
+            raise ValueError(
+                f"data: the folder {str(path)!r} (data_path) holds files of splits ({', '.join(sorted(set(of_splits.values())))}) and "
+                f"{others[0]!r}, which belongs to none: name the file to read"
+            )
+        files = [file for file in files if of_splits[file] == wanted]
         if not files:
             raise ValueError(
                 f"data: the folder {str(path)!r} (data_path) holds the splits {sorted(set(of_splits.values()))}, "

@@ -39,6 +39,10 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
             raise FileNotFoundError(f"data: the file {str(path)!r} (data_path) does not exist")
         return read_file(path)
     if path.is_dir():
+        if data_subset is not None:
+            if not (path / data_subset).is_dir():
+                raise ValueError(f"data: the folder {str(path)!r} has no folder for the subset {data_subset!r}")
+            path = path / data_subset
         return _from_disk(path, data_split) if _is_saved(path) else read_folder(path, data_split)
     if path.exists() or path.is_absolute() or str(data_path).startswith((".", "~")):
         raise ValueError(

@@ -17,17 +17,21 @@ def render_prompt(
     """The chat template's text of a conversation. ChatTemplateError when a message's content is not in it."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     if any(content not in text for content in _contents(messages)):
-        # A template may change a content (escape it, drop its reasoning); a word in its place shows whether it is lost.
-        marked = [{**m, "content": f"w{i}q"} if _content(m) else m for i, m in enumerate(messages)]
+        # A template may change a content (escape it, drop its reasoning); a number in its place shows whether it is lost.
+        marked = [{**m, "content": _mark(i)} if _content(m) else m for i, m in enumerate(messages)]
         probe = _apply(tokenizer, marked, add_generation_prompt, tools)
         for i, message in enumerate(messages):
-            if _content(message) and f"w{i}q" not in probe:
+            if _content(message) and _mark(i) not in probe:
                 raise ChatTemplateError(
                     f"the chat template leaves out message {i} ({message['role']}, {_content(message)[:60]!r}): the model would "
                     "never see it; set policy.tokenizer.chat_template to a template for these roles"
                     + (", or put the text into prompt_file" if message["role"] == "system" else "")
                 )
     return text
+
+
+def _mark(i: int) -> str:
+    return f"9001{i}1009"  # digits, which no filter for letters changes
 
 
 def _apply(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any) -> str:

@@ -22,12 +22,12 @@ def time_limit(seconds: float) -> Iterator[None]:
     """
     thread = threading.get_ident()
     lock = threading.Lock()
-    state = {"over": False, "interrupted": False}
+    state = {"over": False, "sent": False}
 
     def interrupt() -> None:
         with lock:
             if not state["over"]:
-                state["interrupted"] = True
+                state["sent"] = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Interrupted))
 
     timer = threading.Timer(seconds, interrupt)
@@ -36,12 +36,21 @@ def time_limit(seconds: float) -> Iterator[None]:
     try:
         try:
             yield
-        finally:
-            with lock:
-                state["over"] = True
-            timer.cancel()
-            # An interruption that was sent as the block ended arrives here, and nowhere later.
-            while state["interrupted"]:
-                time.sleep(0.001)
+        except _Interrupted:
+            raise
+        except BaseException:
+            _end(timer, lock, state)
+            raise
+        else:
+            _end(timer, lock, state)
     except _Interrupted:
         raise TimeoutError(f"it took longer than {seconds:g} s") from None
+
+
+def _end(timer: threading.Timer, lock: threading.Lock, state: dict[str, bool]) -> None:
+    """Calls the interruption off. One that was sent as the block ended arrives in here, and nowhere later."""
+    with lock:
+        state["over"] = True
+    timer.cancel()
+    while state["sent"]:
+        time.sleep(0.001)

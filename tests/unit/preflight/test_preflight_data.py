@@ -14,6 +14,11 @@ from nemo_rl_cpp.preflight import data
 
 
 @pytest.fixture
+def tiny():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
 def tokenizer_folder(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -32,7 +37,7 @@ def found(tmp_path, tokenizer_folder):
         prefix = "" if load is load_eval_config else "policy."
         lines += [f"{prefix}tokenizer.name={tokenizer_folder}", f"++{prefix}tokenizer.chat_template=default", "++env.math.num_workers=1"]
         if load is load_grpo_config:
-            lines += ["~data.train.num_samples", "~data.train.split_validation_size", "data.validation=null"]
+            lines += ["~data.train.num_digits", "data.validation=null", "policy.max_total_sequence_length=64", "++data.default.env_name=math"]
         checked = load(config, [*lines, *overrides])
         return [(finding.level, finding.key, finding.message) for finding in data.check(checked)]
 
@@ -100,7 +105,7 @@ def test_letters_of_multiple_choice(found):
 
 
 def test_other_environments_may_have_any_truths(found):
-    assert found(rows(("1=", None), ("2=", "#### 1")), "data.train.env_name=reverse_digits") == []
+    assert found(rows(("1=", None), ("2=", "#### 1")), "++data.train.env_name=reverse_digits") == []
 
 
 @pytest.mark.parametrize("template", ["chatml", "Question: {question}", "{{ bos_token }}", "gone.j2"])
@@ -143,8 +148,9 @@ def test_the_prompt_file_of_a_hub_data_set_is_checked_without_it(tmp_path):
 
 def test_evaluations_are_checked_too(found):
     options = {"load": load_eval_config, "config": "evals/reverse_digits.yaml", "section": "data"}
-    assert found(rows(("1=", "1")), "generation.model_name=tiny-random", **options) == []
-    [(level, key, message)] = found(rows(("1" * 50, "1")), "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options)
+    less = ("~data.num_digits", "~data.split", "generation.model_name=tiny-random", "++env.math.num_workers=1")
+    assert found(rows(("1=", "1")), *less, **options) == []
+    [(level, key, message)] = found(rows(("1" * 50, "1")), *less, "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options)
     assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
 
 
@@ -154,8 +160,9 @@ def test_the_check_of_data_imports_no_torch(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1=", "output": "5元"}\n')
     program = (
         "import sys\nfrom nemo_rl_cpp.config import load_grpo_config\nfrom nemo_rl_cpp.preflight import data\n"
-        f"config = load_grpo_config('grpo_tiny.yaml', ['data.train={{dataset_name: ResponseDataset, data_path: {tmp_path}/d.jsonl, "
-        "env_name: math}', 'data.validation=null', '++env.math.num_workers=1'])\n"
+        f"config = load_grpo_config('grpo_tiny.yaml', ['~data.train.num_digits', 'data.train.dataset_name=ResponseDataset', "
+        f"'++data.train.data_path={tmp_path}/d.jsonl', '++data.train.env_name=math', "
+        "'data.validation=null', '++env.math.num_workers=1'])\n"
         "print(len(list(data.check(config))), 'torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

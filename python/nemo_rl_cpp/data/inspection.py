@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt
+from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt, multichoice_qa_processor
 
 _MOST_ROWS = 1000
 _MOST_CHARACTERS = 2_000_000
@@ -72,6 +72,12 @@ def inspect_rows(
     step = -(-len(rows) // _MOST_ROWS)
     for number in range(0, len(rows), step):
         row = rows[number]
+        if row.get("task_name") not in (None, raw.task_name):
+            yield Remark(
+                "error", where, f"row {number + 1}: its task_name {row['task_name']!r} has no processor: this data set's is {raw.task_name!r}; "
+                "take the column task_name out of the data"
+            )  # fmt: skip
+            return
         preprocess = getattr(raw, "preprocessor", None)
         try:
             prompt = make(row if preprocess is None else preprocess(row), raw.task_spec, tokenizer)
@@ -83,6 +89,8 @@ def inspect_rows(
         characters += sum(len(entry.content) for entry in prompt.entries)
         if characters > _MOST_CHARACTERS:
             break
+    if raw.processor is multichoice_qa_processor and not raw.task_spec.prompt and rows[0].get("options"):
+        yield Remark("warning", where, "has options, but no prompt_file, so prompts show the questions alone: set prompt_file (prompts/multichoice.txt)")
     yield from _about_lengths(lengths, limits, where, len(rows))
     name, section = environment
     if name in _MATH_ENVIRONMENTS:

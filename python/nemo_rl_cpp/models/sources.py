@@ -175,9 +175,9 @@ def _gated(repo: str, kind: str) -> SourceError:
 def unreachable(repo: str, kind: str) -> HubUnreachableError:
     """The one sentence for a hub that does not answer."""
     keys = (
-        "policy.model_name (and data.train.dataset_name)"
+        "policy.model_name (and data.train.dataset_name; in an evaluation generation.model_name and data.dataset_name)"
         if kind == "model"
-        else "data.train.dataset_name (and policy.model_name)"
+        else "data.train.dataset_name (and policy.model_name; in an evaluation data.dataset_name and generation.model_name)"
     )
     return HubUnreachableError(
         f"the {kind} {repo!r} is not on this machine and {hub_endpoint()} does not answer: set {keys} to something "

@@ -216,12 +216,33 @@ def test_of_many_rows_a_thousand_are_looked_at(tmp_path, tiny):
     assert remark.level == "error" and "834 of 834 prompts looked at (of 2,500) reach 10 tokens" in remark.message
 
 
+def test_a_task_name_without_a_processor_is_refused(tmp_path, tiny):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n")
+    with pytest.raises(ValueError, match=r"data\.train row 1: its task_name 'mine' has no processor"):
+        setup_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
+
+
 def test_processors_of_the_users_are_not_run_ahead(tmp_path, tiny):
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
     raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))
     raw.processor = lambda *_: pytest.fail("called")
     assert list(inspect_rows(raw, raw.dataset, tiny, Limits(1), "data.train")) == []
+
+
+def test_options_that_no_prompt_shows_are_said(tiny):
+    from types import SimpleNamespace
+
+    from nemo_rl_cpp.data.interfaces import TaskDataSpec
+    from nemo_rl_cpp.data.processors import multichoice_qa_processor
+
+    raw = SimpleNamespace(processor=multichoice_qa_processor, task_spec=TaskDataSpec(), task_name="t")
+    rows = [{"question": "1", "options": {"A": "1"}, "answer": "A"}]
+    tiny.chat_template = "{{ messages[0].content }}"
+    [remark] = inspect_rows(raw, rows, tiny, Limits(), "data.train")
+    assert remark.level == "warning" and "no prompt_file, so prompts show the questions alone" in remark.message
+    raw.task_spec.prompt = "Choose."
+    assert list(inspect_rows(raw, rows, tiny, Limits(), "data.train")) == []
 
 
 def test_say_raises_the_first_error(capsys):

@@ -78,7 +78,7 @@ def _datasets_library(what: str) -> Any:
         import datasets
     except ImportError:
         raise ValueError(
-            f"the data set {what!r} (data.train.dataset_name, data_path) needs the `datasets` library: "
+            f"the data set {what!r} (dataset_name, data_path) needs the `datasets` library: "
             "pip install datasets, or use ResponseDataset on a local JSONL file"
         ) from None
     return datasets
@@ -89,7 +89,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
     the hub does not answer. SourceError (a ValueError) of one sentence when it is in neither."""
     from nemo_rl_cpp.models.sources import check_on_hub, unreachable
 
-    reachable = check_on_hub(name, "dataset", "data.train.dataset_name or data_path")
+    reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
     if reachable:
         datasets = _datasets_library(name)
         return datasets.load_dataset(name, subset, split=split or "train")

@@ -21,6 +21,7 @@ from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
+from nemo_rl_cpp.data.prompt_rendering import render_prompt
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.experience.rollouts import generate_responses
@@ -201,7 +202,7 @@ def _processor(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_
 
 def _prompt_message(prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
     messages = None if isinstance(prompt, str) else list(prompt)
-    text = prompt if messages is None else tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = prompt if messages is None else render_prompt(tokenizer, messages)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)
     return {"role": "user", "content": text, "token_ids": ids}
 

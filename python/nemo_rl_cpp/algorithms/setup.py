@@ -60,7 +60,8 @@ def make_tokenizer(policy: Any) -> Any:
 
 def make_data(config: Any, tokenizer: Any) -> RunData:
     """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
-    return RunData(*setup_response_data(tokenizer, config.data, config.env))
+    limit = config.policy.max_total_sequence_length
+    return RunData(*setup_response_data(tokenizer, config.data, config.env, max_total_sequence_length=limit))
 
 
 @contextmanager

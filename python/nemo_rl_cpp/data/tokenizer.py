@@ -365,7 +365,8 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names).
 
     `name`: folder or model name. `chat_template`: absent or "default" keeps the folder's own; null passes contents
-    through unchanged; a path that ends in .jinja is read; anything else is the template itself.
+    through unchanged; a path is read, a name is one of the tokenizer's templates, a text with jinja's marks is a template
+    (see `choose_template`); it must use `messages`.
     `chat_template_kwargs` are variables that every `apply_chat_template` call gets. The pad token is eos where missing.
     """
     if get_processor:
@@ -382,15 +383,7 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     return tokenizer
 
 
-def _chat_template_of(value: str | None, default: Any) -> Any:
-    if value is None:
-        from nemo_rl_cpp.data.chat_template import PASSTHROUGH
+def _chat_template_of(value: Any, default: Any) -> Any:
+    from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
 
-        return PASSTHROUGH
-    if value.lower() == "default":
-        return default
-    if value.endswith(".jinja"):
-        from nemo_rl_cpp.data.prompt_files import find_file
-
-        return find_file(value, "policy.tokenizer.chat_template").read_text(encoding="utf-8")
-    return value
+    return choose_template(value, default, "policy.tokenizer.chat_template")

@@ -17,6 +17,7 @@ from nemo_rl_cpp.data.datasets import (
     update_single_dataset_config,
 )
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
+from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 
 
 def _list_of(section: Any) -> list[dict[str, Any]]:
@@ -96,7 +97,11 @@ def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict
 
 
 def setup_response_data(
-    tokenizer: Any, data_config: Any, env_configs: Any = None, is_vlm: bool = False
+    tokenizer: Any,
+    data_config: Any,
+    env_configs: Any = None,
+    is_vlm: bool = False,
+    max_total_sequence_length: int | None = None,
 ) -> tuple[Any, ...]:
     """The data sets of a run, and with `env_configs` its environments.
 
@@ -104,6 +109,9 @@ def setup_response_data(
     `train` is an AllTaskProcessedDataset, or with `data.use_multiple_dataloader` one for each task name; `validation`
     is one data set over everything held out by split_validation_size and everything in `data.validation`, or None.
     Environments are created once for each env_name that a section uses. The configuration is left as it is.
+
+    Prompts that are cut (`data.max_input_seq_length`), that fill `max_total_sequence_length`, and truths that nothing can
+    match are counted and said on stderr; ValueError when they are all the rows of a section.
     """
     if is_vlm:
         raise ValueError("is_vlm=True asks for images or video: only text models are supported")
@@ -114,15 +122,19 @@ def setup_response_data(
     environments = {} if env_configs is None else _create_environments(config, env_configs)
     try:
         train, val = _Tasks(), _Tasks()
-        for section in train_sections:
-            raw = load_response_dataset(section)
-            environment = environments.get(section.get("env_name"))
-            train.add(raw, raw.dataset, environment)
-            if raw.val_dataset is not None:
-                val.add(raw, raw.val_dataset, environment)
-        for section in val_sections:
-            raw = load_response_dataset(section)
-            val.add(raw, raw.dataset, environments.get(section.get("env_name")))
+        limits = Limits(max_length, context=max_total_sequence_length)
+        for side, tasks, sections in (("train", train, train_sections), ("validation", val, val_sections)):
+            for i, section in enumerate(sections):
+                raw = load_response_dataset(section)
+                env_name = section.get("env_name")
+                environment = environments.get(env_name)
+                where = f"data.{side}.{i}" if isinstance(config[side], (list, tuple)) else f"data.{side}"
+                scored = (env_name, None if env_configs is None else get_field(env_configs, env_name, None))
+                tasks.add(raw, raw.dataset, environment)
+                say(inspect_rows(raw, raw.dataset, tokenizer, limits, where, scored))
+                if side == "train" and raw.val_dataset is not None:
+                    val.add(raw, raw.val_dataset, environment)
+                    say(inspect_rows(raw, raw.val_dataset, tokenizer, limits, f"{where} (held out)", scored))
         dataset = _train_side(train, tokenizer, max_length, bool(config.get("use_multiple_dataloader", False)))
         val_rows = [rows for several in val.datasets.values() for rows in several]
         val_dataset = val.processed(val_rows, tokenizer, max_length) if val_rows else None

@@ -84,7 +84,7 @@ class MathEnvironment(BaseMathEnvironment):
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
         """Observations say "Environment: correct" or "Environment: incorrect"; `answers` only when asked for."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
-        truths = [str(info["ground_truth"]) for info in metadata]
+        truths = ["" if info["ground_truth"] is None else str(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
         observations = [
             {"role": "environment", "content": "Environment: correct" if score else "Environment: incorrect"}

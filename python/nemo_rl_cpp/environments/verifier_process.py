@@ -90,9 +90,12 @@ def main(target: str, options_json: str) -> None:
         # The kernel ends a process that computes long past its deadline, should nobody be left to kill it.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
+        before = getattr(verifier, "unmatchable", 0)
         try:
             scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
             answer = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
+            if getattr(verifier, "unmatchable", 0) > before:
+                answer["unmatchable"] = 1
         except Exception as error:  # a verifier scores what goes wrong with a response 0; this is a mistake in its use
             answer = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -17,6 +17,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
+from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
@@ -60,6 +61,8 @@ def main(config: MasterConfig) -> EvalResult:
 def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDataset:
     """The section `data`, tokenised."""
     raw = load_eval_dataset(config.data)
+    limit = config.data.max_input_seq_length
+    say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", (config.data.env_name, config.env.get(config.data.env_name))))
     return AllTaskProcessedDataset(
         raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=config.data.max_input_seq_length
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .base import Fraction, Int, NonNegative, Positive, Real, Section, StopStrings, StopTokenIds, key, no_effect, only, section
 
 
 class VllmConfig(Section):
@@ -110,8 +110,8 @@ class GenerationConfig(Section):
     val_temperature: NonNegative | None = key(None, "temperature in validation; null: temperature")
     val_top_p: Fraction | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
-    stop_token_ids: list[Count] | None = key(None, "tokens that end a response; null: the tokenizer's end token")
-    stop_strings: list[str] | None = key(None, "texts that end a response; they stay in it")
+    stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the tokenizer's end token")
+    stop_strings: StopStrings | None = key(None, "texts that end a response; they stay in it")
     kv_cache_gb: Real | None = key(
         None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0
     )

@@ -18,7 +18,8 @@ from .env import KNOWN_ENVIRONMENTS
 from .errors import ConfigError, Problem, Report
 from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
-from .messages import dotted_key, known_keys, sentence, shown, unknown_key
+from .messages import dotted_key, known_keys, sentence, unknown_key
+from .python_values import check_marks
 
 Master = TypeVar("Master", bound=MasterConfig)
 
@@ -71,7 +72,7 @@ def _load(
     config = _validate(data, model, report)
     if config is not None:
         config.fill_defaults()
-        _check_marks(config, "", report)
+        check_marks(config, "", report)
         check(config, report)
     if report.problems:
         raise ConfigError(report.problems)
@@ -114,7 +115,7 @@ def _validate_part(
     first = True
     for _ in range(4):  # a repair may uncover a mistake, at most one a level
         try:
-            return part.model_validate(data)
+            return part.model_validate(data, strict=False)
         except ValidationError as failure:
             for error in failure.errors(include_url=False):
                 key = dotted_key(prefix + error["loc"])
@@ -166,29 +167,6 @@ def _remove_in_list(items: list[Any], rest: tuple[str, ...], parent: dict[str, A
         _remove(items[index], rest[1:])
     else:
         del parent[name]
-
-
-def _check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Keys of unsupported features must be at the value that switches the feature off."""
-    if not section.is_active:
-        return
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        key = prefix + (info.alias or name)
-        mark = info.json_schema_extra
-        if (
-            isinstance(mark, dict)
-            and "only" in mark
-            and not any(value == ok and type(value) is type(ok) for ok in mark["only"])
-        ):
-            allowed = " or ".join(shown(ok) for ok in mark["only"])
-            report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
-        if isinstance(value, Section):
-            _check_marks(value, f"{key}.", report)
-        elif isinstance(value, list):
-            for i, item in enumerate(value):
-                if isinstance(item, Section):
-                    _check_marks(item, f"{key}.{i}.", report)
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:

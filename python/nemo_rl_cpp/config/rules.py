@@ -11,6 +11,16 @@ from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from .ppo import PPOConfig
 
 
+def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report: Report) -> None:
+    """All rules of a configuration."""
+    if isinstance(config, GRPOMasterConfig):
+        check_grpo(config, report)
+    elif isinstance(config, PPOMasterConfig):
+        check_ppo(config, report)
+    else:
+        check_eval(config, report)
+
+
 def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     loop = config.grpo
     _check_loop(loop, "grpo", report)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import PrivateAttr
+
 from .base import Fraction, Int, NonNegative, Positive, Real, Section, StopStrings, StopTokenIds, key, no_effect, only, section
+
+
+MIN_TEMPERATURE = 1e-38  # 1 / temperature is a float32
 
 
 class VllmConfig(Section):
@@ -133,6 +138,10 @@ class GenerationConfig(Section):
     port_range_high: Int = no_effect(4999)
     refit_transport: str | None = no_effect(None, "weights are shared, nothing is transported")
     real_quant_export_cpu_offload: bool = no_effect(True)
+    # set by the program, see models.generation.configure_generation_config
+    _pad_token_id: int | None = PrivateAttr(None)
+    _mtp_weights_from_refit: bool | None = PrivateAttr(None)
+    _debug_payload_metrics: bool | None = PrivateAttr(None)
     bad_words: list[str] | None = only(None, why="forbidden words are not supported")
     use_async_rollouts: bool = no_effect(False)
 

@@ -16,7 +16,9 @@ class AdvEstimatorConfig(Section):
     )
     normalize_rewards: bool = key(True, "grpo: divide by the group's standard deviation")
     use_leave_one_out_baseline: bool = key(True, "grpo: a sample's baseline is the mean of the others of its group")
-    reward_weights: list[Real] | None = only(None, why="several reward components (GDPO) are not supported")
+    reward_weights: list[Real] | None = key(
+        None, "gdpo: one factor a part of the reward, in the order of the parts' names; null: 1 each"
+    )
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
 
 

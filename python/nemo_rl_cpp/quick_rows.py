@@ -1,0 +1,189 @@
+"""Prompts in every form that a caller brings, as rows with the key `prompt`; what is no rows is refused in one sentence."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+
+FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
+_RESERVED = ("prompts", "completions")
+_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz")
+_HUB_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)+")
+
+
+def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
+    """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
+
+    A text is one prompt, unless it names a data file, which is read. A mapping of columns, a data frame (pandas, polars,
+    pyarrow) and a `datasets.Dataset` are rows. Raises ValueError for all else.
+    """
+    items, source = _items(given, name)
+    rows = [_row(item, i, source) for i, item in enumerate(items)]
+    if not rows:
+        raise ValueError(f"{source} is empty: {FORMS}")
+    for i, row in enumerate(rows):
+        _check_row(row, f"row {i} of {source}", name)
+    return rows
+
+
+def _items(given: Any, name: str) -> tuple[list[Any], str]:
+    """The prompts or rows one by one, and how messages name where they come from."""
+    if given is None:
+        raise ValueError(f"{name} is missing: {FORMS}")
+    if isinstance(given, os.PathLike):
+        return _read(os.fspath(given), name)
+    if isinstance(given, str):
+        return _read(given, name) if _is_path(given, name) else ([given], name)
+    if isinstance(given, (bool, int, float, complex, bytes, bytearray, set, frozenset)) or callable(given):
+        raise ValueError(f"{name} is {_described(given)}: {FORMS}")
+    if isinstance(given, Mapping):
+        return _from_mapping(given, name), name
+    for method, options in (("to_dicts", {}), ("to_pylist", {}), ("to_dict", {"orient": "records"})):
+        if hasattr(given, method) and hasattr(given, "columns"):  # polars; pyarrow; pandas
+            return getattr(given, method)(**options), name
+    if getattr(given, "ndim", 1) != 1:
+        raise ValueError(f"{name} is {_described(given)} of {given.ndim} dimensions: {FORMS}")
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name} is {_described(given)}: {FORMS}")
+    items = given.tolist() if hasattr(given, "tolist") else list(given)  # of numpy and pandas
+    return ([items] if _is_conversation(items) else items), name
+
+
+def _is_path(text: str, name: str) -> bool:
+    """Whether a text is meant as a path: it names a file or folder, or ends like a data file. ValueError where it may be."""
+    try:
+        path = Path(text).expanduser()
+        there = path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a zero byte, no such user
+        return False
+    if there:
+        return True
+    if path.suffix.lower() in _DATA_FILES and not any(c.isspace() for c in text):
+        raise ValueError(f"{name} names the file {text}, which does not exist (if it is a prompt, write [{text!r}])")
+    if _HUB_NAME.fullmatch(text):
+        raise ValueError(
+            f"{name} is {text!r}, which looks like a path or the name of a data set: give the rows (datasets.load_dataset({text!r}, split=...)), "
+            f"or, if it is a prompt, [{text!r}]"
+        )
+    return False
+
+
+def _read(path: str, name: str) -> tuple[list[Any], str]:
+    try:
+        found = load_dataset_from_path(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{name}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{name} is the path {path!r} (if it is a prompt, write [{path!r}]), which cannot be read: {error}") from None
+    rows = list(found)
+    if path.lower().endswith(".txt"):  # its lines are the prompts
+        rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
+    return rows, f"{name} ({path})"
+
+
+def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
+    parts = [key for key, value in given.items() if hasattr(value, "column_names") or hasattr(value, "iloc") and hasattr(value, "columns")]
+    if parts:
+        raise ValueError(f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{parts[0]!r}]")
+    if "prompt" not in given:
+        raise ValueError(f"{name} is a mapping without the key 'prompt', it has {_names(given)}: {FORMS}")
+    if isinstance(given["prompt"], str) or _is_conversation(given["prompt"]):
+        return [given]  # one row
+    wrong = next((key for key, value in given.items() if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)), None)
+    if wrong is not None:
+        raise ValueError(f"{name} is a mapping of columns, whose column {wrong!r} is {_described(given[wrong])}: each must be a list, one value a row")
+    columns = {key: value.tolist() if hasattr(value, "tolist") else list(value) for key, value in given.items()}
+    lengths = {key: len(values) for key, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{name} is a mapping of columns of different lengths: {', '.join(f'{k!r} has {n}' for k, n in lengths.items())}")
+    return [dict(zip(columns, values)) for values in zip(*columns.values())]
+
+
+def _row(item: Any, index: int, source: str) -> dict[str, Any]:
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, str) or _is_conversation(item):
+        return {"prompt": item}
+    shape = f" of {len(item)}" if isinstance(item, (list, tuple)) else ""
+    raise ValueError(
+        f"row {index} of {source} is {_described(item)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
+        'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
+    )
+
+
+def _check_row(row: dict[str, Any], where: str, name: str) -> None:
+    wrong = next((key for key in row if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{where} has the key {wrong!r}; keys must be texts")
+    if "prompt" not in row:
+        raise ValueError(f"{where} has no key 'prompt', it has {_names(row)}")
+    taken = next((key for key in _RESERVED if key in row), None)
+    if taken is not None:
+        raise ValueError(f"{where} has the key {taken!r}, under which reward functions are given something else: rename it")
+    check_prompt(row["prompt"], where)
+
+
+def check_prompt(prompt: Any, where: str) -> None:
+    """ValueError unless it is a text that is not empty, or a conversation that the model can answer."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
+        _check_text(prompt, where)
+        return
+    if not isinstance(prompt, (list, tuple)) or not all(isinstance(message, Mapping) for message in prompt):
+        raise ValueError(f"{where}: the prompt is {_described(prompt)}; it must be a text or a list of messages with role and content")
+    if not prompt:
+        raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
+    for i, message in enumerate(prompt):
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f"{where}: message {i} has the keys {_names(message)}; it needs 'role', a text, and 'content'")
+        content = message["content"]
+        if isinstance(content, str):
+            _check_text(content, f"{where}: message {i}")
+        elif content is not None and not isinstance(content, list):
+            raise ValueError(f"{where}: the content of message {i} is {_described(content)}; it must be a text")
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(f"{where} ends with a message of the assistant: leave out the answer, which the model is to write")
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8") from None
+
+
+def _is_conversation(items: Any) -> bool:
+    return (
+        isinstance(items, (list, tuple))
+        and len(items) > 0
+        and all(isinstance(item, Mapping) and "role" in item and "prompt" not in item for item in items)
+    )
+
+
+def _names(keys: Iterable[Any]) -> list[str]:
+    return sorted(map(str, keys))
+
+
+def _described(value: Any) -> str:
+    """The value's type, and itself where it is short: "the number 3", "a function"."""
+    kind = type(value).__name__
+    if isinstance(value, (bool, int, float, str)):
+        return f"{value!r:.60}"
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def texts_or_conversations(prompts: Any) -> Sequence[Any]:
+    """One or several prompts to answer; a text or a conversation is one. ValueError for all else."""
+    if isinstance(prompts, str) or _is_conversation(prompts):
+        several: list[Any] = [prompts]
+    elif isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {_described(prompts)}; give a text, a conversation, or a list of these")
+    else:
+        several = list(prompts)
+    for i, prompt in enumerate(several):
+        check_prompt(prompt, f"prompt {i}")
+    return several

@@ -6,7 +6,6 @@
 """
 
 import inspect
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +20,8 @@ import torch
 from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.argument_checks import folder_path, model_name, texts_or_conversations
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
-from nemo_rl_cpp.config.generation import MIN_TEMPERATURE
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -30,7 +29,7 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironmen
 from nemo_rl_cpp.experience.rollouts import generate_responses
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.quick_keywords import dotted_key
-from nemo_rl_cpp.quick_rows import rows_of, texts_or_conversations
+from nemo_rl_cpp.quick_rows import rows_of
 
 BASE_CONFIG = "grpo_notebook.yaml"
 TASK = "notebook"
@@ -81,8 +80,6 @@ class TrainResult:
         for name, value in options.items():
             if value is not None:
                 setattr(settings, name, value)  # checked as the key of a configuration
-        if 0 < settings.temperature < MIN_TEMPERATURE:
-            raise ValueError(f"temperature is {temperature}, too small to divide by: give 0 for greedy decoding, or at least {MIN_TEMPERATURE:g}")
         if greedy is None:
             greedy = not temperature
         usual, self._generation.config = self._generation.config, settings
@@ -115,7 +112,7 @@ class TrainResult:
 
     def save(self, folder: str | Path) -> Path:
         """Writes the policy as a Hugging Face folder."""
-        folder = _folder(folder, "folder")
+        folder = folder_path(folder, "folder")
         self.policy.save_checkpoint(str(folder))
         return folder
 
@@ -186,9 +183,9 @@ def train_grpo(
         raise ValueError("reward_funcs is missing: give a function of (completions, **columns) that returns one number each")
     environment = RewardFunctionEnvironment(reward_funcs, reward_weights)
     val_rows = rows_of(validation, "validation") if validation is not None else None
-    checkpoints = _folder(checkpoint_dir, "checkpoint_dir") if checkpoint_dir is not None else None
+    checkpoints = folder_path(checkpoint_dir, "checkpoint_dir") if checkpoint_dir is not None else None
     given = {
-        "policy.model_name": ("model", _model_name(model)),
+        "policy.model_name": ("model", model_name(model)),
         "policy.precision": ("precision", precision),
         "policy.max_total_sequence_length": ("max_length", max_length),
         "policy.optimizer.kwargs.lr": ("learning_rate", learning_rate),
@@ -200,7 +197,7 @@ def train_grpo(
         "grpo.max_num_steps": ("num_steps", num_steps),
         "grpo.seed": ("seed", seed),
     }
-    twice = next((key for key in given.keys() & own if given[key][1] != _DEFAULTS[given[key][0]]), None)
+    twice = next((key for key in given.keys() & own if given[key][1] is not _DEFAULTS[given[key][0]]), None)
     if twice is not None:
         raise ValueError(f"{given[twice][0]} and {own[twice][0]} are the same thing: give one of them")
     with _log_folder(log_dir) as logs:
@@ -216,7 +213,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(tr
 def _log_folder(given: str | Path | None) -> Iterator[Path]:
     """`log_dir`, or a temporary folder that stays only where the call has no mistake."""
     if given is not None:
-        yield _folder(given, "log_dir")
+        yield folder_path(given, "log_dir")
         return
     made = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_"))
     try:
@@ -255,21 +252,6 @@ def _preflight(config: GRPOMasterConfig) -> None:
         raise ValueError("\n".join(errors))
     for finding in findings:
         print(f"warning: {finding}", file=sys.stderr)
-
-
-def _model_name(model: Any) -> str:
-    if isinstance(model, os.PathLike):
-        model = os.fspath(model)
-    if not isinstance(model, str) or not model or "\0" in model:
-        shown = repr(model) if isinstance(model, (str, int, float, type(None))) else f"a {type(model).__name__}"
-        raise ValueError(f"model is {shown}; it must be a folder, a packaged model, or a name on the hub")
-    return model
-
-
-def _folder(value: Any, name: str) -> Path:
-    if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str) and os.fspath(value) and "\0" not in os.fspath(value):
-        return Path(value)
-    raise ValueError(f"{name} is {value!r:.60}; it must be the path of a folder")
 
 
 def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None, environment: Any) -> TrainResult:

@@ -2,10 +2,11 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import check_prompt, described, is_conversation, names_of
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
@@ -38,18 +39,18 @@ def _items(given: Any, name: str) -> tuple[list[Any], str]:
     if isinstance(given, str):
         return _read(given, name) if _is_path(given, name) else ([given], name)
     if isinstance(given, (bool, int, float, complex, bytes, bytearray, set, frozenset)) or callable(given):
-        raise ValueError(f"{name} is {_described(given)}: {FORMS}")
+        raise ValueError(f"{name} is {described(given)}: {FORMS}")
     if isinstance(given, Mapping):
         return _from_mapping(given, name), name
     for method, options in (("to_dicts", {}), ("to_pylist", {}), ("to_dict", {"orient": "records"})):
         if hasattr(given, method) and hasattr(given, "columns"):  # polars; pyarrow; pandas
             return getattr(given, method)(**options), name
     if getattr(given, "ndim", 1) != 1:
-        raise ValueError(f"{name} is {_described(given)} of {given.ndim} dimensions: {FORMS}")
+        raise ValueError(f"{name} is {described(given)} of {given.ndim} dimensions: {FORMS}")
     if not isinstance(given, Iterable):
-        raise ValueError(f"{name} is {_described(given)}: {FORMS}")
+        raise ValueError(f"{name} is {described(given)}: {FORMS}")
     items = given.tolist() if hasattr(given, "tolist") else list(given)  # of numpy and pandas
-    return ([items] if _is_conversation(items) else items), name
+    return ([items] if is_conversation(items) else items), name
 
 
 def _is_path(text: str, name: str) -> bool:
@@ -89,12 +90,12 @@ def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
     if parts:
         raise ValueError(f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{parts[0]!r}]")
     if "prompt" not in given:
-        raise ValueError(f"{name} is a mapping without the key 'prompt', it has {_names(given)}: {FORMS}")
-    if isinstance(given["prompt"], str) or _is_conversation(given["prompt"]):
+        raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
+    if isinstance(given["prompt"], str) or is_conversation(given["prompt"]):
         return [given]  # one row
     wrong = next((key for key, value in given.items() if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)), None)
     if wrong is not None:
-        raise ValueError(f"{name} is a mapping of columns, whose column {wrong!r} is {_described(given[wrong])}: each must be a list, one value a row")
+        raise ValueError(f"{name} is a mapping of columns, whose column {wrong!r} is {described(given[wrong])}: each must be a list, one value a row")
     columns = {key: value.tolist() if hasattr(value, "tolist") else list(value) for key, value in given.items()}
     lengths = {key: len(values) for key, values in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -105,11 +106,11 @@ def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
 def _row(item: Any, index: int, source: str) -> dict[str, Any]:
     if isinstance(item, Mapping):
         return dict(item)
-    if isinstance(item, str) or _is_conversation(item):
+    if isinstance(item, str) or is_conversation(item):
         return {"prompt": item}
     shape = f" of {len(item)}" if isinstance(item, (list, tuple)) else ""
     raise ValueError(
-        f"row {index} of {source} is {_described(item)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
+        f"row {index} of {source} is {described(item)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
         'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
     )
 
@@ -119,71 +120,8 @@ def _check_row(row: dict[str, Any], where: str, name: str) -> None:
     if wrong is not None:
         raise ValueError(f"{where} has the key {wrong!r}; keys must be texts")
     if "prompt" not in row:
-        raise ValueError(f"{where} has no key 'prompt', it has {_names(row)}")
+        raise ValueError(f"{where} has no key 'prompt', it has {names_of(row)}")
     taken = next((key for key in _RESERVED if key in row), None)
     if taken is not None:
         raise ValueError(f"{where} has the key {taken!r}, under which reward functions are given something else: rename it")
     check_prompt(row["prompt"], where)
-
-
-def check_prompt(prompt: Any, where: str) -> None:
-    """ValueError unless it is a text that is not empty, or a conversation that the model can answer."""
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
-        _check_text(prompt, where)
-        return
-    if not isinstance(prompt, (list, tuple)) or not all(isinstance(message, Mapping) for message in prompt):
-        raise ValueError(f"{where}: the prompt is {_described(prompt)}; it must be a text or a list of messages with role and content")
-    if not prompt:
-        raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
-    for i, message in enumerate(prompt):
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"{where}: message {i} has the keys {_names(message)}; it needs 'role', a text, and 'content'")
-        content = message["content"]
-        if isinstance(content, str):
-            _check_text(content, f"{where}: message {i}")
-        elif content is not None and not isinstance(content, list):
-            raise ValueError(f"{where}: the content of message {i} is {_described(content)}; it must be a text")
-    if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{where} ends with a message of the assistant: leave out the answer, which the model is to write")
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8") from None
-
-
-def _is_conversation(items: Any) -> bool:
-    return (
-        isinstance(items, (list, tuple))
-        and len(items) > 0
-        and all(isinstance(item, Mapping) and "role" in item and "prompt" not in item for item in items)
-    )
-
-
-def _names(keys: Iterable[Any]) -> list[str]:
-    return sorted(map(str, keys))
-
-
-def _described(value: Any) -> str:
-    """The value's type, and itself where it is short: "the number 3", "a function"."""
-    kind = type(value).__name__
-    if isinstance(value, (bool, int, float, str)):
-        return f"{value!r:.60}"
-    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-
-
-def texts_or_conversations(prompts: Any) -> Sequence[Any]:
-    """One or several prompts to answer; a text or a conversation is one. ValueError for all else."""
-    if isinstance(prompts, str) or _is_conversation(prompts):
-        several: list[Any] = [prompts]
-    elif isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is {_described(prompts)}; give a text, a conversation, or a list of these")
-    else:
-        several = list(prompts)
-    for i, prompt in enumerate(several):
-        check_prompt(prompt, f"prompt {i}")
-    return several

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, stop_text_fault
+
 from . import python_values
 
 
@@ -105,10 +107,22 @@ def _items(value: Any) -> Any:
     return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else value
 
 
-def _no_empty_text(texts: list[str]) -> list[str]:
-    if "" in texts:
-        raise ValueError("must not hold an empty text, at which every response would end")
+def _stop_texts(texts: list[str]) -> list[str]:
+    if fault := stop_text_fault(texts):
+        raise ValueError(fault)
     return texts
+
+
+def _divisor(value: float) -> float:
+    if value != 0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"must lie between {SMALLEST:g} and {LARGEST:g}, or be 0 for greedy decoding, not {value:g}")
+    return value
+
+
+def _share(value: float) -> float:
+    if value < SMALLEST:
+        raise ValueError(f"must be at least {SMALLEST:g}, not {value:g}")
+    return value
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]
@@ -116,8 +130,11 @@ Positive = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
 Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
 Real = Annotated[float, BeforeValidator(_number)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**32)]
+Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0), AfterValidator(_divisor)]
+TopP = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1), AfterValidator(_share)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
-StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_no_empty_text)]
+StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_stop_texts)]
 StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 

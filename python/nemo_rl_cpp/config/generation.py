@@ -6,10 +6,7 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
-from .base import Fraction, Int, NonNegative, Positive, Real, Section, StopStrings, StopTokenIds, key, no_effect, only, section
-
-
-MIN_TEMPERATURE = 1e-38  # 1 / temperature is a float32
+from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, no_effect, only, section
 
 
 class VllmConfig(Section):
@@ -105,15 +102,15 @@ class GenerationConfig(Section):
         "native", "native: the engine that shares the trainer's weights; vllm is not supported yet"
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
-    temperature: NonNegative = key(
+    temperature: Temperature = key(
         1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only"
     )
-    top_p: Real = key(1.0, "nucleus sampling, in training's log-probabilities too; 1: off", gt=0, le=1)
+    top_p: TopP = key(1.0, "nucleus sampling, in training's log-probabilities too; 1: off")
     top_k: Int | None = key(
         None, "sample among the k likeliest tokens, in training's log-probabilities too; null or -1: off", ge=-1
     )
-    val_temperature: NonNegative | None = key(None, "temperature in validation; null: temperature")
-    val_top_p: Fraction | None = key(None, "top_p in validation; null: top_p")
+    val_temperature: Temperature | None = key(None, "temperature in validation; null: temperature")
+    val_top_p: TopP | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
     stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the tokenizer's end token")
     stop_strings: StopStrings | None = key(None, "texts that end a response; they stay in it")
@@ -162,4 +159,4 @@ class EvalGenerationConfig(GenerationConfig):
     model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
     vllm_cfg: EvalVllmConfig = section(EvalVllmConfig, "vLLM's settings; of these max_model_len, enforce_eager and precision are read")
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
-    temperature: NonNegative = key(0.0, "sampling temperature; 0: greedy")
+    temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")

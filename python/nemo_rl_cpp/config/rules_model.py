@@ -7,7 +7,7 @@ import importlib.util
 from .backends import PARALLEL_SIZES
 from .cluster import ClusterConfig
 from .errors import Report
-from .generation import MIN_TEMPERATURE, GenerationConfig
+from .generation import GenerationConfig
 from .locate import find_prompt
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig
 
@@ -129,8 +129,6 @@ def _check_sampling(generation: GenerationConfig, report: Report) -> None:
             f"{prefix}.temperature",
             "cannot be 0 in training: greedy responses to a prompt are all equal; set it above 0",
         )
-    elif generation.temperature < MIN_TEMPERATURE:
-        report.add(f"{prefix}.temperature", f"is {generation.temperature:g}, too small to divide by; set it to at least {MIN_TEMPERATURE:g}")
 
 
 def check_cluster(cluster: ClusterConfig, report: Report) -> None:

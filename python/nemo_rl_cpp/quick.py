@@ -227,7 +227,7 @@ def _config(given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, l
     """The configuration of a call. `given`: key -> (argument, value)."""
     prompts, generations = (given[f"grpo.num_{what}"][1] for what in ("prompts_per_step", "generations_per_prompt"))
     if type(prompts) is int and prompts > num_rows:
-        print(f"a step takes {num_rows} prompts, which are all, not {prompts} (num_prompts_per_step)", file=sys.stderr)
+        print(f"num_prompts_per_step is {num_rows}, as there are no more prompts, not {prompts}", file=sys.stderr)
         prompts = num_rows
         given["grpo.num_prompts_per_step"] = ("num_prompts_per_step", prompts)
     values: dict[str, Any] = {

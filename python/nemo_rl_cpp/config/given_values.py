@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -69,7 +70,7 @@ class GivenValues:
         field = next((field for field, info in section.model_fields.items() if name in (field, info.alias)), None) if section is not None else None
         if field is not None:
             try:  # as an assignment would be checked: the loader's own check lets texts be numbers
-                section.__pydantic_validator__.validate_assignment(section.model_construct(), field, value)
+                section.__pydantic_validator__.validate_assignment(_blank(section).model_copy(), field, value)
             except ValidationError as failure:
                 self.problems += [
                     Problem(place, key.removesuffix(name) + p.key, p.message) for p in mistakes(failure, section)
@@ -114,9 +115,15 @@ class GivenValues:
                 node = node.get(part) if isinstance(node, dict) else None
             if isinstance(node, dict):
                 node[name] = value
-            for inner in [known for known in positions if known.startswith(f"{key}.")]:
-                del positions[inner]
+            if isinstance(value, (dict, list)):  # of which the file may have had parts
+                for inner in [known for known in positions if known.startswith(f"{key}.")]:
+                    del positions[inner]
             positions[key] = self._places[key]
+
+
+@cache
+def _blank(section: type[Section]) -> Section:
+    return section.model_construct()
 
 
 def _section_at(model: type[Section], dotted: str) -> type[Section] | None:

@@ -55,6 +55,8 @@ def _items(given: Any, name: str) -> tuple[list[Any], str]:
 
 def _is_path(text: str, name: str) -> bool:
     """Whether a text is meant as a path: it names a file or folder, or ends like a data file. ValueError where it may be."""
+    if not text.strip():
+        return False
     try:
         path = Path(text).expanduser()
         there = path.exists()
@@ -75,10 +77,8 @@ def _is_path(text: str, name: str) -> bool:
 def _read(path: str, name: str) -> tuple[list[Any], str]:
     try:
         found = load_dataset_from_path(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"{name}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{name} is the path {path!r} (if it is a prompt, write [{path!r}]), which cannot be read: {error}") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{name} is the path {path!r} (if it is a prompt, write [{path!r}]), which cannot be read: {' '.join(str(error).split())}") from None
     rows = list(found)
     if path.lower().endswith(".txt"):  # its lines are the prompts
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]

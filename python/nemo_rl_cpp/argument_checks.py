@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import Any
 
 
+def in_a_line(value: Any, longest: int = 60) -> str:
+    """A value as messages show it: its repr, in one line and cut where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - of an object of the caller's, which may raise anything
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 SMALLEST, LARGEST = 1e-38, 1e38
 """Of a temperature that is not 0: the engine holds it and its reciprocal as float32."""
 
@@ -17,22 +26,22 @@ def whole_number(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
         found = int(found)
     if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
         bounds = f"of at least {low}" if high == 2**63 - 1 else f"from {low} to {high}"
-        raise ValueError(f"{name} = {value!r:.60}: expected a whole number {bounds}")
+        raise ValueError(f"{name} = {in_a_line(value)}: expected a whole number {bounds}")
     return found
 
 
-def number(name: str, value: Any, low: float, high: float, besides: str = "") -> float:
-    """`value` as a float within the bounds; True is none, nor is a text."""
+def number(name: str, value: Any, low: float, high: float, zero_is: str = "") -> float:
+    """`value` as a float within the bounds, or 0 where that has a meaning of its own; True is no number, nor is a text."""
     found = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not low <= found <= high:
-        raise ValueError(f"{name} = {value!r:.60}: expected a number from {low:g} to {high:g}{f', {besides}' if besides else ''}")
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not (low <= found <= high or zero_is and found == 0):
+        raise ValueError(f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{f', or 0 {zero_is}' if zero_is else ''}")
     return float(found)
 
 
 def true_or_false(name: str, value: Any) -> bool:
     """`value`, which must be a bool."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r:.60}: expected True or False")
+        raise ValueError(f"{name} = {in_a_line(value)}: expected True or False")
     return value
 
 
@@ -40,11 +49,11 @@ def stop_texts(value: Any) -> list[str]:
     """Stop strings; one text is a list of one, None is none."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"stop_strings = {value!r:.60}: expected a text or a list of texts")
+        raise ValueError(f"stop_strings = {in_a_line(value)}: expected a text or a list of texts")
     fault = stop_text_fault(texts)
     if fault:
         raise ValueError(f"stop_strings {fault}")
-    return list(texts)
+    return [str(text) for text in texts]
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
@@ -55,7 +64,7 @@ def stop_text_fault(texts: Iterable[str]) -> str:
         try:
             text.encode()
         except UnicodeEncodeError:
-            return f"holds {text!r:.60}, which has half a character (a lone surrogate)"
+            return f"holds {in_a_line(text)}, which has half a character (a lone surrogate)"
     return ""
 
 
@@ -73,7 +82,7 @@ def folder_path(value: Any, name: str) -> Path:
     """The argument `name` as a path; it need not exist."""
     if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str) and os.fspath(value) and "\0" not in os.fspath(value):
         return Path(value)
-    raise ValueError(f"{name} is {value!r:.60}; it must be the path of a folder")
+    raise ValueError(f"{name} is {in_a_line(value)}; it must be the path of a folder")
 
 
 def check_prompt(prompt: Any, where: str, may_be_empty: bool = False) -> None:
@@ -106,6 +115,11 @@ def _check_text(text: str, where: str) -> None:
         raise ValueError(f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8") from None
 
 
+def is_iterable(value: Any) -> bool:
+    """Whether `value` has items; a scalar of numpy or torch has none, though its class could."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+
+
 def is_conversation(items: Any) -> bool:
     """Whether it is a list of messages."""
     return (
@@ -117,14 +131,14 @@ def is_conversation(items: Any) -> bool:
 
 def names_of(keys: Iterable[Any]) -> list[str]:
     """Keys for a message."""
-    return sorted(map(str, keys))
+    return sorted(key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys)[:20]
 
 
 def described(value: Any) -> str:
     """The value's type, and itself where it is short: "the number 3", "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
-        return f"{value!r:.60}"
+        return f"{in_a_line(value)}"
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
@@ -132,7 +146,7 @@ def texts_or_conversations(prompts: Any) -> Sequence[Any]:
     """One or several prompts to answer; a text or a conversation is one. ValueError for all else."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[Any] = [prompts]
-    elif isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+    elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
         raise ValueError(f"prompts is {described(prompts)}; give a text, a conversation, or a list of these")
     else:
         several = list(prompts)

@@ -40,13 +40,13 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
-        from nemo_rl_cpp.argument_checks import model_name, whole_number
+        from nemo_rl_cpp.argument_checks import in_a_line, model_name, whole_number
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import native_config, read_config
         from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
 
-        if precision not in ("bfloat16", "float32"):
-            raise ValueError(f"precision {precision!r}: expected bfloat16 or float32")
+        if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         if num_threads is not None:
             num_threads = whole_number("num_threads", num_threads, 1, _MOST_THREADS)
         folder = resolve_model(find_policy_weights(model_name(model)))
@@ -83,18 +83,18 @@ class TextGenerator:
         """
         from tokenizers.decoders import DecodeStream
 
-        from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, check_prompt, number, stop_texts, true_or_false, whole_number
+        from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, check_prompt, in_a_line, number, stop_texts, true_or_false, whole_number
 
         check_prompt(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
-        temperature = number("temperature", temperature, SMALLEST, LARGEST, "or 0 for greedy decoding") if temperature != 0 else 0
+        temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
         top_p = number("top_p", top_p, SMALLEST, 1)
         top_k = 0 if top_k is None else max(whole_number("top_k", top_k, -1), 0)
         seed = whole_number("seed", seed, 0, 2**32 - 1)
         stop_strings = stop_texts(stop_strings)
         greedy = true_or_false("greedy", greedy)
         if on_text is not None and not callable(on_text):
-            raise ValueError(f"on_text must be a function of a piece of text, not {on_text!r:.60}")
+            raise ValueError(f"on_text must be a function of a piece of text, not {in_a_line(on_text)}")
         if temperature == 0:
             greedy, temperature = True, 1.0
         ids = self._encode(prompt)

@@ -20,7 +20,7 @@ import torch
 from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.run import run_to_end
-from nemo_rl_cpp.argument_checks import folder_path, model_name, texts_or_conversations
+from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, texts_or_conversations, whole_number
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
@@ -69,9 +69,9 @@ class TrainResult:
         training. Raises ValueError for a mistake in these, and for a prompt that leaves no room to answer.
         """
         if not isinstance(greedy, (bool, type(None))):
-            raise ValueError(f"greedy must be True or False, not {greedy!r:.60}")
+            raise ValueError(f"greedy must be True or False, not {in_a_line(greedy)}")
         if greedy and temperature:
-            raise ValueError(f"greedy=True takes no temperature, but temperature is {temperature!r:.60}: leave one of them out")
+            raise ValueError(f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out")
         several = texts_or_conversations(prompts)
         if not several:
             return []
@@ -225,8 +225,8 @@ def _log_folder(given: str | Path | None) -> Iterator[Path]:
 
 def _config(given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, logs: Path, checkpoints: Path | None) -> GRPOMasterConfig:
     """The configuration of a call. `given`: key -> (argument, value)."""
-    prompts, generations = (given[f"grpo.num_{what}"][1] for what in ("prompts_per_step", "generations_per_prompt"))
-    if type(prompts) is int and prompts > num_rows:
+    prompts, generations = (_count(given[f"grpo.num_{what}"][1]) for what in ("prompts_per_step", "generations_per_prompt"))
+    if prompts is not None and prompts > num_rows:
         print(f"num_prompts_per_step is {num_rows}, as there are no more prompts, not {prompts}", file=sys.stderr)
         prompts = num_rows
         given["grpo.num_prompts_per_step"] = ("num_prompts_per_step", prompts)
@@ -237,10 +237,18 @@ def _config(given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, l
         "checkpointing.enabled": checkpoints is not None,
         "checkpointing.checkpoint_dir": checkpoints or logs / "checkpoints",
     }
-    if type(prompts) is int and type(generations) is int and prompts > 0 < generations:
+    if prompts is not None and generations is not None:
         values["policy.train_global_batch_size"] = prompts * generations
     values |= {key: value for key, (_, value) in given.items()}
     return load_grpo_config(BASE_CONFIG, values=values, places={key: f"argument {name}" for key, (name, _) in given.items()})
+
+
+def _count(value: Any) -> int | None:
+    """The number, or None for what the configuration's checks will refuse."""
+    try:
+        return whole_number("", value, 1)
+    except ValueError:
+        return None
 
 
 def _preflight(config: GRPOMasterConfig) -> None:

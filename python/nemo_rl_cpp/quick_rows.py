@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.argument_checks import check_prompt, described, is_conversation, names_of
+from nemo_rl_cpp.argument_checks import check_prompt, described, in_a_line, is_conversation, names_of
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
@@ -78,7 +78,7 @@ def _read(path: str, name: str) -> tuple[list[Any], str]:
     try:
         found = load_dataset_from_path(path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{name} is the path {path!r} (if it is a prompt, write [{path!r}]), which cannot be read: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {' '.join(str(error).split())}") from None
     rows = list(found)
     if path.lower().endswith(".txt"):  # its lines are the prompts
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
@@ -88,18 +88,18 @@ def _read(path: str, name: str) -> tuple[list[Any], str]:
 def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
     parts = [key for key, value in given.items() if hasattr(value, "column_names") or hasattr(value, "iloc") and hasattr(value, "columns")]
     if parts:
-        raise ValueError(f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{parts[0]!r}]")
+        raise ValueError(f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{in_a_line(parts[0])}]")
     if "prompt" not in given:
         raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
     if isinstance(given["prompt"], str) or is_conversation(given["prompt"]):
         return [given]  # one row
     wrong = next((key for key, value in given.items() if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)), None)
     if wrong is not None:
-        raise ValueError(f"{name} is a mapping of columns, whose column {wrong!r} is {described(given[wrong])}: each must be a list, one value a row")
+        raise ValueError(f"{name} is a mapping of columns, whose column {in_a_line(wrong)} is {described(given[wrong])}: each must be a list, one value a row")
     columns = {key: value.tolist() if hasattr(value, "tolist") else list(value) for key, value in given.items()}
     lengths = {key: len(values) for key, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"{name} is a mapping of columns of different lengths: {', '.join(f'{k!r} has {n}' for k, n in lengths.items())}")
+        raise ValueError(f"{name} is a mapping of columns of different lengths: {', '.join(f'{in_a_line(k)} has {n}' for k, n in lengths.items())}")
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
 
@@ -118,7 +118,7 @@ def _row(item: Any, index: int, source: str) -> dict[str, Any]:
 def _check_row(row: dict[str, Any], where: str, name: str) -> None:
     wrong = next((key for key in row if not isinstance(key, str)), None)
     if wrong is not None:
-        raise ValueError(f"{where} has the key {wrong!r}; keys must be texts")
+        raise ValueError(f"{where} has the key {in_a_line(wrong)}; keys must be texts")
     if "prompt" not in row:
         raise ValueError(f"{where} has no key 'prompt', it has {names_of(row)}")
     taken = next((key for key in _RESERVED if key in row), None)

@@ -42,8 +42,12 @@ class GivenValues:
         self._places: dict[str, str] = {}
         for key, value in values.items():
             place = places.get(key, f"value of {key}")
+            key = _CANONICAL.get(key, key)
+            if not self._is_known(key):
+                self.problems.append(Problem(place, key, unknown_key(key, model)))
+                continue
             try:
-                for dotted, item in self._leaves(_CANONICAL.get(key, key), plain(value)):
+                for dotted, item in self._leaves(key, plain(value)):
                     self._take(dotted, item, place)
             except ConfigError as error:
                 self.problems += [Problem(place, key, problem.message) for problem in error.problems]
@@ -61,10 +65,21 @@ class GivenValues:
         else:
             yield key, value
 
+    def _is_known(self, key: str) -> bool:
+        """Whether the schema has the key, or it lies in a mapping that takes any."""
+        if not _KEY.fullmatch(key):
+            return False
+        known, parts = known_keys(self._model), key.split(".")
+        if key in known:
+            return True
+        above = next((dotted for n in range(len(parts) - 1, 0, -1) if (dotted := ".".join(parts[:n])) in known), None)
+        section = _section_at(self._model, above) if above is not None else self._model
+        return section is None or section.model_config.get("extra") != "forbid"
+
     def _take(self, key: str, value: Any, place: str) -> None:
         parent, _, name = key.rpartition(".")
         section = _section_at(self._model, parent) if parent else self._model
-        if not _KEY.fullmatch(key) or (section is not None and section.model_config.get("extra") == "forbid" and key not in known_keys(self._model)):
+        if not self._is_known(key):
             self.problems.append(Problem(place, key, unknown_key(key, self._model)))
             return
         field = next((field for field, info in section.model_fields.items() if name in (field, info.alias)), None) if section is not None else None

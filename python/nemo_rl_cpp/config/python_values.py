@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from nemo_rl_cpp.argument_checks import in_a_line
+
 from .errors import ConfigError, Problem, Report
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ _MAX_DEPTH = 64
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """`value` with tuples as lists, paths as texts and numpy's scalars as Python's numbers; all else as it is.
+    """`value` with tuples and arrays as lists, paths as texts and scalars of numpy and torch as Python's; all else as it is.
 
     Raises ConfigError for what no configuration can hold: a key that is no text, or nesting without an end.
     """
@@ -35,14 +37,14 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
-            raise ConfigError([Problem("", "", f"the keys of a mapping must be texts, not {type(wrong).__name__} ({wrong!r:.60})")])
+            raise ConfigError([Problem("", "", f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})")])
         return {str(key): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, os.PathLike):
         return plain(os.fspath(value), depth)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of numpy or torch
-        return value.item()
+    if hasattr(value, "tolist") and hasattr(value, "shape"):  # a scalar or an array of numpy or torch, a column of pandas
+        return value.tolist()
     return value
 
 
@@ -91,7 +93,7 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
     found = []
     for error in failure.errors(include_url=False):
         key = dotted_key(error["loc"])
-        found.append(Problem("", key, sentence(error, key, cls)))
+        found.append(Problem("", key, " ".join(sentence(error, key, cls).split())))
     return found
 
 
@@ -149,7 +151,7 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
         if (
             isinstance(mark, dict)
             and "only" in mark
-            and not any(value == ok and type(value) is type(ok) for ok in mark["only"])
+            and not any(type(value) is type(ok) and value == ok for ok in mark["only"])
         ):
             allowed = " or ".join(shown(ok) for ok in mark["only"])
             report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
@@ -171,8 +173,8 @@ def fold_aliases(cls: type[Section], data: dict[str, Any], report: Report) -> di
         if target is None:
             continue
         value = parent.pop(name)
-        if short in target and target[short] != value:
-            report.add(spelling, f"and {canonical} are one key with two values: {value!r:.60} and {target[short]!r:.60}; give one")
+        if short in target and in_a_line(target[short], 10**4) != in_a_line(value, 10**4):
+            report.add(spelling, f"and {canonical} are one key with two values: {in_a_line(value)} and {in_a_line(target[short])}; give one")
         target[short] = value
     return data
 

@@ -2,11 +2,11 @@
 
 import importlib
 import inspect
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
@@ -44,8 +44,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
             weights = reward_funcs.get("weights") if weights is None else weights
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
-        if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not isinstance(reward_funcs, Iterable)):
-            raise ValueError(f"reward_funcs is {reward_funcs!r:.60}; it must be a function, the dotted name of one, or a list of these")
+        if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
+            raise ValueError(f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these")
         self._functions = [_resolve(item) for item in ([reward_funcs] if single else reward_funcs)]
         for function in self._functions:
             check_signature(function)
@@ -99,28 +99,26 @@ def _resolve(function: RewardFunction | str) -> RewardFunction:
     if callable(function):
         return function
     if not isinstance(function, str):
-        raise ValueError(f"a reward function is {function!r:.60}; it must be a function or the dotted name of one")
+        raise ValueError(f"a reward function is {in_a_line(function)}; it must be a function or the dotted name of one")
     module, _, name = function.rpartition(".")
     if not module.strip("."):
-        raise ValueError(f"reward function {function!r} must be a dotted name: module.function")
+        raise ValueError(f"reward function {in_a_line(function)} must be a dotted name: module.function")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"reward function {function!r} cannot be found: {error}") from None
+        raise ValueError(f"reward function {in_a_line(function)} cannot be found: {error}") from None
     if not callable(found):
-        raise ValueError(f"reward function {function!r} is a {type(found).__name__}, no function")
+        raise ValueError(f"reward function {in_a_line(function)} is a {type(found).__name__}, no function")
     return found
 
 
 def _numbers(weights: Any) -> list[float]:
     several = [weights] if isinstance(weights, (int, float)) else weights
-    if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not isinstance(several, Iterable):
-        raise ValueError(f"weights of reward functions must be a list of numbers, one a function, not {weights!r:.60}")
+    if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
+        raise ValueError(f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}")
     found = []
     for weight in several:
-        if isinstance(weight, (bool, str, bytes)) or not hasattr(weight, "__float__") or not math.isfinite(float(weight)):
-            raise ValueError(f"a weight of a reward function is {weight!r:.60}; it must be a finite number")
-        found.append(float(weight))
+        found.append(number("a weight of a reward function", weight, -LARGEST, LARGEST))
     return found
 
 

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import in_a_line
+
 
 def function_name(function: Callable[..., Any]) -> str:
     """Of a function its name, of a partial that of what it calls, of another object its class's."""
@@ -98,4 +100,4 @@ def _number(name: str, value: Any, row: int) -> float | None:
 
 def _described(value: Any) -> str:
     kind = type(value).__name__
-    return f"{value}" if value is None or isinstance(value, float) else f"{kind} {value!r:.40}" if isinstance(value, (bool, int, str, bytes)) else f"a {kind}"
+    return f"{value}" if value is None or isinstance(value, float) else f"{kind} {in_a_line(value, 40)}" if isinstance(value, (bool, int, str, bytes)) else f"a {kind}"

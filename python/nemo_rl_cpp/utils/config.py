@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp import _config
+from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.config.python_values import plain
 
 __all__ = [
@@ -83,7 +84,7 @@ def _tree(config: Any, name: str = "cfg") -> dict[str, Any]:
     if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
         config = omegaconf.OmegaConf.to_container(config, resolve=False)
     if not isinstance(config, Mapping):
-        raise ValueError(f"{name} must be a mapping (a dictionary, or OmegaConf's), not {type(config).__name__} ({config!r:.60})")
+        raise ValueError(f"{name} must be a mapping (a dictionary, or OmegaConf's), not {type(config).__name__} ({in_a_line(config)})")
     tree = plain(config)
     if too_large := next(_beyond_64_bits(tree, ""), None):
         raise ValueError(f"{name}: {too_large} is an integer of more than 64 bits")
@@ -140,7 +141,7 @@ def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> ConfigDi
     texts = [overrides] if isinstance(overrides, str) else list(overrides)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
-        raise OverridesError(f"Failed to parse Hydra overrides: an override is a text such as 'grpo.seed=1', not {wrong!r:.60}")
+        raise OverridesError(f"Failed to parse Hydra overrides: an override is a text such as 'grpo.seed=1', not {in_a_line(wrong)}")
     config, problems = _config.apply_overrides(_tree(cfg), texts)
     if problems:
         lines = "\n".join(f"{where}: {key} {message}".replace(":  ", ": ") for _, key, where, message in problems)

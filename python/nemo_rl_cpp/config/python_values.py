@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .master import MasterConfig
 
 _MAX_DEPTH = 64
+_LONGEST = 1000  # characters of a message, which may show a value
 
 
 def plain(value: Any, depth: int = 0) -> Any:
@@ -93,7 +94,8 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
     found = []
     for error in failure.errors(include_url=False):
         key = dotted_key(error["loc"])
-        found.append(Problem("", key, " ".join(sentence(error, key, cls).split())))
+        text = " ".join(sentence(error, key, cls).split())
+        found.append(Problem("", key, text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."))
     return found
 
 

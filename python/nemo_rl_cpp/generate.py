@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 
+_MOST_THREADS = 4096
+
+
 @dataclass(frozen=True)
 class GeneratedText:
     """What a model wrote. `finish_reason` is "stop" (a stop token or string) or "length"."""
@@ -39,15 +42,18 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
+        from nemo_rl_cpp.argument_checks import in_a_line, model_name, whole_number
         from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
         from nemo_rl_cpp.models.model_folder import read_model_folder
         from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
 
-        if precision not in ("bfloat16", "float32"):
-            raise ValueError(f"precision {precision!r}: expected bfloat16 or float32")
-        folder = resolve_model(find_policy_weights(str(model)), key="the model")
+        if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
+        if num_threads is not None:
+            num_threads = whole_number("num_threads", num_threads, 1, _MOST_THREADS)
+        folder = resolve_model(find_policy_weights(model_name(model)), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_sequence_length(opened.config)
         opened = replace(opened, max_length=self.max_length)
@@ -74,18 +80,35 @@ class TextGenerator:
         top_k: int | None = None,
         greedy: bool = False,
         seed: int = 42,
-        stop_strings: Sequence[str] = (),
+        stop_strings: str | Sequence[str] | None = (),
         on_text: Callable[[str], None] | None = None,
     ) -> GeneratedText:
         """Continues a text, or answers messages ({"role": ..., "content": ...}) by the model's chat template.
 
-        The same seed gives the same text. `on_text` is called with every piece of text as soon as it is complete (a
+        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text. One stop string may be given
+        as it is. `on_text` is called with every piece of text as soon as it is complete (a
         character may take several tokens). The text ends at a token that ends generation, behind a stop string, after
-        `max_new_tokens`, or where the model's positions end.
+        `max_new_tokens`, or where the model's positions end. Raises ValueError for arguments that cannot be.
         """
         from tokenizers.decoders import DecodeStream
 
+        from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, check_prompt, in_a_line, number, stop_texts, true_or_false, whole_number
+
+        check_prompt(prompt, "the prompt", may_be_empty=True)
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
+        temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
+        top_p = number("top_p", top_p, SMALLEST, 1)
+        top_k = 0 if top_k is None else max(whole_number("top_k", top_k, -1), 0)
+        seed = whole_number("seed", seed, 0, 2**32 - 1)
+        stop_strings = stop_texts(stop_strings)
+        greedy = true_or_false("greedy", greedy)
+        if on_text is not None and not callable(on_text):
+            raise ValueError(f"on_text must be a function of a piece of text, not {in_a_line(on_text)}")
+        if temperature == 0:
+            greedy, temperature = True, 1.0
         ids = self._encode(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one character")
         if self.max_length and len(ids) >= self.max_length:
             raise ValueError(f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it")
         if stop_strings and not self._knows_bytes:

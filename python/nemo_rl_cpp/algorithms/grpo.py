@@ -27,9 +27,10 @@ from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
-from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig
+from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig
+from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner, aggregate_rollout_metrics
@@ -126,6 +127,7 @@ def _create_advantage_estimator(master_config: GRPOMasterConfig) -> Any:
 def main(config: GRPOMasterConfig) -> None:
     """A whole run: data, environments, policy, engine, training (resumed where it was), summary. What
     `run_grpo_math.py` calls. A model or data set that cannot be had ends the program with one sentence."""
+    config = checked(config, GRPOMasterConfig)
     with build.run_data(config, config.grpo.seed) as (tokenizer, data):
         policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, config, *_ = setup(
             config, tokenizer, data.train, data.validation
@@ -148,11 +150,13 @@ def setup(
     cluster), loader, validation loader, loss, logger, checkpoints, state, configuration, {}, {}).
 
     Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. `policy_factory` makes the policy instead of
-    `Policy`, with its arguments. `processor` (images, sound) is not supported.
+    `Policy`, with its arguments. `processor` (images, sound) is not supported. The configuration may be a mapping, too;
+    however it was made, it is checked as a file would be (ConfigError).
     """
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")
-    config, loop = master_config, master_config.grpo
+    config = checked(master_config, GRPOMasterConfig)
+    loop = config.grpo
     checkpoints = build.make_checkpoints(config)
     resume = find_resume(checkpoints)
     state = resume.state

@@ -24,6 +24,7 @@ from nemo_rl_cpp.config.logger import LoggerConfig as PPOLoggerConfig
 from nemo_rl_cpp.config.master import PPOMasterConfig
 from nemo_rl_cpp.config.ppo import AsyncPPOConfig, PPOConfig
 from nemo_rl_cpp.config.ppo import GAEConfig as AdvEstimatorConfig
+from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.train_batch import build_train_batch, spoken_by_assistant
 
@@ -130,6 +131,7 @@ def _create_advantage_estimator(master_config: PPOMasterConfig) -> Any:
 def main(config: PPOMasterConfig) -> None:
     """A whole run: data, environments, policy, critic, engine, training (resumed where it was), summary. What
     `run_ppo.py` calls. A model or data set that cannot be had ends the program with one sentence."""
+    config = checked(config, PPOMasterConfig)
     with build.run_data(config, config.ppo.seed) as (tokenizer, data):
         policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, config = setup(
             config, tokenizer, data.train, data.validation
@@ -152,11 +154,13 @@ def setup(
     (cluster, cluster), loader, validation loader, policy loss, value loss, logger, checkpoints, state, configuration).
 
     Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. With the estimator `raw_reward` the value
-    model is None. `processor` (images, sound) is not supported.
+    model is None. `processor` (images, sound) is not supported. The configuration may be a mapping, too; however it was
+    made, it is checked as a file would be (ConfigError).
     """
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")
-    config, loop = master_config, master_config.ppo
+    config = checked(master_config, PPOMasterConfig)
+    loop = config.ppo
     checkpoints = build.make_checkpoints(config)
     resume = find_resume(checkpoints)
     state = resume.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Int, Positive, Real, Section, key
+from .base import Int, Positive, Real, Section, StopStrings, key
 
 
 class VerifierPoolConfig(Section):
@@ -27,7 +27,7 @@ class MathEnvConfig(VerifierPoolConfig):
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = key(
         "math", "kind of answer"
     )
-    stop_strings: list[str] | None = key(None, "texts that end a response of the next turn")
+    stop_strings: StopStrings | None = key(None, "texts that end a response of the next turn")
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
@@ -60,7 +60,7 @@ class GuessNumberEnvConfig(Section):
     max_guesses: Positive = key(3, "turns of a game; grpo.max_rollout_turns must allow them")
     higher: str = key(" higher\n", "what the environment says after a guess that is too low")
     lower: str = key(" lower\n", "what it says after one that is too high")
-    stop_strings: list[str] | None = key(None, "texts that end the next guess; null: those of the generation")
+    stop_strings: StopStrings | None = key(None, "texts that end the next guess; null: those of the generation")
 
 
 # Environments of this package; others (registered or by dotted class name) take any keys.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from pydantic import PrivateAttr
+
+from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, no_effect, only, section
 
 
 class VllmConfig(Section):
@@ -100,18 +102,18 @@ class GenerationConfig(Section):
         "native", "native: the engine that shares the trainer's weights; vllm is not supported yet"
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
-    temperature: NonNegative = key(
+    temperature: Temperature = key(
         1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only"
     )
-    top_p: Real = key(1.0, "nucleus sampling, in training's log-probabilities too; 1: off", gt=0, le=1)
+    top_p: TopP = key(1.0, "nucleus sampling, in training's log-probabilities too; 1: off")
     top_k: Int | None = key(
         None, "sample among the k likeliest tokens, in training's log-probabilities too; null or -1: off", ge=-1
     )
-    val_temperature: NonNegative | None = key(None, "temperature in validation; null: temperature")
-    val_top_p: Fraction | None = key(None, "top_p in validation; null: top_p")
+    val_temperature: Temperature | None = key(None, "temperature in validation; null: temperature")
+    val_top_p: TopP | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
-    stop_token_ids: list[Count] | None = key(None, "tokens that end a response; null: the end tokens of the model")
-    stop_strings: list[str] | None = key(None, "texts that end a response; they stay in it")
+    stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the end tokens of the model")
+    stop_strings: StopStrings | None = key(None, "texts that end a response; they stay in it")
     kv_cache_gb: Real | None = key(
         None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0
     )
@@ -133,6 +135,10 @@ class GenerationConfig(Section):
     port_range_high: Int = no_effect(4999)
     refit_transport: str | None = no_effect(None, "weights are shared, nothing is transported")
     real_quant_export_cpu_offload: bool = no_effect(True)
+    # set by the program, see models.generation.configure_generation_config
+    _pad_token_id: int | None = PrivateAttr(None)
+    _mtp_weights_from_refit: bool | None = PrivateAttr(None)
+    _debug_payload_metrics: bool | None = PrivateAttr(None)
     bad_words: list[str] | None = only(None, why="forbidden words are not supported")
     use_async_rollouts: bool = no_effect(False)
 
@@ -153,4 +159,4 @@ class EvalGenerationConfig(GenerationConfig):
     model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
     vllm_cfg: EvalVllmConfig = section(EvalVllmConfig, "vLLM's settings; of these max_model_len, enforce_eager and precision are read")
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
-    temperature: NonNegative = key(0.0, "sampling temperature; 0: greedy")
+    temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, no_effect, only, section
 from .rewards import RewardScalingConfig, RewardShapingConfig
 
 
@@ -16,7 +16,9 @@ class AdvEstimatorConfig(Section):
     )
     normalize_rewards: bool = key(True, "grpo: divide by the group's standard deviation")
     use_leave_one_out_baseline: bool = key(True, "grpo: a sample's baseline is the mean of the others of its group")
-    reward_weights: list[Real] | None = only(None, why="several reward components (GDPO) are not supported")
+    reward_weights: list[Real] | None = key(
+        None, "gdpo: one factor a part of the reward, in the order of the parts' names; null: 1 each"
+    )
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
 
 
@@ -65,7 +67,7 @@ class GRPOConfig(Section):
     )
     dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
     skip_reference_policy_logprobs_calculation: bool = key(False, "no reference model; needs a KL weight of 0")
-    seed: Int = key(42, "seed of data order and sampling")
+    seed: Seed = key(42, "seed of data order and sampling")
     seq_logprob_error_threshold: NonNegative | None = key(
         None, "sequences whose mean multiplicative probability error is above this get no gradient"
     )

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import in_a_line
+
 from .aliases import ALIASES
 from .base import Section
 from .data import DATASET_KEYS
@@ -96,8 +98,7 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return in_a_line(value)
 
 
 def sentence(error: dict[str, Any], dotted: str, model: type[Section]) -> str:

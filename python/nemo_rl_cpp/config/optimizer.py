@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_kwargs(cls, data: Any) -> Any:
-        return {**data, "kwargs": data.get("kwargs") or {}} if isinstance(data, dict) else data
+        return {**data, "kwargs": {}} if isinstance(data, dict) and data.get("kwargs") is None else data
 
 
 class SchedulerStage(Section):

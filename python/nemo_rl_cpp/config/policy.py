@@ -23,7 +23,7 @@ from .optimizer import (
 
 
 def _precision(value: Any) -> Any:
-    if value == "float16":
+    if isinstance(value, str) and value == "float16":
         raise ValueError(
             "float16 is not supported: its range is too small without loss scaling; use bfloat16 or float32"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, no_effect, only, section
 from .rewards import RewardScalingConfig, RewardShapingConfig
 
 
@@ -70,7 +70,7 @@ class PPOConfig(Section):
     )
     dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
     skip_reference_policy_logprobs_calculation: bool = key(True, "no reference model; needs a KL weight of 0")
-    seed: Int = key(42, "seed of data order and sampling")
+    seed: Seed = key(42, "seed of data order and sampling")
     seq_logprob_error_threshold: NonNegative | None = key(
         None, "sequences whose mean multiplicative probability error is above this get no gradient"
     )

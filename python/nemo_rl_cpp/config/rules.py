@@ -11,6 +11,16 @@ from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from .ppo import PPOConfig
 
 
+def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report: Report) -> None:
+    """All rules of a configuration."""
+    if isinstance(config, GRPOMasterConfig):
+        check_grpo(config, report)
+    elif isinstance(config, PPOMasterConfig):
+        check_ppo(config, report)
+    else:
+        check_eval(config, report)
+
+
 def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     loop = config.grpo
     _check_loop(loop, "grpo", report)
@@ -35,6 +45,7 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
         report,
     )
     _check_force_on_policy(config, report)
+    _check_group(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
     _check_run(config, loop, "grpo", report)
@@ -142,6 +153,11 @@ def _check_loop(loop: GRPOConfig | PPOConfig, name: str, report: Report) -> None
 
 def _check_shaping(loop: GRPOConfig | PPOConfig, prefix: str, report: Report) -> None:
     shaping = loop.reward_shaping
+    coefficient, penalty = shaping.stop_properly_penalty_coef, shaping.overlong_buffer_penalty
+    if coefficient is not None and not 0 <= coefficient <= 1:
+        report.add(f"{prefix}.stop_properly_penalty_coef", f"must lie between 0 and 1, or be null, not {coefficient:g}")
+    if penalty is not None and penalty < 0:
+        report.add(f"{prefix}.overlong_buffer_penalty", f"must be at least 0, not {penalty:g}")
     if not shaping.enabled:
         return
     overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
@@ -198,6 +214,23 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
             "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false",
             "loss_fn.force_on_policy_ratio",
         )
+
+
+def _check_group(config: GRPOMasterConfig, report: Report) -> None:
+    """A group of one is its own baseline: rewards teach nothing."""
+    loop, estimator = config.grpo, config.grpo.adv_estimator
+    if estimator.reward_weights is not None and estimator.name == "grpo":
+        report.add("grpo.adv_estimator.reward_weights", "several reward components (GDPO) are not supported; set it to null")
+    if loop.num_generations_per_prompt > 1 or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0:
+        return
+    if estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline:
+        return
+    report.add(
+        "grpo.num_generations_per_prompt",
+        "is 1: a response that is alone in its group is its own baseline, so every advantage is 0 and nothing is learnt; "
+        "set at least 2, or take grpo.adv_estimator.name reinforce_plus_plus with minus_baseline false",
+        "grpo.adv_estimator.name",
+    )
 
 
 def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, model: str, report: Report) -> None:

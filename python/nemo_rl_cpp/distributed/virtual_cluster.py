@@ -1,17 +1,11 @@
 """The devices of a run. In this process there is one; `cluster.executor: in_process` needs no Ray."""
 
 import socket
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
+from nemo_rl_cpp.config.cluster import ClusterConfig
 
-class ClusterConfig(TypedDict):
-    """Section `cluster` of a configuration."""
-
-    gpus_per_node: int
-    num_nodes: int
-    master_port_range_low: NotRequired[int]
-    master_port_range_high: NotRequired[int]
-    segment_size: NotRequired[int | None]
+__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable", "init_ray"]
 
 
 def init_ray(log_dir: str | None = None) -> None:

@@ -4,6 +4,8 @@ import importlib.util
 import re
 from typing import Any
 
+from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.environments.verifiers import ReasoningGymVerifyWorker
@@ -42,7 +44,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")
-        self.cfg = dict(cfg or {})
+        self.cfg = as_model(cfg or {}, ReasoningGymEnvConfig, "env.reasoning_gym")
         self._format = self.cfg.get("answer_format", "auto")
         if self._format not in ("auto", "tag", "line"):
             raise ValueError(f"env.reasoning_gym.answer_format is {self._format!r}; it must be auto, tag or line")

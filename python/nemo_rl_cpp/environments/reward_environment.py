@@ -2,11 +2,13 @@
 
 import importlib
 import inspect
-import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -17,15 +19,17 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
 
     A function is called with keywords: `prompts` and `completions` (lists of texts, [B]) and every column of the
     samples' `extra_env_info` as a list, `ground_truth` for instance; it returns B numbers. A function without
-    `**kwargs` gets only the columns that it names. None for a sample means that this function has no say in it.
+    `**kwargs` gets only the columns that it names. None for a sample means that this function has no say in it. An async
+    function is awaited.
 
     Args:
         reward_funcs: a function, several, dotted names of them, or the environment's section of a configuration:
             {"functions": [names], "weights": [numbers]}.
         weights: one factor a function; 1 if not given.
 
-    Raises ValueError when a function returns the wrong number of rewards or one that is not finite; whatever a
-    function raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean.
+    Raises ValueError when a function returns anything but one finite number (or None) a completion; whatever a function
+    raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are
+    numbered.
     """
 
     def __init__(
@@ -33,17 +37,23 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | dict[str, Any],
         weights: Sequence[float] | None = None,
     ) -> None:
-        if isinstance(reward_funcs, dict):
+        if isinstance(reward_funcs, Mapping):
             unknown = set(reward_funcs) - {"functions", "weights"}
             if unknown or "functions" not in reward_funcs:
-                raise ValueError(f"env.reward_functions takes functions and weights, but got {sorted(reward_funcs)}")
+                raise ValueError(f"env.reward_functions takes functions and weights, but got {sorted(map(str, reward_funcs))}")
             weights = reward_funcs.get("weights") if weights is None else weights
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
+        if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
+            raise ValueError(f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these")
         self._functions = [_resolve(item) for item in ([reward_funcs] if single else reward_funcs)]
-        self._weights = [1.0] * len(self._functions) if weights is None else [float(w) for w in weights]
+        for function in self._functions:
+            check_signature(function)
+        self._names = distinct_names(self._functions)
+        self._weights = [1.0] * len(self._functions) if weights is None else _numbers(weights)
         if not self._functions or len(self._weights) != len(self._functions):
             raise ValueError(f"{len(self._functions)} reward functions and {len(self._weights)} weights were given")
+        self._said_unscored = False
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
@@ -56,20 +66,28 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         columns["prompts"] = [prompt_text(message_log) for message_log in message_log_batch]
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [0.0] * len(metadata)
+        scored = [False] * len(metadata)
         for i, (function, weight) in enumerate(zip(self._functions, self._weights)):
-            for row, value in enumerate(_call(function, columns, len(metadata))):
+            for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
                 if value is not None:
+                    scored[row] = True
                     rewards[row] += weight * value
                     self._sums[i] += value
                     self._counts[i] += 1
+        if not all(scored) and not self._said_unscored:
+            self._said_unscored = True
+            print(
+                f"warning: {scored.count(False)} of {len(scored)} completions got None from every reward function; such ones count as 0",
+                file=sys.stderr,
+            )
         return self._finish(rewards, metadata)
 
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):
             return {}
         metrics = {
-            f"rewards/{_name(function)}": total / count
-            for function, total, count in zip(self._functions, self._sums, self._counts)
+            f"rewards/{name}": total / count
+            for name, total, count in zip(self._names, self._sums, self._counts)
             if count
         }
         self._sums = [0.0] * len(self._functions)
@@ -80,25 +98,33 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
 def _resolve(function: RewardFunction | str) -> RewardFunction:
     if callable(function):
         return function
+    if not isinstance(function, str):
+        raise ValueError(f"a reward function is {in_a_line(function)}; it must be a function or the dotted name of one")
     module, _, name = function.rpartition(".")
-    if not module:
-        raise ValueError(f"reward function {function!r} must be a dotted name: module.function")
-    return getattr(importlib.import_module(module), name)
+    if not module.strip("."):
+        raise ValueError(f"reward function {in_a_line(function)} must be a dotted name: module.function")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"reward function {in_a_line(function)} cannot be found: {error}") from None
+    if not callable(found):
+        raise ValueError(f"reward function {in_a_line(function)} is a {type(found).__name__}, no function")
+    return found
 
 
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _numbers(weights: Any) -> list[float]:
+    several = [weights] if isinstance(weights, (int, float)) else weights
+    if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
+        raise ValueError(f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}")
+    found = []
+    for weight in several:
+        found.append(number("a weight of a reward function", weight, -LARGEST, LARGEST))
+    return found
 
 
-def _call(function: RewardFunction, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
+def _call(function: RewardFunction, name: str, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         columns = {key: value for key, value in columns.items() if key in parameters}
-    returned = function(**columns)
-    values = [None if value is None else float(value) for value in returned]
-    if len(values) != rows:
-        raise ValueError(f"reward function {_name(function)} returned {len(values)} rewards for {rows} completions")
-    for row, value in enumerate(values):
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"reward function {_name(function)} returned {value} for completion {row}")
-    return values
+    returned = awaited(function(**columns))
+    return rewards_of(name, returned, rows)

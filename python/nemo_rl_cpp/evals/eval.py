@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_cpp.config.eval import EvalConfig
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
+from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
@@ -41,6 +42,7 @@ def main(config: MasterConfig) -> EvalResult:
     from nemo_rl_cpp.data.checkpoint_template import differences_from_run
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
+    config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
         warnings.warn(remark, stacklevel=2)
@@ -69,7 +71,8 @@ def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDatase
 
 
 def setup(master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessedDataset) -> tuple[Any, Any, MasterConfig]:
-    """(engine with the model loaded, loader of prompts, the configuration)."""
+    """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
+    master_config = checked(master_config, MasterConfig)
     size = master_config.generation.num_prompts_per_step
     loader = StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
     return make_generation(master_config, tokenizer), loader, master_config

@@ -116,7 +116,7 @@ def test_mistakes_of_the_data(env, case):
 
 
 def test_mistakes_of_the_configuration():
-    for config, message in (({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"time_limit_s": 0}, "positive")):
+    for config, message in (({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"time_limit_s": 0}, "env.code.time_limit_s must be greater than 0")):
         with pytest.raises(ValueError, match=message):
             CodeEnvironment(config)
 

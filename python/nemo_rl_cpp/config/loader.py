@@ -16,6 +16,7 @@ from .aliases import ALIASES
 from .base import Section
 from .env import KNOWN_ENVIRONMENTS
 from .errors import ConfigError, Problem, Report
+from .free_keys import additions
 from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
 from .messages import dotted_key, known_keys, sentence, shown, unknown_key
@@ -53,7 +54,7 @@ def _load(
 ) -> Master:
     file = find_config(path)
     try:
-        data, positions, problems = _config.load(str(file), list(overrides), ALIASES, set(known_keys(model)))
+        data, positions, problems = _config.load(str(file), additions(overrides, model), ALIASES, set(known_keys(model)))
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", str(error))]) from None
     report = Report(positions, _short(file))

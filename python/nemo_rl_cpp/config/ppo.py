@@ -53,6 +53,9 @@ class PPOConfig(Section):
     max_num_steps: Count = key(100000, "steps; training ends at this or at max_num_epochs")
     ppo_epochs: Positive = key(4, "passes of critic and actor over each rollout batch")
     policy_training_start_step: Count = key(0, "until this step only the critic is trained")
+    warm_start_value_checkpoint: str | None = key(
+        None, "folder step_N of a run whose critic's weights a fresh run begins with; its optimizer and schedule begin anew; null: none"
+    )
     val_period: Int = key(20, "steps between validations; 0 or less: none")
     val_at_start: bool = key(True, "validate before the first step")
     val_at_end: bool = key(False, "validate after the last step")

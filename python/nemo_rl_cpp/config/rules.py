@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import rules_data, rules_loss, rules_model
+from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
 from .grpo import GRPOConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
@@ -35,6 +35,7 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
         report,
     )
     _check_force_on_policy(config, report)
+    _check_gdpo(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
     _check_run(config, loop, "grpo", report)
@@ -81,12 +82,11 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         )
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
-    rules_model.check_generation_backend(generation, "generation", report)
+    rules_engine.check_engine(generation, "generation", report)
+    rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     rules_data.check_eval_data(config.data, config.env, report)
-    if config.data.env_name is None:
-        report.add("data.env_name", "is missing: which environment scores the responses? Name an entry of env")
 
 
 def _check_run(
@@ -103,6 +103,7 @@ def _check_run(
             "policy.max_total_sequence_length",
         )
     rules_model.check_cluster(config.cluster, report)
+    rules_engine.check_sizes(config, report)
     _check_checkpointing(config, report)
     for name in ("wandb", "mlflow", "swanlab", "trackio"):
         if getattr(config.logger, f"{name}_enabled") and importlib.util.find_spec(name) is None:
@@ -198,6 +199,26 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
             "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false",
             "loss_fn.force_on_policy_ratio",
         )
+
+
+def _check_gdpo(config: GRPOMasterConfig, report: Report) -> None:
+    loop = config.grpo
+    if loop.adv_estimator.name != "gdpo":
+        if loop.adv_estimator.reward_weights is not None:
+            report.add(
+                "grpo.adv_estimator.reward_weights",
+                f"is read by adv_estimator.name gdpo only, not {loop.adv_estimator.name}; set it to null or change the estimator",
+                "grpo.adv_estimator.name",
+            )
+        return
+    for name, given in (("reward_shaping.enabled", loop.reward_shaping.enabled), ("length_penalty", loop.length_penalty is not None)):
+        if given:
+            report.add(
+                f"grpo.{name}",
+                "changes the total reward, which adv_estimator.name gdpo does not read: it takes the parts of the reward; switch it off or "
+                "change the estimator",
+                "grpo.adv_estimator.name",
+            )
 
 
 def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, model: str, report: Report) -> None:

@@ -101,7 +101,7 @@ class Conversations:
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
-        self.batch |= {f"reward/{name}": values for name, values in self.rewards.items() if name}
+        self.batch |= {f"reward/{name.removeprefix('reward/')}": values for name, values in self.rewards.items() if name}
         self.batch["total_reward"] = sum(self.rewards.values(), torch.zeros(len(self.stats)))
         self.batch["truncated"] = torch.tensor([stats.truncated for stats in self.stats], dtype=torch.bool)
         return self.batch

@@ -1,0 +1,69 @@
+"""Rules of the generation engine and of sizes: what is folded, what `cluster.strict_sizes` refuses, what changes results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .errors import Report
+from .fold import is_apart, sizes_of
+from .generation import GenerationConfig
+
+_PRECISIONS = (None, "auto", "bfloat16", "bf16", "float32", "fp32", "float", "float16", "fp16", "half")
+_QUANTISED = ("quantization", "quant_cfg", "quant_config", "quantization_config")
+_OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
+
+
+def check_sizes(config: Any, report: Report) -> None:
+    """With `cluster.strict_sizes` nothing is folded."""
+    if not config.cluster.strict_sizes:
+        return
+    for key, size in sizes_of(config).items():
+        report.add(
+            key,
+            f"is {size}, but the run has one device and cluster.strict_sizes is true; set it to 1, or strict_sizes to false to run on one "
+            "device with the same mathematics",
+            "cluster.strict_sizes",
+        )
+    if is_apart(config):
+        key = "policy.generation.colocated.enabled" if hasattr(config, "policy") else "generation.colocated.enabled"
+        report.add(
+            key, "is false, but generation shares the one device and cluster.strict_sizes is true; set one of the two the other way",
+            "cluster.strict_sizes",
+        )  # fmt: skip
+
+
+def check_engine(generation: GenerationConfig, name: str, report: Report, overrides: dict[str, Any] | None = None) -> None:
+    """Settings of other engines that would change results: quantised weights, activations, keys and values; another model.
+
+    `overrides`: policy.hf_config_overrides, which vllm_kwargs.hf_overrides may repeat.
+    """
+    for key in ("precision", "kv_cache_dtype"):
+        value = getattr(generation.vllm_cfg, key)
+        if value not in _PRECISIONS:
+            report.add(f"{name}.vllm_cfg.{key}", _quantised(value))
+    for engine in ("vllm_kwargs", "sglang_cfg", "trtllm_cfg", "dynamo_cfg"):
+        for key, value in _leaves(getattr(generation, engine) or {}, f"{name}.{engine}"):
+            last = key.rpartition(".")[2]
+            if (last in _QUANTISED and value) or (last in _OF_A_TYPE and value not in _PRECISIONS):
+                report.add(key, _quantised(value))
+    for key, value in (generation.vllm_kwargs.get("hf_overrides") or {}).items():
+        if (overrides or {}).get(key) != value:
+            report.add(
+                f"{name}.vllm_kwargs.hf_overrides.{key}",
+                "changes the model of generation alone, which shares the trainer's; set it in policy.hf_config_overrides as well",
+                "policy.hf_config_overrides",
+            )
+
+
+def _quantised(value: Any) -> str:
+    return f"is {value}: quantised generation changes results and is not supported; set it to the precision of the policy (bfloat16 or float32)"
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Values of a free mapping by dotted key. A quantisation that is a section counts as one value."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and key not in _QUANTISED:
+            yield from _leaves(value, f"{prefix}.{key}")
+        else:
+            yield f"{prefix}.{key}", value

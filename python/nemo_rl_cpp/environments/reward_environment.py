@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 
@@ -24,6 +26,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
             {"functions": [names], "weights": [numbers]}.
         weights: one factor a function; 1 if not given.
 
+    With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
+    `adv_estimator.name: gdpo`; None counts 0 there.
+
     Raises ValueError when a function returns the wrong number of rewards or one that is not finite; whatever a
     function raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean.
     """
@@ -32,18 +37,24 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         self,
         reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | dict[str, Any],
         weights: Sequence[float] | None = None,
+        as_parts: bool = False,
     ) -> None:
         if isinstance(reward_funcs, dict):
-            unknown = set(reward_funcs) - {"functions", "weights"}
+            unknown = set(reward_funcs) - {"functions", "weights", "as_parts"}
             if unknown or "functions" not in reward_funcs:
-                raise ValueError(f"env.reward_functions takes functions and weights, but got {sorted(reward_funcs)}")
+                raise ValueError(f"env.reward_functions takes functions, weights and as_parts, but got {sorted(reward_funcs)}")
             weights = reward_funcs.get("weights") if weights is None else weights
+            as_parts = as_parts or bool(reward_funcs.get("as_parts", False))
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
         self._functions = [_resolve(item) for item in ([reward_funcs] if single else reward_funcs)]
         self._weights = [1.0] * len(self._functions) if weights is None else [float(w) for w in weights]
         if not self._functions or len(self._weights) != len(self._functions):
             raise ValueError(f"{len(self._functions)} reward functions and {len(self._weights)} weights were given")
+        names = [_name(function) for function in self._functions]
+        if as_parts and len(set(names)) != len(names):
+            raise ValueError(f"as_parts needs functions of different names, but they are {names}")
+        self._as_parts = as_parts
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
@@ -56,13 +67,18 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         columns["prompts"] = [prompt_text(message_log) for message_log in message_log_batch]
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [0.0] * len(metadata)
+        parts: dict[str, torch.Tensor] = {}
         for i, (function, weight) in enumerate(zip(self._functions, self._weights)):
+            part = [0.0] * len(metadata)
             for row, value in enumerate(_call(function, columns, len(metadata))):
                 if value is not None:
+                    part[row] = weight * value
                     rewards[row] += weight * value
                     self._sums[i] += value
                     self._counts[i] += 1
-        return self._finish(rewards, metadata)
+            parts[_name(function)] = torch.tensor(part, dtype=torch.float32)
+        result = self._finish(rewards, metadata)
+        return result._replace(rewards=parts) if self._as_parts else result
 
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):

@@ -54,6 +54,12 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
         rules_model.check_trained_model(config.value, "value", report)
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
         _check_value_length(config, report)
+    elif loop.warm_start_value_checkpoint is not None:
+        report.add(
+            "ppo.warm_start_value_checkpoint",
+            "must be null with adv_estimator raw_reward: there is no critic to begin with weights",
+            "ppo.adv_estimator.name",
+        )
     elif loop.policy_training_start_step > 0:
         report.add(
             "ppo.policy_training_start_step",

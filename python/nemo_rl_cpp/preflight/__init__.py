@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import data, environments, folders, model, sizes
+from . import data, environments, folders, model, sizes, warm_start
 from .finding import Finding
 
 CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (
-    sizes.check, folders.check, model.check, environments.check, data.check,
+    sizes.check, folders.check, model.check, environments.check, data.check, warm_start.check,
 )  # fmt: skip
 
 

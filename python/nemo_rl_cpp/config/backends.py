@@ -12,7 +12,7 @@ from .base import Fraction, Int, Positive, Real, Section, key, no_effect, only, 
 from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
 
 _NO_LORA = "LoRA is not supported: all weights are trained"
-_NO_OFFLOAD = "offloading is not supported yet"
+_OFFLOAD = "on a CPU everything lies in its memory anyway; an error with cluster.device cuda"
 _FOLDED = "how the model is cut, not what is computed: folded onto one device, see cluster.strict_sizes"
 _ONE_DEVICE = "on one device it makes no difference"
 _NO_EXPERTS = "no mixture of experts"
@@ -43,7 +43,7 @@ class DTensorConfig(Section):
     tensor_parallel_size: Positive = key(1, _FOLDED)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_parallel_size: Positive = key(1, _FOLDED)
-    cpu_offload: bool = only(False, why=_NO_OFFLOAD)
+    cpu_offload: bool = no_effect(False, _OFFLOAD)
     sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
     custom_parallel_plan: Any = no_effect(None, _ONE_DEVICE)
     automodel_kwargs: dict[str, Any] = no_effect({})
@@ -128,7 +128,7 @@ class MegatronConfig(Section):
     cuda_graph_impl: str = no_effect("none")
     cuda_graph_modules: list = no_effect([])
     cuda_graph_warmup_steps: Int = no_effect(3)
-    fine_grained_activation_offloading: bool = only(False, why=_NO_OFFLOAD)
+    fine_grained_activation_offloading: bool = no_effect(False, _OFFLOAD)
     offload_modules: list | None = no_effect(None)
     recompute_granularity: str | None = no_effect("full")
     recompute_modules: list | None = no_effect(None)

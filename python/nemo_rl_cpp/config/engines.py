@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ConfigDict
+
 from .base import Int, Positive, Real, Section, key, no_effect, only, section
 
 FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
@@ -37,6 +39,8 @@ class VllmConfig(Section):
     )
     use_tqdm: bool = no_effect(True)
     use_deep_gemm: bool = no_effect(False)
+    quantization_ignored_layer_kws: list | None = no_effect(None, "nothing is quantised")
+    sync_dp_load_balancing: str | None = no_effect(None)
     num_last_layers_in_bf16: Int = no_effect(0)
     num_first_layers_in_bf16: Int = no_effect(0)
     enable_vllm_metrics_logger: bool = no_effect(True)
@@ -87,7 +91,9 @@ class RefitConfig(Section):
 
 
 class McoreGenerationConfig(Section):
-    """Megatron's generation engine; not read by the native engine."""
+    """Megatron's generation engine; not read by the native engine, so that further keys are accepted."""
+
+    model_config = ConfigDict(extra="allow")
 
     max_model_len: Int | None = no_effect(None)
     cuda_graph_impl: str = no_effect("local")

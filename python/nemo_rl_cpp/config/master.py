@@ -54,6 +54,9 @@ class GRPOMasterConfig(MasterConfig):
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
     async_rl: Any = only(None, why="training while generating (SingleController) is not supported")
+    rollout_checkpointing: Any = only(None, why="it belongs to training while generating, which is not supported")
+    rollout_recovery: Any = only(None, why="it belongs to training while generating, which is not supported")
+    token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
     on_policy_distillation: Any = only(None, why="distillation is not supported")
 
     def fill_defaults(self) -> None:
@@ -76,6 +79,9 @@ class PPOMasterConfig(MasterConfig):
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
     async_rl: Any = only(None, why="training while generating (SingleController) is not supported")
+    rollout_checkpointing: Any = only(None, why="it belongs to training while generating, which is not supported")
+    rollout_recovery: Any = only(None, why="it belongs to training while generating, which is not supported")
+    token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
     on_policy_distillation: Any = only(None, why="distillation is not supported")
 
     def fill_defaults(self) -> None:

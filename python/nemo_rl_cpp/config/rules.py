@@ -110,6 +110,7 @@ def _check_run(
         )
     rules_model.check_cluster(config.cluster, report)
     rules_engine.check_sizes(config, report)
+    rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)
     for name in ("wandb", "mlflow", "swanlab", "trackio"):
         if getattr(config.logger, f"{name}_enabled") and importlib.util.find_spec(name) is None:

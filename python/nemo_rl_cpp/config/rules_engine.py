@@ -11,6 +11,7 @@ from .generation import GenerationConfig
 
 _PRECISIONS = (None, "auto", "bfloat16", "bf16", "float32", "fp32", "float", "float16", "fp16", "half")
 _QUANTISED = ("quantization", "quant_cfg", "quant_config", "quantization_config")
+_OFFLOADS = ("dtensor_cfg.cpu_offload", "megatron_cfg.fine_grained_activation_offloading", "megatron_cfg.optimizer.optimizer_cpu_offload")
 _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 
 
@@ -33,6 +34,22 @@ def check_sizes(config: Any, report: Report) -> None:
         )  # fmt: skip
 
 
+def check_offload(config: Any, report: Report) -> None:
+    """Offloading says where memory lies; on a GPU it is needed and not there."""
+    if config.cluster.device == "cpu":
+        return
+    for name in ("policy", "value"):
+        model = getattr(config, name, None)
+        for key in _OFFLOADS if model is not None else ():
+            backend, *rest = key.split(".")
+            section = getattr(model, backend)
+            value = section
+            for part in rest:
+                value = getattr(value, part)
+            if section.enabled and value:
+                report.add(f"{name}.{key}", "cannot be true with cluster.device cuda: offloading is not supported yet; set it to false")
+
+
 def check_engine(generation: GenerationConfig, name: str, report: Report, overrides: dict[str, Any] | None = None) -> None:
     """Settings of other engines that would change results: quantised weights, activations, keys and values; another model.
 
@@ -47,6 +64,9 @@ def check_engine(generation: GenerationConfig, name: str, report: Report, overri
             last = key.rpartition(".")[2]
             if (last in _QUANTISED and value) or (last in _OF_A_TYPE and value not in _PRECISIONS):
                 report.add(key, _quantised(value))
+    megatron = generation.mcore_generation_config
+    if ((megatron.model_extra or {}).get("fp8_cfg") or {}).get("enabled"):
+        report.add(f"{name}.mcore_generation_config.fp8_cfg.enabled", _quantised("true"))
     for key, value in (generation.vllm_kwargs.get("hf_overrides") or {}).items():
         if (overrides or {}).get(key) != value:
             report.add(

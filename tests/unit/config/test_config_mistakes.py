@@ -75,6 +75,7 @@ BAD_FILES = {
     "tensor parallel": (
         "policy:\n  model_name: m\n  dtensor_cfg: {tensor_parallel_size: 2}\ncluster: {strict_sizes: true}",
         "policy.dtensor_cfg.tensor_parallel_size", 3, ["is 2", "set it to 1", "cluster.strict_sizes"]),
+    "offloading": ("policy:\n  model_name: m\n  dtensor_cfg: {cpu_offload: true}\ncluster: {device: cuda}", "policy.dtensor_cfg.cpu_offload", 3, ["set it to false"]),
     "lora": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 4, ["LoRA is not supported", "set it to false"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
     "hf backend": ("policy:\n  model_name: m\n  backend: hf", "policy.backend", 3, ["not available yet", "use native"]),
@@ -210,7 +211,7 @@ def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
         policy:
           model_name: m
           train_global_batch_size: 500
-          dtensor_cfg: {cpu_offload: true}
+          dtensor_cfg: {lora_cfg: {enabled: true}}
         """)
     )
     with pytest.raises(ConfigError) as caught:
@@ -225,7 +226,7 @@ def test_all_mistakes_of_a_file_come_at_once_in_the_order_of_lines():
         ("bad.yaml:5", "loss_fn.ratio_clip_c"),
         ("bad.yaml:6", "loss_fn.reference_policy_kl_type"),
         ("bad.yaml:9", "policy.train_global_batch_size"),
-        ("bad.yaml:10", "policy.dtensor_cfg.cpu_offload"),
+        ("bad.yaml:10", "policy.dtensor_cfg.lora_cfg.enabled"),
     ]
 
 

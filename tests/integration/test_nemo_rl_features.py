@@ -78,6 +78,20 @@ def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_opt
     assert warm.parts.critic.model.schedule.lr == cold.parts.critic.model.schedule.lr and warm.state.step == 0
 
 
+@pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
+def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
+    run = tiny.make(tmp_path, *PPO[:-1], f"ppo.ppo_epochs={epochs}", f"ppo.critic_ppo_epochs={critic}", "ppo.max_num_steps=1", "ppo.policy_training_start_step=0", config="ppo_tiny.yaml")
+    passes = {"policy": 0, "value": 0}
+    for name, part in (("policy", run.parts.policy), ("value", run.parts.critic)):
+        def counted(*args, name=name, train=part.train, **options):
+            passes[name] += 1
+            return train(*args, **options)
+
+        part.train = counted
+    run.loop(run.parts, run.config, run.state)
+    assert (passes["policy"], passes["value"]) == expected
+
+
 def test_a_warm_start_from_nothing_is_an_error_before_the_run(tmp_path):
     config = load_ppo_config("ppo_tiny.yaml", [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"])
     [finding] = [finding for finding in preflight(config) if finding.level == "error"]

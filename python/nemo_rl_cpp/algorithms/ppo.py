@@ -41,8 +41,8 @@ _compute_critic_metrics = critic_metrics
 
 
 def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -> None:
-    """Each turn takes one batch of rollouts from version `state.step` of the policy, and trains critic and policy on it
-    `ppo_epochs` times."""
+    """Each turn takes one batch of rollouts from version `state.step` of the policy, and trains the policy on it `ppo_epochs`
+    times and the critic `critic_ppo_epochs` times, in turns."""
     ppo = config.ppo
     needs = LogprobNeeds.of(config.loss_fn, ppo.seq_logprob_error_threshold)
     observe_start(parts, state)
@@ -75,10 +75,13 @@ def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -
             with timer("advantage_calculation"):
                 add_advantages(parts, batch)
             epochs = []
-            for _ in range(ppo.ppo_epochs):
-                with timer("value_training"):
-                    epochs.append(parts.critic.train(batch, timer))
-                if state.step >= ppo.policy_training_start_step:
+            critic_epochs = ppo.critic_ppo_epochs or ppo.ppo_epochs
+            for epoch in range(max(ppo.ppo_epochs, critic_epochs)):
+                epochs.append({})
+                if epoch < critic_epochs:
+                    with timer("value_training"):
+                        epochs[-1] |= parts.critic.train(batch, timer)
+                if epoch < ppo.ppo_epochs and state.step >= ppo.policy_training_start_step:
                     with timer("policy_training"):
                         epochs[-1] |= train_policy(parts, batch, timer)
             with timer("metrics"):

@@ -144,7 +144,8 @@ def make_value(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: 
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     return Value(
-        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, total_steps=train_calls(loop), seed=loop.seed
+        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
+        total_steps=loop.max_num_steps * (loop.critic_ppo_epochs or loop.ppo_epochs),
     )
 
 
@@ -160,7 +161,7 @@ def warm_start_weights(checkpoint: str) -> Path:
 
 
 def train_calls(loop: Any) -> int:
-    """`train` calls of a whole run, of which each is one step of the learning-rate schedule."""
+    """`train` calls of the policy in a whole run, of which each is one step of the learning-rate schedule."""
     return loop.max_num_steps * getattr(loop, "ppo_epochs", 1)
 
 

@@ -32,6 +32,7 @@ class LoraConfig(Section):
     dropout_position: str = no_effect("post")
     lora_A_init: str = no_effect("xavier")
     use_triton: bool = no_effect(True)
+    restore_from: str | None = no_effect(None)
 
 
 class DTensorConfig(Section):
@@ -48,6 +49,11 @@ class DTensorConfig(Section):
     custom_parallel_plan: Any = no_effect(None, _ONE_DEVICE)
     automodel_kwargs: dict[str, Any] = no_effect({})
     lora_cfg: LoraConfig = section(LoraConfig, "LoRA (not supported)")
+    moe_parallelizer: dict[str, Any] | None = no_effect(None, _NO_EXPERTS)
+    model_save_format: str | None = no_effect("safetensors", "checkpoints are always whole Hugging Face folders")
+    save_consolidated: Any = no_effect("false", "checkpoints are always whole Hugging Face folders")
+    single_rank_consolidation: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
+    consolidation_timeout_minutes: Int = no_effect(30, "checkpoints are always whole Hugging Face folders")
     env_vars: dict[str, Any] | None = no_effect(None)
     clear_cache_every_n_steps: Int | None = no_effect(None)
 
@@ -132,6 +138,8 @@ class MegatronConfig(Section):
     offload_modules: list | None = no_effect(None)
     recompute_granularity: str | None = no_effect("full")
     recompute_modules: list | None = no_effect(None)
+    recompute_num_layers: Int | None = no_effect(None)
+    recompute_method: str | None = no_effect(None)
     num_layers_in_first_pipeline_stage: Int | None = no_effect(None, _ONE_DEVICE)
     num_layers_in_last_pipeline_stage: Int | None = no_effect(None, _ONE_DEVICE)
     virtual_pipeline_model_parallel_size: Int | None = no_effect(None, _ONE_DEVICE)
@@ -154,6 +162,7 @@ class MegatronConfig(Section):
     moe_enable_deepep: bool = no_effect(False, _NO_EXPERTS)
     moe_flex_dispatcher_backend: str | None = no_effect(None, _NO_EXPERTS)
     moe_hybridep_num_sms: Int | None = no_effect(None, _NO_EXPERTS)
+    moe_hybridep_prepad_packed_inputs: bool = no_effect(False, _NO_EXPERTS)
     moe_token_dispatcher_type: str = no_effect("alltoall", _NO_EXPERTS)
     moe_shared_expert_overlap: bool = no_effect(False, _NO_EXPERTS)
     batch_invariant_mode: Any = no_effect(False, "results never depend on the batch here")

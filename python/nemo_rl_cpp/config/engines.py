@@ -39,6 +39,8 @@ class VllmConfig(Section):
     )
     use_tqdm: bool = no_effect(True)
     use_deep_gemm: bool = no_effect(False)
+    refit_with_reload_api: bool = no_effect(False)
+    refit_prequantize: bool = no_effect(False, "nothing is quantised")
     quantization_ignored_layer_kws: list | None = no_effect(None, "nothing is quantised")
     sync_dp_load_balancing: str | None = no_effect(None)
     num_last_layers_in_bf16: Int = no_effect(0)

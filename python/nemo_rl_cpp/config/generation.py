@@ -43,6 +43,7 @@ class GenerationConfig(Section):
     colocated: ColocatedConfig = section(ColocatedConfig, "whether generation shares the trainer's device")
     refit_cfg: RefitConfig = section(RefitConfig, "weight transfer of NeMo RL, not needed here")
     sglang_cfg: dict[str, Any] | None = no_effect(None, "SGLang's settings, not used here")
+    trtllm_kwargs: dict[str, Any] = no_effect({})
     trtllm_cfg: dict[str, Any] | None = no_effect(None, "TensorRT-LLM's settings, not used here")
     dynamo_cfg: dict[str, Any] | None = no_effect(None, "Dynamo's settings, not used here")
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")

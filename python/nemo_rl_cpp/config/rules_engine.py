@@ -62,7 +62,7 @@ def check_engine(generation: GenerationConfig, name: str, report: Report, overri
     for engine in ("vllm_kwargs", "sglang_cfg", "trtllm_cfg", "dynamo_cfg"):
         for key, value in _leaves(getattr(generation, engine) or {}, f"{name}.{engine}"):
             last = key.rpartition(".")[2]
-            if (last in _QUANTISED and value) or (last in _OF_A_TYPE and value not in _PRECISIONS):
+            if (last in _QUANTISED and _quantises(value)) or (last in _OF_A_TYPE and value not in _PRECISIONS):
                 report.add(key, _quantised(value))
     megatron = generation.mcore_generation_config
     if ((megatron.model_extra or {}).get("fp8_cfg") or {}).get("enabled"):
@@ -74,6 +74,11 @@ def check_engine(generation: GenerationConfig, name: str, report: Report, overri
                 "changes the model of generation alone, which shares the trainer's; set it in policy.hf_config_overrides as well",
                 "policy.hf_config_overrides",
             )
+
+
+def _quantises(value: Any) -> bool:
+    """Whether a setting of quantisation switches it on; a section does unless its scheme is a plain type."""
+    return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 
 def _quantised(value: Any) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.memory import certain_bytes, machine_memory, readable_bytes
 
 from .finding import Finding
+
+_EXPERTS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB](?![a-zA-Z0-9])")  # 30B-A3B: so many parameters, so many of them active
 
 
 def check(config: Any) -> Iterator[Finding]:
@@ -18,6 +22,14 @@ def check(config: Any) -> Iterator[Finding]:
         yield Finding("warning", "", text)
     if not hasattr(config, "policy") or config.cluster.device != "cpu":
         return
+    name = config.policy.model_name
+    if _EXPERTS.search(name) and not Path(name).expanduser().is_dir():
+        yield Finding(
+            "warning",
+            "policy.model_name",
+            f"is {name}, by its name a mixture of experts, which is not supported (Llama, Qwen2 and Qwen3 without experts are): the run ends "
+            "where it reads the model's config.json",
+        )
     needed, machine = certain_bytes(config), machine_memory()
     if needed is not None and machine is not None and needed > machine:
         yield Finding(

@@ -138,6 +138,21 @@ def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, mon
         assert any(finding.level == "error" for finding in sizes.check(config)) == refused
 
 
+@pytest.mark.parametrize("name, said", [("Qwen/Qwen3-30B-A3B", True), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)])
+def test_a_mixture_of_experts_is_named_by_its_name(name, said):
+    config = load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={name}"])
+    assert any("mixture of experts" in finding.message for finding in sizes.check(config)) == said
+
+
+def test_the_newest_keys_of_the_base_files_load():
+    config = load_ppo_config("ppo_math_1B.yaml", [
+        "+ppo.critic_ppo_epochs='${ppo.ppo_epochs}'", "+ppo.warm_start_value_checkpoint=null", "+policy.dtensor_cfg.save_consolidated='false'",
+        "+policy.dtensor_cfg.lora_cfg.restore_from=null", "+policy.generation.mcore_generation_config.logprobs_mode=processed_logprobs",
+        "+policy.generation.vllm_cfg.refit_with_reload_api=false",
+    ])  # fmt: skip
+    assert config.ppo.critic_ppo_epochs == config.ppo.ppo_epochs == 4
+
+
 def test_an_unknown_size_is_said_not_refused():
     config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=owner/nameless", "cluster.gpus_per_node=8"])
     assert forecast_summary(config) == "not known, the sizes of owner/nameless are not on this machine"

@@ -28,7 +28,7 @@ from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.train_batch import build_train_batch, spoken_by_assistant
 
 __all__ = [
-    "AdvEstimatorConfig", "AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState", "dynamic_sampling",
+    "AdvEstimatorConfig", "AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState", "async_ppo_train", "dynamic_sampling",
     "main", "make_components", "ppo_loop", "ppo_train", "setup", "validate",
 ]  # fmt: skip
 
@@ -198,6 +198,14 @@ def ppo_train(
         val_task_to_env, logger, checkpointer, ppo_save_state, master_config,
     )  # fmt: skip
     run_to_end(ppo_loop, parts, master_config, ppo_save_state, f"PPO {master_config.policy.model_name}")
+
+
+def async_ppo_train(*args: Any, **kwargs: Any) -> None:
+    """NeMo RL's training beside generation; always an error here."""
+    raise NotImplementedError(
+        "training while generating (ppo.async_ppo.enabled) is not supported: policy and engine share one set of weights. "
+        "Set ppo.async_ppo.enabled=false and call ppo_train"
+    )
 
 
 def make_components(

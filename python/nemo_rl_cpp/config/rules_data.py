@@ -13,6 +13,7 @@ from .locate import find_prompt
 
 def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str, report: Report) -> None:
     """`turns`: the value of `turns_key`, grpo.max_rollout_turns or ppo.max_rollout_turns."""
+    check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
     default = data.default or DatasetDefaults()
@@ -42,6 +43,7 @@ def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str
 
 
 def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -> None:
+    check_env(env, report)
     _check_dataset(data, "data", report)
     if data.env_name is None and len(env) != 1:
         report.add("data.env_name", f"is missing: which environment scores the responses? env has {', '.join(env) or 'no entry'}; name one")
@@ -110,6 +112,16 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
             report.add(
                 f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null"
             )
+
+
+def check_env(env: dict[str, Any], report: Report) -> None:
+    """NeMo RL's switches below `env` for what scores or runs the responses elsewhere: they would leave another environment in charge."""
+    instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
+    if env.get("should_use_nemo_gym"):
+        report.add("env.should_use_nemo_gym", f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}")
+    model = env.get("reward_model")
+    if isinstance(model, dict) and model.get("enabled"):
+        report.add("env.reward_model.enabled", f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}")
 
 
 def _check_env_name(name: str | None, dotted: str, env: dict[str, Any], report: Report) -> None:

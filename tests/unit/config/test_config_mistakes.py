@@ -138,6 +138,8 @@ BAD_FILES = {
     "data set key": ("data:\n  train: {dataset_name: arithmetic, max_nmber: 5}", "data.train.max_nmber", 2, ["did you mean max_number"]),
     "data set without a file": ("data:\n  train: {dataset_name: ResponseDataset}", "data.train.data_path", 2, ["is missing"]),
     "no data set": ("data:\n  shuffle: true", "data.train", 1, ["is missing"]),
+    "NeMo Gym": ("env:\n  should_use_nemo_gym: true\n  arithmetic: {}", "env.should_use_nemo_gym", 2, ["NeMo Gym is not supported", "reward_functions"]),
+    "reward model": ("env:\n  reward_model: {enabled: true}\n  arithmetic: {}", "env.reward_model.enabled", 2, ["not supported", "register_env"]),
     "environment": ("data:\n  train: {dataset_name: arithmetic, env_name: arithmetik}", "data.train.env_name", 2, ["did you mean arithmetic"]),
     "environment key": ("env:\n  math: {math_verify_imp: x}\n  arithmetic: {}", "env.math.math_verify_imp", 2, ["did you mean math_verify_impl"]),
     "turns of a game": (

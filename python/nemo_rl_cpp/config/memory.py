@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
+from re import findall
 from typing import Any
 
 from .generation import GenerationConfig
@@ -262,7 +262,7 @@ _BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient an
 
 def _parameters_by_name(model_name: str) -> float | None:
     """Billions of parameters that a name such as Llama-3.1-8B-Instruct says; of 30B-A3B the 30, of which all are trained."""
-    found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
+    found = findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
     return max(map(float, found), default=None)
 
 

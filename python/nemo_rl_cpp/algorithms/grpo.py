@@ -80,7 +80,7 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
                 metrics |= add_logprobs(parts.policy, batch, needs, weight_version=state.step)
                 metrics |= mask_by_logprob_error(batch, grpo.seq_logprob_error_threshold)
             with timer("advantage_calculation"):
-                batch["advantages"] = _clip_grpo_advantages(compute_advantages(parts, batch), grpo)
+                batch["advantages"] = _clip_grpo_advantages(compute_advantages(parts, batch, grpo.masked_reward_policy), grpo)
             with timer("policy_training"):
                 parts.policy.prepare_for_training()
                 result = parts.policy.train(batch, parts.loss_fn, timer=timer)
@@ -93,13 +93,16 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
         observe(parts, config, grpo, state, report)
 
 
-def compute_advantages(parts: GRPOComponents, batch: Any) -> torch.Tensor:
-    """[B, S], by the estimator. Groups go by `group_id`: two equal prompts of a batch are two groups."""
+def compute_advantages(parts: GRPOComponents, batch: Any, masked_reward_policy: str = "include") -> torch.Tensor:
+    """[B, S], by the estimator. Groups go by `group_id`: two equal prompts of a batch are two groups. With `masked_reward_policy`
+    exclude the samples that get no gradient have no say in their group's statistics."""
+    voters = (batch["sample_mask"] != 0).float() if masked_reward_policy == "exclude" else None
     return parts.advantage_estimator.compute_advantage(
         prompt_ids=batch["input_ids"],
         group_id=batch["group_id"],
         rewards=batch["rewards"],
         mask=valid_mask(batch),
+        valid_mask=voters,
         repeated_batch=batch,
         logprobs_policy=batch.get("prev_logprobs", batch["generation_logprobs"]),
         logprobs_reference=batch.get("reference_policy_logprobs"),

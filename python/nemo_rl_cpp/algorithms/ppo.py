@@ -29,7 +29,7 @@ from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.train_batch import build_train_batch, spoken_by_assistant
 
 __all__ = [
-    "AdvEstimatorConfig", "AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState", "dynamic_sampling",
+    "AdvEstimatorConfig", "AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState", "async_ppo_train", "dynamic_sampling",
     "main", "make_components", "ppo_loop", "ppo_train", "setup", "validate",
 ]  # fmt: skip
 
@@ -42,8 +42,8 @@ _compute_critic_metrics = critic_metrics
 
 
 def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -> None:
-    """Each turn takes one batch of rollouts from version `state.step` of the policy, and trains critic and policy on it
-    `ppo_epochs` times."""
+    """Each turn takes one batch of rollouts from version `state.step` of the policy, and trains the policy on it `ppo_epochs`
+    times and the critic `critic_ppo_epochs` times, in turns."""
     ppo = config.ppo
     needs = LogprobNeeds.of(config.loss_fn, ppo.seq_logprob_error_threshold)
     observe_start(parts, state)
@@ -77,10 +77,13 @@ def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -
             with timer("advantage_calculation"):
                 add_advantages(parts, batch)
             epochs = []
-            for _ in range(ppo.ppo_epochs):
-                with timer("value_training"):
-                    epochs.append(parts.critic.train(batch, timer))
-                if state.step >= ppo.policy_training_start_step:
+            critic_epochs = ppo.critic_ppo_epochs or ppo.ppo_epochs
+            for epoch in range(max(ppo.ppo_epochs, critic_epochs)):
+                epochs.append({})
+                if epoch < critic_epochs:
+                    with timer("value_training"):
+                        epochs[-1] |= parts.critic.train(batch, timer)
+                if epoch < ppo.ppo_epochs and state.step >= ppo.policy_training_start_step:
                     with timer("policy_training"):
                         epochs[-1] |= train_policy(parts, batch, timer)
             with timer("metrics"):
@@ -200,6 +203,14 @@ def ppo_train(
         val_task_to_env, logger, checkpointer, ppo_save_state, master_config,
     )  # fmt: skip
     run_to_end(ppo_loop, parts, master_config, ppo_save_state, f"PPO {master_config.policy.model_name}")
+
+
+def async_ppo_train(*args: Any, **kwargs: Any) -> None:
+    """NeMo RL's training beside generation; always an error here."""
+    raise NotImplementedError(
+        "training while generating (ppo.async_ppo.enabled) is not supported: policy and engine share one set of weights. "
+        "Set ppo.async_ppo.enabled=false and call ppo_train"
+    )
 
 
 def make_components(

@@ -4,7 +4,7 @@ The order matters in two places: environments start their worker processes befor
 threads, and the checkpoint to resume from is known before the model is loaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import RunServices
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
 from nemo_rl_cpp.algorithms.train_state import TrainState
@@ -109,10 +110,9 @@ def prompts_per_round(loop: Any) -> int:
 
 
 def make_cluster(config: Any) -> RayVirtualCluster:
-    """The devices of the section `cluster`: one. ValueError where `cluster.device` asks for a GPU that cannot be used."""
-    cluster = config.cluster
-    use_gpus = check_device(cluster.device) == "cuda"
-    return RayVirtualCluster([cluster.gpus_per_node] * cluster.num_nodes, use_gpus=use_gpus, name="train_cluster")
+    """One device, whatever sizes the configuration was written for (`config/fold.py`). ValueError where `cluster.device` asks for a GPU that cannot be used."""
+    use_gpus = check_device(config.cluster.device) == "cuda"
+    return RayVirtualCluster([1], use_gpus=use_gpus, name="train_cluster")
 
 
 def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None) -> Any:
@@ -137,17 +137,33 @@ def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop:
 
 
 def make_value(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any) -> Any:
-    """PPO's critic with the weights and optimizer of the checkpoint, or those of value.model_name."""
+    """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
+    value.model_name."""
     from nemo_rl_cpp.models.value.lm_value import Value
 
     weights, optimizer = resume.model_paths("value")
+    if weights is None and loop.warm_start_value_checkpoint is not None:
+        weights = warm_start_weights(loop.warm_start_value_checkpoint)
+        print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     return Value(
-        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, total_steps=train_calls(loop), seed=loop.seed
+        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
+        total_steps=loop.max_num_steps * (loop.critic_ppo_epochs or loop.ppo_epochs),
     )
 
 
+def warm_start_weights(checkpoint: str) -> Path:
+    """The folder of the critic's weights in a checkpoint step_N; ValueError where there are none."""
+    weights = Path(checkpoint).expanduser() / "value" / "weights"
+    if not weights.is_dir():
+        raise ValueError(
+            f"ppo.warm_start_value_checkpoint is {checkpoint}, but {weights} is not there: name a folder step_N that a PPO run with a "
+            "critic has saved, or write null"
+        )
+    return weights
+
+
 def train_calls(loop: Any) -> int:
-    """`train` calls of a whole run, of which each is one step of the learning-rate schedule."""
+    """`train` calls of the policy in a whole run, of which each is one step of the learning-rate schedule."""
     return loop.max_num_steps * getattr(loop, "ppo_epochs", 1)
 
 
@@ -221,13 +237,22 @@ def shared_components(
         "policy": policy,
         "generation": generation,
         "tokenizer": tokenizer,
-        "refit": create_weight_synchronizer(policy, generation, engine.backend, engine.colocated.enabled),
+        "refit": create_weight_synchronizer(policy, generation, "native", colocated=True),
         "prompts": PromptSource(loader, loop.num_generations_per_prompt, state),
-        "rollouts": RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
+        "rollouts": RolloutRunner(
+            generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns,
+            length_penalty_of(loop, tokenizer),
+        ),
         "sampler": GroupSampler.from_config(loop),
         "validator": make_validator(config, loop, generation, val_loader, tokenizer, val_task_to_env or task_to_env, logger),
         "run": make_services(config, loop, state, logger, checkpoints, title),
     }
+
+
+def length_penalty_of(loop: Any, tokenizer: Any) -> Callable[[Any], dict[str, float]] | None:
+    """What `grpo.length_penalty` does to finished rollouts; None where it is not given."""
+    penalty = getattr(loop, "length_penalty", None)
+    return None if penalty is None else lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)
 
 
 def keep_bad_batches(model: Any, logger: Any) -> None:
@@ -256,5 +281,5 @@ def shutdown_environments(task_to_env: dict[str, Any] | None, val_task_to_env: d
 __all__ = [
     "RunData", "find_resume", "keep_bad_batches", "limited", "make_checkpoints", "make_cluster", "make_data", "make_dataloader", "make_logger",
     "make_policy", "make_services", "make_tokenizer", "make_val_dataloader", "make_validator", "make_value", "prompts_per_round",
-    "resume_of", "run_data", "shared_components", "shutdown_environments", "train_calls",
+    "resume_of", "run_data", "shared_components", "shutdown_environments", "train_calls", "warm_start_weights",
 ]  # fmt: skip

@@ -30,3 +30,5 @@ class CheckpointingConfig(Section):
     is_peft: bool = only(False, why="LoRA is not supported")
     peft_config: Any = only(None, why="LoRA is not supported")
     is_async: bool = no_effect(False)
+    save_data_plane: bool = no_effect(True)
+    resume_if_exists: bool = only(True, why="a run goes on from the newest checkpoint of checkpoint_dir; name another folder to start anew")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Int, Positive, Real, Section, StopStrings, key
+from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
 
 
 class VerifierPoolConfig(Section):
@@ -28,6 +28,15 @@ class MathEnvConfig(VerifierPoolConfig):
         "math", "kind of answer"
     )
     stop_strings: StopStrings | None = key(None, "texts that end a response of the next turn")
+
+
+class MultiRewardEnvConfig(Section):
+    """Correctness, an integer as answer and the format, each a part of the reward (for adv_estimator gdpo)."""
+
+    num_workers: Positive = no_effect(1, "scored in this process")
+    math_verify_impl: Literal["hf_math_verify"] | None = no_effect("hf_math_verify", "answers are compared letter for letter")
+    verifier_type: Literal["math"] | None = no_effect("math")
+    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
@@ -67,6 +76,7 @@ class GuessNumberEnvConfig(Section):
 KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
     "math": MathEnvConfig,
     "math_default": MathEnvConfig,
+    "math_multi_reward": MultiRewardEnvConfig,
     "arithmetic": PlainEnvConfig,
     "reverse_digits": PlainEnvConfig,
     "reasoning_gym": ReasoningGymEnvConfig,

@@ -16,6 +16,7 @@ from .aliases import ALIASES
 from .base import Section
 from .env import KNOWN_ENVIRONMENTS
 from .errors import ConfigError, Problem, Report
+from .free_keys import additions
 from .given_values import GivenValues
 from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
@@ -67,7 +68,7 @@ def _given(values: Mapping[str, Any] | None, places: Mapping[str, str] | None, m
 
 def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Master], given: GivenValues) -> Master:
     file = find_config(path)
-    every = [*_texts(overrides), *given.overrides]
+    every = [*additions(_texts(overrides), model), *given.overrides]
     try:
         data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)))
     except _config.LoadError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from re import findall
 from typing import Any
 
 from nemo_rl_cpp.models.hf_config import read_config_file
@@ -222,6 +223,53 @@ def _fused_logits(sizes: ModelSizes) -> float:
     return min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
+def forecast_summary(config: Any) -> str | None:
+    """The forecast's peak against this machine's memory, in a few words; None for an evaluation."""
+    if not hasattr(config, "policy"):
+        return None
+    machine = machine_memory() if config.cluster.device == "cpu" else None
+    has = f", this machine has {readable_bytes(machine)}" if machine else ""
+    phases = forecast(config)
+    if phases is not None:
+        peak = max(phases, key=lambda phase: phase.total)
+        return f"{readable_bytes(peak.total)} at the peak, in {peak.name}{has}"
+    billions = _parameters_by_name(config.policy.model_name)
+    if billions is None:
+        return f"not known, the sizes of {config.policy.model_name} are not on this machine"
+    least = readable_bytes(billions * 1e9 * _BYTES_OF_TRAINING)
+    return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
+
+
+def certain_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+    """What a run cannot do without: weights, master weights, gradients and AdamW's moments; None where sizes are not known."""
+    phases = forecast(config)
+    if phases is None:
+        return None
+    kept = ("weights", "optimizer", "gradients")
+    return max(
+        sum(size for name, size in phase.parts if name.endswith(kept) and not name.startswith("packed")) for phase in phases
+    )
+
+
+def machine_memory() -> float | None:
+    """Memory and swap of this machine in bytes; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(float(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal") if name in fields) or None
+
+
+_BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient and two moments
+
+
+def _parameters_by_name(model_name: str) -> float | None:
+    """Billions of parameters that a name such as Llama-3.1-8B-Instruct says; of 30B-A3B the 30, of which all are trained."""
+    found = findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
+    return max(map(float, found), default=None)
+
+
 def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     """The forecast as a table for the terminal."""
     phases = forecast(config)
@@ -232,9 +280,9 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
         )
     lines = ["Peak memory by phase (estimate; libraries and Python come on top):"]
     for phase in phases:
-        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in phase.parts)
-        lines.append(f"  {phase.name:<18} {_bytes(phase.total):>9}   {parts}")
-    lines.append(f"  {'peak':<18} {_bytes(max(phase.total for phase in phases)):>9}")
+        parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in phase.parts)
+        lines.append(f"  {phase.name:<18} {readable_bytes(phase.total):>9}   {parts}")
+    lines.append(f"  {'peak':<18} {readable_bytes(max(phase.total for phase in phases)):>9}")
     kept = config.policy.kept_activations_gb
     if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
@@ -242,7 +290,8 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     return "\n".join(lines)
 
 
-def _bytes(size: float) -> str:
+def readable_bytes(size: float) -> str:
+    """A number of bytes for people: 1.5 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -14,6 +14,7 @@ from nemo_rl_cpp.argument_checks import in_a_line
 from .aliases import ALIASES
 from .base import Section
 from .data import DATASET_KEYS
+from .dead_keys import dead_key
 from .env import KNOWN_ENVIRONMENTS
 
 _UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
@@ -64,6 +65,8 @@ SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
     """Sentence for a key that is not in the schema, with the nearest one."""
+    if (dead := dead_key(dotted)) is not None:
+        return dead
     section = dotted.partition(".")[0]
     if section in SCRIPTS and section not in model.model_fields:
         own = next((f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields), "")

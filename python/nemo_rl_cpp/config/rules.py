@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import rules_data, rules_loss, rules_model
+from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
 from .grpo import GRPOConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
@@ -46,6 +46,7 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     )
     _check_force_on_policy(config, report)
     _check_group(config, report)
+    _check_gdpo(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
     _check_run(config, loop, "grpo", report)
@@ -64,6 +65,12 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
         rules_model.check_trained_model(config.value, "value", report)
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
         _check_value_length(config, report)
+    elif loop.warm_start_value_checkpoint is not None:
+        report.add(
+            "ppo.warm_start_value_checkpoint",
+            "must be null with adv_estimator raw_reward: there is no critic to begin with weights",
+            "ppo.adv_estimator.name",
+        )
     elif loop.policy_training_start_step > 0:
         report.add(
             "ppo.policy_training_start_step",
@@ -92,12 +99,11 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         )
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
-    rules_model.check_generation_backend(generation, "generation", report)
+    rules_engine.check_engine(generation, "generation", report)
+    rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     rules_data.check_eval_data(config.data, config.env, report)
-    if config.data.env_name is None:
-        report.add("data.env_name", "is missing: which environment scores the responses? Name an entry of env")
 
 
 def _check_run(
@@ -114,6 +120,8 @@ def _check_run(
             "policy.max_total_sequence_length",
         )
     rules_model.check_cluster(config.cluster, report)
+    rules_engine.check_sizes(config, report)
+    rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)
     for name in ("wandb", "mlflow", "swanlab", "trackio"):
         if getattr(config.logger, f"{name}_enabled") and importlib.util.find_spec(name) is None:
@@ -219,8 +227,6 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
 def _check_group(config: GRPOMasterConfig, report: Report) -> None:
     """A group of one is its own baseline: rewards teach nothing."""
     loop, estimator = config.grpo, config.grpo.adv_estimator
-    if estimator.reward_weights is not None and estimator.name == "grpo":
-        report.add("grpo.adv_estimator.reward_weights", "several reward components (GDPO) are not supported; set it to null")
     if loop.num_generations_per_prompt > 1 or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0:
         return
     if estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline:
@@ -231,6 +237,26 @@ def _check_group(config: GRPOMasterConfig, report: Report) -> None:
         "set at least 2, or take grpo.adv_estimator.name reinforce_plus_plus with minus_baseline false",
         "grpo.adv_estimator.name",
     )
+
+
+def _check_gdpo(config: GRPOMasterConfig, report: Report) -> None:
+    loop = config.grpo
+    if loop.adv_estimator.name != "gdpo":
+        if loop.adv_estimator.reward_weights is not None:
+            report.add(
+                "grpo.adv_estimator.reward_weights",
+                f"is read by adv_estimator.name gdpo only, not {loop.adv_estimator.name}; set it to null or change the estimator",
+                "grpo.adv_estimator.name",
+            )
+        return
+    for name, given in (("reward_shaping.enabled", loop.reward_shaping.enabled), ("length_penalty", loop.length_penalty is not None)):
+        if given:
+            report.add(
+                f"grpo.{name}",
+                "changes the total reward, which adv_estimator.name gdpo does not read: it takes the parts of the reward; switch it off or "
+                "change the estimator",
+                "grpo.adv_estimator.name",
+            )
 
 
 def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, model: str, report: Report) -> None:

@@ -13,6 +13,7 @@ from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 from .errors import ConfigError
 from .master import MasterConfig
+from .fold import keys_without_effect_text
 from .memory import forecast_text
 
 
@@ -53,6 +54,8 @@ def run(
         print(dump_yaml(config.resolved))
         if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
             print(forecast_text(config))  # type: ignore[arg-type]
+        if (ineffective := keys_without_effect_text(config)) is not None:
+            print(ineffective)
         return 2 if print_findings(preflight(config)) else 0
     if print_findings(preflight(config)):
         return 2

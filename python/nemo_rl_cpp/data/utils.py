@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.config.data import defaults_for
 from nemo_rl_cpp.data.config_access import get_field, to_plain
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
@@ -29,7 +30,8 @@ def _list_of(section: Any) -> list[dict[str, Any]]:
 def get_train_dataset_name(data_config: Any) -> str | None:
     """`dataset_name` of the training data, of the first of several; None without any."""
     sections = _list_of(get_field(data_config, "train", None))
-    return get_field(sections[0], "dataset_name", None) if sections else None
+    default = get_field(get_field(data_config, "default", None), "dataset_name", None)
+    return (get_field(sections[0], "dataset_name", None) or default) if sections else None
 
 
 class _Tasks:
@@ -82,7 +84,7 @@ def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict
     sides = _list_of(config["train"]), _list_of(config.get("validation"))
     for side, sections in zip(("train", "validation"), sides):
         for section in sections:
-            update_single_dataset_config(section, default)
+            update_single_dataset_config(section, defaults_for(section, default))
             check_dataset_config(section)
             if env_configs is None:
                 continue

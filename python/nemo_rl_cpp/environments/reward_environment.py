@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
@@ -27,6 +29,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
             {"functions": [names], "weights": [numbers]}.
         weights: one factor a function; 1 if not given.
 
+    With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
+    `adv_estimator.name: gdpo`; None counts 0 there.
+
     Raises ValueError when a function returns anything but one finite number (or None) a completion; whatever a function
     raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are
     numbered.
@@ -36,12 +41,14 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         self,
         reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | dict[str, Any],
         weights: Sequence[float] | None = None,
+        as_parts: bool = False,
     ) -> None:
         if isinstance(reward_funcs, Mapping):
-            unknown = set(reward_funcs) - {"functions", "weights"}
+            unknown = set(reward_funcs) - {"functions", "weights", "as_parts"}
             if unknown or "functions" not in reward_funcs:
-                raise ValueError(f"env.reward_functions takes functions and weights, but got {sorted(map(str, reward_funcs))}")
+                raise ValueError(f"env.reward_functions takes functions, weights and as_parts, but got {sorted(map(str, reward_funcs))}")
             weights = reward_funcs.get("weights") if weights is None else weights
+            as_parts = as_parts or bool(reward_funcs.get("as_parts", False))
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
         if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
@@ -54,6 +61,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         if not self._functions or len(self._weights) != len(self._functions):
             raise ValueError(f"{len(self._functions)} reward functions and {len(self._weights)} weights were given")
         self._said_unscored = False
+        self._as_parts = as_parts
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
@@ -67,20 +75,25 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [0.0] * len(metadata)
         scored = [False] * len(metadata)
+        parts: dict[str, torch.Tensor] = {}
         for i, (function, weight) in enumerate(zip(self._functions, self._weights)):
+            part = torch.zeros(len(metadata))
             for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
                 if value is not None:
                     scored[row] = True
+                    part[row] = weight * value
                     rewards[row] += weight * value
                     self._sums[i] += value
                     self._counts[i] += 1
+            parts[self._names[i]] = part
         if not all(scored) and not self._said_unscored:
             self._said_unscored = True
             print(
                 f"warning: {scored.count(False)} of {len(scored)} completions got None from every reward function; such ones count as 0",
                 file=sys.stderr,
             )
-        return self._finish(rewards, metadata)
+        result = self._finish(rewards, metadata)
+        return result._replace(rewards=parts) if self._as_parts else result
 
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):

@@ -8,6 +8,7 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 ENV_REGISTRY: dict[str, dict[str, str]] = {
     "math": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
     "math_default": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
+    "math_multi_reward": {"actor_class_fqn": "nemo_rl_cpp.environments.multi_reward.MathMultiRewardEnvironment"},
     "arithmetic": {"actor_class_fqn": "nemo_rl_cpp.environments.arithmetic_environment.ArithmeticEnvironment"},
     "reverse_digits": {"actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"},
     "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},

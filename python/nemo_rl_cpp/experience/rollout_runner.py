@@ -13,12 +13,17 @@ from nemo_rl_cpp.utils.step_metrics import group_reward_metrics
 class RolloutRunner:
     """Lets the engine answer prompts and the environments score the answers; one call a round of generation."""
 
-    def __init__(self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int) -> None:
+    def __init__(
+        self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int,
+        change_rewards: Callable[[BatchedDataDict], dict[str, float]] | None = None,
+    ) -> None:  # fmt: skip
+        """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._task_to_env = task_to_env
         self._max_seq_len = max_seq_len
         self._max_turns = max_turns
+        self._change_rewards = change_rewards
         self._rounds: list[tuple[int, dict[str, Any]]] = []
         self._rewards: list[float] = []
         self._groups: list[int] = []
@@ -30,6 +35,8 @@ class RolloutRunner:
             self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len, self._max_turns, greedy=False
         )
         rollouts["raw_reward"] = rollouts["total_reward"].clone()
+        if self._change_rewards is not None:
+            metrics |= self._change_rewards(rollouts)
         rollouts["weight_version"] = torch.full((rollouts.size,), weight_version)
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts["raw_reward"].tolist()

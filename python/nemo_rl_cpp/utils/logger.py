@@ -29,7 +29,8 @@ from nemo_rl_cpp.utils.tb_events import SummaryWriter
 __all__ = [
     "GPUMonitoringConfig", "Logger", "LoggerConfig", "LoggerInterface", "MLflowLogger", "RayGpuMonitorLogger", "SummaryWriter",
     "SwanlabLogger", "TensorboardLogger", "TrackioLogger", "WandbLogger", "_merge_generation_logger_workers",
-    "_summarize_list", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir", "print_message_log_samples",
+    "_summarize_list", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir", "log_container_init_timing",
+    "print_message_log_samples",
 ]
 
 wandb, mlflow, swanlab, trackio = (TrackerPackage(name) for name in ("wandb", "mlflow", "swanlab", "trackio"))
@@ -216,6 +217,10 @@ def _json_line(row: dict[str, Any]) -> str:
         return json.dumps(row, allow_nan=False) + "\n"
     except (TypeError, ValueError):
         return json.dumps(to_json(row), allow_nan=False) + "\n"
+
+
+def log_container_init_timing(*args: Any, **kwargs: Any) -> None:
+    """Nothing: NeMo RL's run scripts report with it how long their container took to start; there is none here."""
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:

@@ -35,7 +35,8 @@ def configure_generation_config(
             raise ValueError("the tokenizer has no end-of-text token: set policy.generation.stop_token_ids")
         config["stop_token_ids"] = ends
     if config.get("backend") == "vllm":
-        engine: dict[str, Any] = config["vllm_cfg"]
+        engine: Any = config["vllm_cfg"]  # a dictionary, or the section of a loaded configuration
         engine["load_format"] = "auto" if is_eval else "dummy"
-        engine.setdefault("skip_tokenizer_init", not is_eval and config.get("stop_strings") is None)
+        if engine.get("skip_tokenizer_init") is None:
+            engine["skip_tokenizer_init"] = not is_eval and config.get("stop_strings") is None
     return config

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.utils.plain_state import check_state
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec
@@ -156,10 +157,11 @@ class GroupSampler:
         enabled: whether groups with equal rewards are dropped.
         max_gen_batches: batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
+        group_size: samples of a group, by which groups of a checkpoint are told from those of another run; None: any.
     """
 
     def __init__(
-        self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False
+        self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False, group_size: int | None = None
     ) -> None:
         if enabled and max_gen_batches < 1:
             raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
@@ -169,9 +171,11 @@ class GroupSampler:
         self.enabled = enabled
         self.max_gen_batches = max_gen_batches
         self.keep_surplus = keep_surplus
+        self.group_size = group_size
         self.metrics: dict[str, float] = {}
         """of the step last taken"""
         self._cache: BatchedDataDict | None = None
+        self._checked = False
         self._start_step()
 
     @classmethod
@@ -186,6 +190,7 @@ class GroupSampler:
             enabled=bool(get("use_dynamic_sampling", False)),
             max_gen_batches=get("dynamic_sampling_max_gen_batches", 10),
             keep_surplus=bool(get("dynamic_sampling_keep_surplus", False)),
+            group_size=get("num_generations_per_prompt", None),
         )
 
     def _start_step(self) -> None:
@@ -216,6 +221,9 @@ class GroupSampler:
         _check_finite(rewards)
         rollouts = rollouts.copy()
         rollouts["group_id"] = groups = group_numbers(rollouts)
+        if self.enabled and self.keep_surplus and not self._checked:  # a checkpoint will hold them: say so in the first step
+            check_state(dict(rollouts.data), "rollouts")
+            self._checked = True
         if "weight_version" not in rollouts:
             rollouts["weight_version"] = torch.full((len(groups),), weight_version, dtype=torch.long)
         lowest, highest = _extremes(groups, rewards)
@@ -301,6 +309,11 @@ class GroupSampler:
             "reward_sum": self._reward_sum,
             "samples": self._samples,
         }
+
+    def takes(self, cache: Mapping[str, Any]) -> bool:
+        """Whether kept groups of a checkpoint are groups of this sampler: it keeps some, and of the same size."""
+        sizes = torch.bincount(cache["group_id"]).unique().tolist()
+        return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken."""

@@ -15,6 +15,7 @@ from . import rules
 from .aliases import ALIASES
 from .base import Section
 from .env import KNOWN_ENVIRONMENTS
+from .environment import environment_values
 from .errors import ConfigError, Problem, Report
 from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
@@ -77,6 +78,7 @@ def _load(
         raise ConfigError(report.problems)
     assert config is not None
     config._positions = positions
+    config._environment = environment_values(file, overrides)
     return config
 
 

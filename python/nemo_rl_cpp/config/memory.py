@@ -148,6 +148,23 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
     return phases
 
 
+def checkpoint_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+    """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
+    model. None when the model's sizes are not known on this machine."""
+    trained = [(config.policy, "policy")]
+    if isinstance(config, PPOMasterConfig) and config.ppo.adv_estimator.name == "gae":
+        trained.append((config.value, "value"))
+    total = 0.0
+    for model, name in trained:
+        sizes = model_sizes(model.model_name, model.hf_config_overrides)
+        if sizes is None:
+            return None
+        parameters = sizes.parameters if name == "policy" else sizes.backbone_parameters
+        resting = _resting(model, parameters, name)
+        total += sum(size for _, size in (resting if config.checkpointing.save_optimizer else resting[:1]))
+    return total
+
+
 def _width(model: TrainedModelConfig) -> int:
     return 2 if model.precision == "bfloat16" else 4
 

@@ -15,7 +15,7 @@ class RolloutRunner:
     def __init__(self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
-        self._task_to_env = task_to_env
+        self.task_to_env = task_to_env
         self._max_seq_len = max_seq_len
         self._max_turns = max_turns
         self._rounds: list[tuple[int, dict[str, Any]]] = []
@@ -26,7 +26,7 @@ class RolloutRunner:
         """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
         as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
         rollouts, metrics = run_multi_turn_rollout(
-            self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len, self._max_turns, greedy=False
+            self._generation, prompts, self._tokenizer, self.task_to_env, self._max_seq_len, self._max_turns, greedy=False
         )
         rollouts["raw_reward"] = rollouts["total_reward"].clone()
         rollouts["weight_version"] = torch.full((rollouts.size,), weight_version)

@@ -131,7 +131,7 @@ class CheckpointStore:
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
         """`folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
         target = path.with_name(f"step_{step}")
-        if prefix == "tmp_" and durable.folder_problem(path, contents=True) is None:
+        if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
             self.publish(path)
             return f"published the finished {path.name}"
         if prefix == "old_" and not target.exists():

@@ -211,7 +211,7 @@ class Logger(LoggerInterface):
             raise error
         if name not in self._failed:
             self._failed.add(name)
-            warnings.warn(f"{self.log_dir}: {trouble}: {name} are left out; the run goes on, later failures are not shown", stacklevel=4)
+            warnings.warn(f"{self.log_dir}: {trouble}: {name} cannot be written; the run goes on, later failures are not shown", stacklevel=4)
 
     def flush(self) -> None:
         """Syncs the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""

@@ -18,7 +18,9 @@ def environment_values(file: str | os.PathLike[str], overrides: Sequence[str]) -
     """Dotted key -> the text that stands there, for every value that is made with `${oc.env:...}`, directly or by a
     reference to such a value. The file is read again, with its interpolations as text."""
     try:
-        tree, _ = _config.apply_overrides(_config.load_file(os.fspath(file)), list(overrides))
+        # the schema's keys need no '+' on the command line, but here only those of the file are known
+        forced = [text if text.startswith("~") else "++" + text.lstrip("+") for text in overrides]
+        tree, _ = _config.apply_overrides(_config.load_file(os.fspath(file)), forced)
     except _config.LoadError:
         return {}
     texts = {_canonical(key): text for key, text in _texts(tree, "")}

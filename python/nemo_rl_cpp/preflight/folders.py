@@ -17,7 +17,7 @@ from nemo_rl_cpp.utils.folder_lock import LOCK, held_by, holder_of
 from .finding import Finding
 from .resumed import read_saved, refusal_text, refusals
 
-_DIR, _LOGS, _METRIC = "checkpointing.checkpoint_dir", "logger.log_dir", "checkpointing.metric_name"
+_DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
 
 def check(config: Any) -> Iterator[Finding]:
@@ -26,7 +26,6 @@ def check(config: Any) -> Iterator[Finding]:
         yield from _writable(Path(config.logger.log_dir), _LOGS)
     if not hasattr(config, "checkpointing") or not config.checkpointing.enabled:
         return
-    yield from _metric_name(config.checkpointing.metric_name)
     folder = Path(config.checkpointing.checkpoint_dir)
     problems = [*_writable(folder, _DIR), *_lock(folder)]
     yield from problems
@@ -76,16 +75,6 @@ def _space(config: Any, folder: Path) -> Iterator[Finding]:
             _DIR,
             f"is {folder} with {free / 1e9:.2f} GB free, but a checkpoint takes about {size / 1e9:.2f} GB{more}: free space, keep fewer, or "
             "leave the optimizer out (checkpointing.save_optimizer=false); a save that finds no space is tried again later",
-        )
-
-
-def _metric_name(name: str | None) -> Iterator[Finding]:
-    if name is None:
-        return
-    kind, _, rest = name.partition(":")
-    if kind not in ("train", "val") or not rest:
-        yield Finding(
-            "error", _METRIC, f"is {name!r}: write train:NAME or val:NAME (for example val:accuracy), or null to keep the newest checkpoints"
         )
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.models.weights import named_views
@@ -161,22 +162,26 @@ def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | Non
     checkpoints.metric_seen = True
 
 
-def metric_of(checkpoints: CheckpointManager, metrics: dict[str, Any], val_metrics: dict[str, Any] | None) -> dict[str, float]:
-    """The metric that ranks a checkpoint; none, with a warning, where a metric that was there before is missing."""
-    try:
+def metric_of(parts: Any, metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False) -> dict[str, float]:
+    """The metric that ranks a checkpoint. None, and that is said once a run (unless `quiet`), where no validation ran on this
+    step or where a metric that was there before is missing."""
+    checkpoints = parts.run.checkpoints
+    kind, _, name = (checkpoints.metric_name or "").partition(":")
+    there = val_metrics if kind == "val" else metrics
+    if not name or (there and (name in there or not checkpoints.metric_seen)):
         return checkpoints.checkpoint_metric(metrics, val_metrics)
-    except ValueError as error:
-        if not checkpoints.metric_seen:
-            raise
-        warnings.warn(f"{error}; this checkpoint is saved without it", stacklevel=2)
-        return {}
+    if not quiet and not checkpoints.metric_missed:
+        checkpoints.metric_missed = True
+        why = f"this step's {kind} metrics have no {name!r}" if there else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
+        _say(parts, f"warning: the checkpoint is saved without checkpointing.metric_name={checkpoints.metric_name}, by which it would be ranked ({why})")
+    return {}
 
 
 def _not_saved(parts: Any, state: TrainState, trouble: str, error: Exception) -> None:
     checkpoints = parts.run.checkpoints
     text = (
-        f"step {state.step} could not be saved in {checkpoints.checkpoint_dir} ({trouble}): {_gb(_free(checkpoints))} are free there, a "
-        f"checkpoint takes about {_gb(_size(parts))}"
+        f"step {state.step} could not be saved in {checkpoints.checkpoint_dir} ({trouble}): {size_text(_free(checkpoints))} are free there, a "
+        f"checkpoint takes about {size_text(_size(parts))}"
     )
     if state.finished:
         raise NotSavedError(
@@ -210,10 +215,6 @@ def _size(parts: Any) -> int:
     return total
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
-
-
 def check_weights(parts: Any, state: TrainState) -> None:
     """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
     for name, trained in parts.models.items():
@@ -224,7 +225,7 @@ def check_weights(parts: Any, state: TrainState) -> None:
             bad = [n for n, view in named_views(model.layout, flat).items() if not bool(torch.isfinite(view).all())]
             raise NonFiniteError(
                 f"{name}: after step {state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, earlier "
-                f"checkpoints are untouched. The learning rate of the step was {to_json(trained.learning_rate)}: lower it"
+                f"checkpoints are untouched. The learning rate is {to_json(trained.learning_rate)}: lower it"
             )
 
 

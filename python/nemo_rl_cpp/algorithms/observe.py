@@ -62,7 +62,7 @@ def observe(parts: Any, config: Any, loop: Any, state: TrainState, report: StepR
         val_metrics = validation.metrics if validation else None
         check_metric_name(parts, report, val_metrics)
         save_if_due(
-            parts, config, state, lambda: metric_of(run.checkpoints, report.metrics, val_metrics),
+            parts, config, state, lambda: metric_of(parts, report.metrics, val_metrics, quiet=interrupted),
             is_last=state.finished, early_stop=target, timeout=timed_out, interrupted=interrupted,
         )  # fmt: skip
     if state.finished and (run.checkpoints is None or not run.checkpoints.enabled):

@@ -43,7 +43,8 @@ def opened(config: Any, loop: Any, tokenizer: Any, dataset: Any, val_dataset: An
     checkpoints.claim()
     try:
         resume = find_resume(checkpoints)
-        checkpoints.identity = run_identity(config, tokenizer, dataset, val_dataset)
+        if checkpoints.enabled:
+            checkpoints.identity = run_identity(config, tokenizer, dataset, val_dataset)
         if resume.path is not None:
             announce(resume, config, loop, checkpoints.identity)
         yield checkpoints, resume

@@ -245,9 +245,9 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
         )
     lines = ["Peak memory by phase (estimate; libraries and Python come on top):"]
     for phase in phases:
-        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in phase.parts)
-        lines.append(f"  {phase.name:<18} {_bytes(phase.total):>9}   {parts}")
-    lines.append(f"  {'peak':<18} {_bytes(max(phase.total for phase in phases)):>9}")
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in phase.parts)
+        lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")
+    lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}")
     kept = config.policy.kept_activations_gb
     if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
@@ -255,7 +255,8 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     return "\n".join(lines)
 
 
-def _bytes(size: float) -> str:
+def size_text(size: float) -> str:
+    """Bytes in the unit that suits them: "1.8 GB", "300 kB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.config.memory import checkpoint_bytes
+from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
 from nemo_rl_cpp.utils.checkpoint_store import CheckpointStore
 from nemo_rl_cpp.utils.folder_lock import LOCK, held_by, holder_of
@@ -69,11 +69,11 @@ def _space(config: Any, folder: Path) -> Iterator[Finding]:
     there = len(CheckpointStore(folder).history())
     wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one that is being written
     if free < wanted * size:
-        more = f", and up to {wanted} more are held at once (checkpointing.keep_top_k={kept})" if wanted > 1 else ""
+        more = f", and up to {wanted} of them are held at once (checkpointing.keep_top_k={kept})" if wanted > 1 else ""
         yield Finding(
             "warning",
             _DIR,
-            f"is {folder} with {free / 1e9:.2f} GB free, but a checkpoint takes about {size / 1e9:.2f} GB{more}: free space, keep fewer, or "
+            f"is {folder} with {size_text(free)} free, but a checkpoint takes about {size_text(size)}{more}: free space, keep fewer, or "
             "leave the optimizer out (checkpointing.save_optimizer=false); a save that finds no space is tried again later",
         )
 

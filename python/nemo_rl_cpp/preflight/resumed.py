@@ -165,9 +165,11 @@ def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[s
         yield key, f"{before} -> {config.model_name} is another model"
     elif known is not None and now is not None and known != now:
         yield key, f"{config.model_name} holds other weights than when the run began"
-    if Path(config.model_name).is_dir():
+    try:
         with_overrides = read_config(config.model_name, config.hf_config_overrides)
-        yield from architecture_refusals(saved, section, config, with_overrides)
+    except (OSError, ValueError, RecursionError):  # a name of the hub, or no model folder: said elsewhere
+        return
+    yield from architecture_refusals(saved, section, config, with_overrides)
 
 
 def architecture_refusals(saved: Saved, section: str, config: Any, model_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

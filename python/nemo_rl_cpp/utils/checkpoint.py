@@ -69,6 +69,8 @@ class CheckpointManager:
         """which model, tokenizer and rows every checkpoint is of"""
         self.metric_seen = False
         """whether `metric_name` was found among the metrics of this run"""
+        self.metric_missed = False
+        """whether it was said that a checkpoint goes without it"""
         self.owed = False
         """whether a checkpoint that was due could not be saved for want of space"""
         self._check_config()

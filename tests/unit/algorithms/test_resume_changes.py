@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.utils.checkpoint import ResumeError
+from nemo_rl_cpp.utils.folder_lock import FolderInUseError
 
 RUN = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null", "logger.tensorboard_enabled=false")
 ROWS = [{"input": f"{i}", "output": f"{i}"} for i in range(100, 140)]
@@ -196,6 +197,23 @@ def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
     out = capsys.readouterr().out
     assert "has all 2 of grpo.max_num_steps=2: nothing is left to train. Raise grpo.max_num_steps" in out
     assert "checkpointing.checkpoint_dir" in out
+
+
+def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
+    first = tiny.make(tmp_path, *RUN)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(FolderInUseError, match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own"):
+        tiny.make(tmp_path, *RUN)
+    close(first)
+
+
+def test_a_run_that_could_not_be_built_gives_its_folder_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny.make(tmp_path, *RUN)
+    assert not (tmp_path / "checkpoints").exists()
+    close(tiny.make(tmp_path, *RUN))
 
 
 def test_kept_groups_of_another_size_are_left_out_and_said(tmp_path, capsys):

@@ -51,7 +51,7 @@ def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, 
     with pytest.warns(UserWarning) as warned:
         train(run)
     said = [str(w.message) for w in warned if "could not be saved" in str(w.message)]
-    assert len(said) == 1 and "step 2 could not be saved" in said[0] and str(tmp_path / "checkpoints") in said[0] and "GB are free" in said[0]
+    assert len(said) == 1 and "step 2 could not be saved" in said[0] and str(tmp_path / "checkpoints") in said[0] and " are free there" in said[0]
     assert disk.tried == [2, 3, 4, 5, 6] and run.state.step == 6
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
@@ -140,6 +140,20 @@ def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
         return result
 
     run.policy.train = train_without_loss
-    with pytest.warns(UserWarning, match="saved without it"):
+    with pytest.warns(UserWarning, match="saved without checkpointing.metric_name=train:token_mult_prob_error.*have no 'token_mult_prob_error'"):
         train(run)
     assert os.path.isdir(tmp_path / "checkpoints" / "step_3")
+
+
+def test_a_checkpoint_between_two_validations_says_once_that_it_has_no_rank(tmp_path):
+    run = make(tmp_path, "grpo.max_num_steps=4", "checkpointing.save_period=1", "checkpointing.metric_name=val:accuracy", "grpo.val_period=4")
+    with pytest.warns(UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*multiple of val_period") as warned:
+        train(run)
+    assert sum("saved without" in str(w.message) for w in warned) == 1
+
+
+def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
+    run = make(tmp_path, "grpo.max_num_steps=4", "checkpointing.save_period=4", "checkpointing.metric_name=val:accuracy", "grpo.val_period=4")
+    run.parts.run.stop.reason = "interrupted"
+    train(run)
+    assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []

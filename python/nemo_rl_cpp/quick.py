@@ -5,6 +5,9 @@
     result.generate(["2 + 5 = "])
 """
 
+import atexit
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +118,7 @@ def train_grpo(
     is called with `prompts`, `completions` and those columns, all lists of one entry a completion, and returns as many
     numbers: `def reward(completions, answer): return [float(c.strip() == a) for c, a in zip(completions, answer)]`.
 
+    Without `log_dir` the logs are in a temporary folder, which goes when this process ends.
     `validation` prompts are answered before and after training. Without `checkpoint_dir` nothing is saved (see
     `TrainResult.save`); with one, calling again goes on where the run was. Further keywords are keys of the configuration:
     `use_dynamic_sampling=True` of the section grpo, `loss_fn__reference_policy_kl_penalty=0.01` of another one.
@@ -126,7 +130,7 @@ def train_grpo(
         raise ValueError("reward_funcs is missing: give a function of (completions, **columns) that returns one number each")
     environment = RewardFunctionEnvironment(reward_funcs)
     val_rows = _rows(validation, "validation") if validation is not None else None
-    logs = Path(log_dir) if log_dir is not None else Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_"))
+    logs = Path(log_dir) if log_dir is not None else _temporary_folder()
     batch = min(num_prompts_per_step, len(rows))
     config = _config(
         {
@@ -151,6 +155,13 @@ def train_grpo(
         | {(name if "__" in name else f"grpo__{name}").replace("__", "."): value for name, value in overrides.items()}
     )
     return _train(config, rows, val_rows, environment)
+
+
+def _temporary_folder() -> Path:
+    """A folder that goes when this process ends; a forked child leaves it alone."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
 
 
 def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None, environment: Any) -> TrainResult:

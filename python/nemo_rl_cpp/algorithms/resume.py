@@ -83,12 +83,13 @@ def end_reached(state: TrainState, loop: Any) -> str | None:
 
 def run_identity(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> dict[str, Any]:
     """What identity.json holds: a number of each model's weights (of those that lie in a folder), of the tokenizer, of its
-    chat template, and of the rows."""
+    chat template, the prompt files, and the rows."""
     sections = [name for name in ("policy", "value") if hasattr(config, name)]
     return {
         "models": {name: weights_identity(getattr(config, name).model_name) for name in sections},
         "tokenizer": tokenizer_identity(tokenizer),
         "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
+        "prompt_files": _digest(sorted(_prompt_texts(dataset))),
         "train": rows_identity(dataset),
         "validation": rows_identity(val_dataset),
     }
@@ -127,6 +128,15 @@ def _content(row: Any) -> Any:
     return {key: value for key, value in row.items() if key != "task_name"} if isinstance(row, Mapping) else row
 
 
+def _prompt_texts(dataset: Any) -> Iterator[str]:
+    """What stands in the prompt files of a data set, and its system prompts."""
+    for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+        table = getattr(one, "task_data_processors", None)
+        specs = [entry[0] for entry in table.values()] if isinstance(table, Mapping) else []
+        for spec in [*specs, getattr(one, "default_task_data_spec", None)]:
+            yield from (f"{name}: {text}" for name in ("prompt", "system_prompt") if (text := getattr(spec, name, None)))
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(_canonical(value), sort_keys=True).encode()).hexdigest()
 
@@ -152,7 +162,7 @@ def _loaded_refusals(saved: Saved, config: Any, identity: Mapping[str, Any]) -> 
     if _differ(before, identity, "tokenizer"):
         yield "policy.tokenizer.name", f"{config.policy.tokenizer.name} is another tokenizer"
     if _differ(before, identity, "train"):
-        counts = [side.get("train", {}).get("rows") for side in (before, identity)]
+        counts = [side["train"].get("rows") if isinstance(side["train"], Mapping) else None for side in (before, identity)]
         how = f"{counts[0]} -> {counts[1]} rows" if counts[0] != counts[1] else "other rows"
         yield "data.train", f"{how}: another data set"
     for section in ("policy", "value"):
@@ -162,7 +172,7 @@ def _loaded_refusals(saved: Saved, config: Any, identity: Mapping[str, Any]) -> 
 
 
 def _said(saved: Saved, identity: Mapping[str, Any]) -> list[Change]:
-    names = {"chat_template": "the chat template", "validation": "the validation rows"}
+    names = {"chat_template": "the chat template", "prompt_files": "the prompt files", "validation": "the validation rows"}
     return [Change(text, "those of the checkpoint", "others") for name, text in names.items() if _differ(saved.identity, identity, name)]
 
 

@@ -167,12 +167,15 @@ def make_logger(config: Any, state: TrainState) -> Logger:
     new one. The folder is this run's until the logger's `finish`."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
-    make_folder(Path(config.logger.log_dir), "logger.log_dir")
-    folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
-    logger = Logger({**config.logger.model_dump(), "log_dir": folder})
-    logger.claim(home if saves else None)
-    if state.log_dir is not None:
-        logger.truncate_after(state.step)
+    try:
+        make_folder(Path(config.logger.log_dir), "logger.log_dir")
+        folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
+        logger = Logger({**config.logger.model_dump(), "log_dir": folder})
+        logger.claim(home if saves else None)
+        if state.log_dir is not None:
+            logger.truncate_after(state.step)
+    except OSError as error:
+        raise FolderError(f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})") from error
     state.log_dir = folder
     logger.log_hyperparams(config)
     return logger

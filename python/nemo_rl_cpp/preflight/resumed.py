@@ -67,7 +67,9 @@ def read_saved(folder: Path) -> Saved:
         identity = json.loads(read_text(folder / IDENTITY))
     except (OSError, ValueError, RecursionError):
         identity = {}
-    return Saved(folder, str(when), _saved_config(folder / "config.yaml"), identity if isinstance(identity, dict) else {})
+    if not isinstance(identity, dict) or not isinstance(identity.get("models", {}), dict):
+        identity = {}
+    return Saved(folder, str(when), _saved_config(folder / "config.yaml"), identity)
 
 
 def _saved_config(file: Path) -> dict[str, Any] | None:
@@ -75,7 +77,7 @@ def _saved_config(file: Path) -> dict[str, Any] | None:
     another may name further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in read_text(file).splitlines()):
-            return _config.load_file(str(file))
+            return {name: section for name, section in _config.load_file(str(file)).items() if isinstance(section, dict)}
     except (OSError, ValueError):
         pass
     return None

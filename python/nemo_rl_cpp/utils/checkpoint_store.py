@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.utils import durable
-from nemo_rl_cpp.utils.folder_lock import LOCK, FolderLock, make_folder
+from nemo_rl_cpp.utils.folder_lock import LOCK, FolderError, FolderLock, make_folder
 
 TRAINING_INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
@@ -49,8 +49,11 @@ class CheckpointStore:
     def claim(self) -> None:
         """Takes the lock until `close`; makes the folder. FolderError says who has it, or why it cannot be had."""
         if not self._claimed:
-            self._made = make_folder(self.root, _KEY)
-            self._lock = self._lock or FolderLock(self.root, _KEY)
+            try:
+                self._made = make_folder(self.root, _KEY)
+                self._lock = self._lock or FolderLock(self.root, _KEY)
+            except OSError as error:
+                raise FolderError(f"{_KEY}={self.root}: the run cannot have this folder ({error.strerror or error})") from error
             self._claimed = True
 
     def close(self) -> None:

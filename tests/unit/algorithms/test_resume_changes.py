@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.utils.checkpoint import ResumeError
+from nemo_rl_cpp.utils.durable import seal_folder
 from nemo_rl_cpp.utils.folder_lock import FolderInUseError
 
 RUN = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null", "logger.tensorboard_enabled=false")
@@ -89,6 +90,43 @@ def test_an_unchanged_configuration_is_said_to_be(run_of_two_steps, capsys):
     resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
     out = capsys.readouterr().out
     assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
+
+
+def test_a_prompt_file_with_another_text_is_said(tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    for text in ("Reverse: {}", "Turn around: {}"):
+        file.write_text(text)
+        run = tiny.train(tmp_path, *RUN, "grpo.max_num_steps=1", f"+data.train.prompt_file={file}", "policy.max_total_sequence_length=32",
+                         config="grpo_tiny.yaml")  # fmt: skip
+        close(run)
+    assert "Changed since: the prompt files those of the checkpoint -> others" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("identity", ["[]", "{", "[" * 100_000, '{"models": []}', '{"train": 5, "tokenizer": []}', '{"models": {"policy": {}}}'])
+def test_an_identity_that_is_none_ends_in_a_sentence_or_a_resumed_run(root, run_of_two_steps, identity, capsys):
+    """Whoever can write a checkpoint can write its manifest too."""
+    step = root / "run" / "checkpoints" / "step_2"
+    (step / "trainer_state" / "identity.json").write_text(identity)
+    (step / "manifest.json").unlink()
+    seal_folder(step)
+    try:
+        resume(root, run_of_two_steps)
+    except ResumeError as error:
+        assert "data.train" in str(error) or "policy.model_name" in str(error)
+    else:
+        assert "Resuming" in capsys.readouterr().out
+
+
+def test_a_saved_configuration_is_never_followed_out_of_its_checkpoint(root, run_of_two_steps, tmp_path, capsys):
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("grpo: {seed: 41}\n")
+    step = root / "run" / "checkpoints" / "step_2"
+    config = step / "config.yaml"
+    config.write_text(f"defaults: {secret}\n" + config.read_text())
+    (step / "manifest.json").unlink()
+    seal_folder(step)
+    resume(root, run_of_two_steps)
+    assert "Its config.yaml cannot be read, so what changed since is not known." in capsys.readouterr().out
 
 
 def test_a_moved_model_and_moved_rows_are_the_same_run(root, run_of_two_steps, capsys):

@@ -142,10 +142,10 @@ def save_if_due(parts: Any, config: Any, state: TrainState, metric: Any, **reaso
 
 def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | None) -> None:
     """ValueError when `checkpointing.metric_name` is none of the metrics that there are: asked after the first step, and after
-    the first validation, so that no save finds out. Nothing once the name was seen."""
+    the first validation (before a step: `report` None), so that no save finds out. Nothing once the name was seen."""
     checkpoints = parts.run.checkpoints
-    kind, _, name = (checkpoints.metric_name or "").partition(":")
-    if not name or not checkpoints.enabled or checkpoints.metric_seen:
+    kind, _, name = ((checkpoints and checkpoints.metric_name) or "").partition(":")
+    if not name or not checkpoints.enabled or checkpoints.metric_seen or (kind == "train" and report is None):
         return
     if kind == "train":
         known: Any = report.metrics
@@ -219,7 +219,7 @@ def check_weights(parts: Any, state: TrainState) -> None:
     """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
     for name, trained in parts.models.items():
         model = getattr(trained, "model", None)
-        for flat in () if model is None else {id(t): t for t in (model.compute, model.masters) if t is not None}.values():
+        for flat in () if model is None else {t.data_ptr(): t for t in (model.compute, model.masters) if t is not None}.values():
             if bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
                 continue
             bad = [n for n, view in named_views(model.layout, flat).items() if not bool(torch.isfinite(view).all())]

@@ -34,6 +34,7 @@ def observe_start(parts: Any, state: TrainState) -> None:
     if parts.validator is not None and parts.validator.due_at_start(state.step) and not state.finished:
         result = validate_now(parts, state)
         log_validation(parts, state, result)
+        check_metric_name(parts, None, result.metrics)
 
 
 def observe(parts: Any, config: Any, loop: Any, state: TrainState, report: StepReport) -> None:

@@ -15,7 +15,7 @@ from nemo_rl_cpp.utils.checkpoint_store import CheckpointStore
 from nemo_rl_cpp.utils.folder_lock import LOCK, held_by, holder_of
 
 from .finding import Finding
-from .resumed import read_saved, refusal_text, refusals
+from .resumed import WHAT_TO_DO, read_saved, refusals, short
 
 _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
@@ -89,6 +89,5 @@ def _resume(config: Any, folder: Path) -> Iterator[Finding]:
     if newest is None:
         return
     saved = read_saved(newest)
-    refused = list(refusals(saved, config))
-    if refused:
-        yield Finding("error", "", refusal_text(saved, refused))
+    for key, why in dict.fromkeys(refusals(saved, config)):
+        yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")

@@ -34,6 +34,10 @@ _HF_NAMES = {
     "output_bias": ("attention_bias",),
     "qk_norm": ("model_type",),
 }
+WHAT_TO_DO = (
+    "set it back, or give the new run a checkpointing.checkpoint_dir of its own (to start from the checkpoint's weights set "
+    "policy.model_name to its policy/weights)"
+)
 _NOT_OF_THE_RUN = {"checkpointing.resume"}
 
 
@@ -102,7 +106,7 @@ def changes(saved: Saved, config: Any) -> list[Change]:
 
 def headline(saved: Saved, changed: list[Change]) -> str:
     """The first line of a resumed run."""
-    begin = f"Resuming {_short(saved.path)}, saved {saved.time}."
+    begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
     return f"{begin} " + (f"Changed since: {', '.join(map(str, changed))}" if changed else "Nothing in the configuration has changed.")
@@ -210,12 +214,9 @@ def weights_identity(folder: str | Path) -> str | None:
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
     """One sentence for all that is refused, and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
-    return (
-        f"{_short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): set it back, or give the new run a "
-        "checkpointing.checkpoint_dir of its own (to start from the checkpoint's weights set policy.model_name to its policy/weights)"
-    )
+    return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 
 
-def _short(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
+def short(path: Path) -> str:
+    """A path relative to the working directory where it lies below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -201,9 +201,9 @@ def test_preflight_finds_what_the_files_tell(root, run_of_two_steps, name, paths
     if name == "data set":
         overrides += ["~data.train.data_path", "~data.train.input_key", "~data.train.output_key", "+data.train.num_digits=3"]
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
-    assert any(re.search(words, text) for text in errors), errors
-    same = [str(f) for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "resumed" in str(f)]
-    assert same == []
+    wanted = words.replace(": ", " ", 1)  # key and reason
+    assert any(re.match(wanted, text) and "run/checkpoints/step_2: set it back" in text for text in errors), errors
+    assert [f for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "step_2" in str(f)] == []
 
 
 def test_a_changed_learning_rate_and_schedule_count_from_the_next_step(root, run_of_two_steps):

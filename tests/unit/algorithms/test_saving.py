@@ -120,6 +120,13 @@ def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, 
     assert run.state.step == 1
 
 
+def test_a_validation_before_the_first_step_tells_already(tmp_path):
+    run = make(tmp_path, "checkpointing.metric_name=val:accurcy", "grpo.val_at_start=true")
+    with pytest.raises(ValueError, match="the val metrics have no 'accurcy'; there are accuracy"):
+        train(run)
+    assert run.state.step == 0 and run.policy.trained == []
+
+
 @pytest.mark.parametrize("name", ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"])
 def test_metrics_that_are_there_pass(tmp_path, name):
     config = ("grpo.max_num_steps=2", "checkpointing.save_period=2", f"checkpointing.metric_name={name}", "grpo.val_period=2")

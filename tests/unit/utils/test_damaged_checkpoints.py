@@ -23,6 +23,12 @@ def save(manager, step):
         (folder / "policy" / "w.bin").write_bytes(bytes([step]) * 100)
 
 
+@pytest.fixture(autouse=True)
+def fast_fsync(monkeypatch):
+    """Nothing here loses power."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def three(tmp_path):
     manager = manager_at(tmp_path, keep_top_k=None)

@@ -58,13 +58,15 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Ends the claim; a folder that it made and that stayed empty goes again. May be called again."""
-        self._claimed, made, self._made = False, self._made, False
-        if self._lock is not None:
-            empty = made and [path.name for path in self.root.iterdir()] == [LOCK]
-            self._lock.close(remove=empty)
-            if empty:
+        lock, self._lock, made = self._lock, None, self._made
+        self._claimed = self._made = self._saving = False
+        if lock is None:
+            return
+        empty = made and self.root.is_dir() and [path.name for path in self.root.iterdir()] == [LOCK]
+        lock.close(remove=empty)
+        if empty:
+            with contextlib.suppress(OSError):  # somebody put something there
                 self.root.rmdir()
-        self._lock, self._saving = None, False
 
     def acquire(self) -> None:
         """Takes the lock (again: no effect) for a save; FolderInUseError when another process has it."""

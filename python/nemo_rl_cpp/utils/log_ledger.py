@@ -63,7 +63,7 @@ class LogLedger:
             if not path.is_symlink() and path.is_file() and path.resolve().is_relative_to(self.folder.resolve()):
                 path.unlink()
         if later:
-            self._rows = [row for row in self._rows if row not in later]
+            self._rows = [row for row in self._rows if not _later(row, step)]
             self._known = {row.get("file") for row in self._rows}
             write_atomic(self._path, "".join(json.dumps(row) + "\n" for row in self._rows))
 

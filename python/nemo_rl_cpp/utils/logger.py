@@ -94,7 +94,7 @@ class Logger(LoggerInterface):
         `checkpoint_dir`. FolderInUseError (a ValueError) when another run is at work in it."""
         self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
         if checkpoint_dir is not None:
-            self._ledger.own(checkpoint_dir.absolute())
+            self._ledger.own(checkpoint_dir.resolve())
 
     def _start_monitor(self, cfg: Any) -> RayGpuMonitorLogger | None:
         monitor = RayGpuMonitorLogger(
@@ -298,7 +298,8 @@ def get_experiment_dir(
     candidate = Path(base_log_dir) / name
     ledger = LogLedger(candidate)
     owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
-    at_home = owner is not None and (owner == str(Path(checkpoint or "").absolute().parent) or not Path(owner).is_dir())
+    home = str(Path(checkpoint or "").absolute().parent.resolve())  # of the name: step_N may be a link to another run's
+    at_home = owner is not None and (owner == home or not Path(owner).is_dir())
     if at_home and run is not None and ledger.run == run:
         return str(candidate)
     new = get_next_experiment_dir(base_log_dir)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,6 +92,12 @@ def test_a_run_that_ends_before_it_saves_leaves_no_folder(tmp_path):
     (tmp_path / "mine").mkdir()
     claim(tmp_path / "mine").shutdown()
     assert (tmp_path / "mine").is_dir()
+
+
+def test_a_folder_that_was_taken_away_does_not_end_the_shutdown(tmp_path):
+    manager = claim(tmp_path / "ck")
+    shutil.rmtree(tmp_path / "ck")
+    manager.shutdown()
 
 
 def _folder(path):

@@ -226,6 +226,12 @@ def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
     assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, checkpoint) == str(logs)
 
 
+def test_a_folder_by_another_name_is_the_same_folder(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    (tmp_path / "alias").symlink_to(tmp_path / "ck")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, tmp_path / "alias" / checkpoint.name) == str(logs)
+
+
 def test_moved_folders_are_still_the_run_s_own(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "ck").rename(tmp_path / "ck_moved")
@@ -237,8 +243,11 @@ def test_moved_folders_are_still_the_run_s_own(tmp_path):
 def test_a_run_from_a_copied_checkpoint_leaves_the_first_run_s_logs_alone(tmp_path, capsys):
     """The folder that training_info.json names is never followed: neither into another log_dir nor within the same one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
-    copy = tmp_path / "branch" / checkpoint.name
+    copy, link = tmp_path / "branch" / checkpoint.name, tmp_path / "linked" / checkpoint.name
     shutil.copytree(checkpoint, copy)
+    link.parent.mkdir()
+    link.symlink_to(checkpoint)
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, link) != str(logs)
     for base in (tmp_path / "logs2", tmp_path / "logs"):
         new = get_experiment_dir(str(base), {"log_dir": str(logs)}, copy)
         assert Path(new).parent == base and new != str(logs)

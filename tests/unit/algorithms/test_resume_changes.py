@@ -299,3 +299,24 @@ def test_old_sampler_files_are_read_as_data_only(tmp_path):
         with pytest.raises(ValueError, match="sampler.pt holds more than plain data, which could run code"):
             Resume(tmp_path / "step_1", TrainState()).load_sampler(sampler)
         assert not (tmp_path / "ran").exists()
+
+
+PPO = (
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "checkpointing.enabled=true",
+    "checkpointing.save_period=1", "checkpointing.metric_name=null", "logger.tensorboard_enabled=false", "ppo.max_num_steps=1",
+)  # fmt: skip
+
+
+def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
+    tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
+    run = tiny.make(tmp_path, *PPO, "value.optimizer.kwargs.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml")
+    close(run)
+    assert re.search(r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.optimizer.kwargs.lr .* -> 0.25", capsys.readouterr().out)
+    assert run.value.learning_rate == 0.25
+    with pytest.raises(ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"):
+        tiny.make(tmp_path, *PPO, "+value.hf_config_overrides.rms_norm_eps=0.5", config="ppo_tiny.yaml")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_1" / "value")  # as a run with the estimator raw_reward leaves it
+    (tmp_path / "checkpoints" / "step_1" / "manifest.json").unlink()
+    seal_folder(tmp_path / "checkpoints" / "step_1")
+    with pytest.raises(ResumeError, match="value: the checkpoint holds no value model"):
+        tiny.make(tmp_path, *PPO, config="ppo_tiny.yaml")

@@ -309,12 +309,12 @@ PPO = (
 
 def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
-    run = tiny.make(tmp_path, *PPO, "value.optimizer.kwargs.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml")
+    run = tiny.make(tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml")
     close(run)
-    assert re.search(r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.optimizer.kwargs.lr .* -> 0.25", capsys.readouterr().out)
+    assert re.search(r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25", capsys.readouterr().out)
     assert run.value.learning_rate == 0.25
     with pytest.raises(ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"):
-        tiny.make(tmp_path, *PPO, "+value.hf_config_overrides.rms_norm_eps=0.5", config="ppo_tiny.yaml")
+        tiny.make(tmp_path, *PPO, "+policy.hf_config_overrides.rms_norm_eps=0.5", config="ppo_tiny.yaml")
     shutil.rmtree(tmp_path / "checkpoints" / "step_1" / "value")  # as a run with the estimator raw_reward leaves it
     (tmp_path / "checkpoints" / "step_1" / "manifest.json").unlink()
     seal_folder(tmp_path / "checkpoints" / "step_1")

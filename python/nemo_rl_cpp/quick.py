@@ -5,7 +5,10 @@
     result.generate(["2 + 5 = "])
 """
 
+import atexit
 import inspect
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +173,7 @@ def train_grpo(
     returns as many numbers: `def reward(completions, answer): return [float(c.strip() == a) for c, a in zip(completions,
     answer)]`. Several are added up, times `reward_weights` where given.
 
+    Without `log_dir` the logs are in a temporary folder, which goes when this process ends.
     `validation` prompts are answered before and after training. Without `checkpoint_dir` nothing is saved (see
     `TrainResult.save`); with one, calling again goes on where the run was. A step takes `num_prompts_per_step` prompts, or
     all where there are fewer. Further keywords are keys of the configuration: `use_dynamic_sampling=True` of the section
@@ -217,12 +221,19 @@ def _log_folder(given: str | Path | None) -> Iterator[Path]:
     if given is not None:
         yield folder_path(given, "log_dir")
         return
-    made = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_"))
+    made = _temporary_folder()
     try:
         yield made
     except BaseException:
-        made.rmdir()
+        shutil.rmtree(made, ignore_errors=True)
         raise
+
+
+def _temporary_folder() -> Path:
+    """A folder that goes when this process ends; a forked child leaves it alone."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
 
 
 def _config(given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, logs: Path, checkpoints: Path | None) -> GRPOMasterConfig:

@@ -1,5 +1,9 @@
 """train_grpo: the forms of prompts and rewards, overrides, what comes back."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -229,3 +233,12 @@ def test_a_reward_function_that_fails_says_so(tmp_path):
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         run(tmp_path, reward=broken)
+
+
+def test_a_temporary_log_folder_goes_with_its_process(tmp_path):
+    program = (
+        "import os, sys\nfrom nemo_rl_cpp.quick import _temporary_folder\nfolder = _temporary_folder()\n(folder / 'x').write_text('')\n"
+        "child = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\nprint((folder / 'x').exists())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.stdout == "True\n" and list(tmp_path.glob("nemo_rl_cpp_*")) == []

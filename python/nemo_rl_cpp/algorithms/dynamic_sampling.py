@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.train_batch import sample_mask
+from nemo_rl_cpp.utils.plain_state import check_state
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec
@@ -168,11 +169,12 @@ class GroupSampler:
         max_gen_batches: batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
         voters: bool [B], the rows of a batch whose rewards count in whether a group's differ; by default all do.
+        group_size: samples of a group, by which groups of a checkpoint are told from those of another run; None: any.
     """
 
     def __init__(
         self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
-        voters: Callable[[Mapping[str, Any]], torch.Tensor] | None = None,
+        voters: Callable[[Mapping[str, Any]], torch.Tensor] | None = None, group_size: int | None = None,
     ) -> None:  # fmt: skip
         if enabled and max_gen_batches < 1:
             raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
@@ -183,9 +185,11 @@ class GroupSampler:
         self.max_gen_batches = max_gen_batches
         self.keep_surplus = keep_surplus
         self._voters = voters
+        self.group_size = group_size
         self.metrics: dict[str, float] = {}
         """of the step last taken"""
         self._cache: BatchedDataDict | None = None
+        self._checked = False
         self._start_step()
 
     @classmethod
@@ -202,6 +206,7 @@ class GroupSampler:
             max_gen_batches=get("dynamic_sampling_max_gen_batches", 10),
             keep_surplus=bool(get("dynamic_sampling_keep_surplus", False)),
             voters=partial(unmasked_rows, overlong_filtering=bool(get("overlong_filtering", False))) if exclude else None,
+            group_size=get("num_generations_per_prompt", None),
         )
 
     def _start_step(self) -> None:
@@ -232,6 +237,9 @@ class GroupSampler:
         _check_finite(rewards)
         rollouts = rollouts.copy()
         rollouts["group_id"] = groups = group_numbers(rollouts)
+        if self.enabled and self.keep_surplus and not self._checked:  # a checkpoint will hold them: say so in the first step
+            check_state(dict(rollouts.data), "rollouts")
+            self._checked = True
         if "weight_version" not in rollouts:
             rollouts["weight_version"] = torch.full((len(groups),), weight_version, dtype=torch.long)
         voters = None if self._voters is None else self._voters(rollouts)
@@ -318,6 +326,11 @@ class GroupSampler:
             "reward_sum": self._reward_sum,
             "samples": self._samples,
         }
+
+    def takes(self, cache: Mapping[str, Any]) -> bool:
+        """Whether kept groups of a checkpoint are groups of this sampler: it keeps some, and of the same size."""
+        sizes = torch.bincount(cache["group_id"]).unique().tolist()
+        return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken."""

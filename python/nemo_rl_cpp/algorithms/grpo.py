@@ -17,6 +17,7 @@ from nemo_rl_cpp.algorithms.components import GRPOComponents
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
+from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.run import run_to_end
@@ -152,24 +153,24 @@ def setup(
     """Everything that `grpo_train` takes but the environments, in NeMo RL's order: (policy, generation, None, (cluster,
     cluster), loader, validation loader, loss, logger, checkpoints, state, configuration, {}, {}).
 
-    Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. `policy_factory` makes the policy instead of
-    `Policy`, with its arguments. `processor` (images, sound) is not supported. The configuration may be a mapping, too;
-    however it was made, it is checked as a file would be (ConfigError).
+    Locks checkpointing.checkpoint_dir until `CheckpointManager.shutdown` and goes on from the newest whole checkpoint there, as
+    checkpointing.resume says; ResumeError (a ValueError) where it is of another run. `policy_factory` makes the policy instead of
+    `Policy`, with its arguments. `processor` (images, sound) is not supported. The configuration may be a
+    mapping, too; however it was made, it is checked as a file would be (ConfigError).
     """
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")
     config = checked(master_config, GRPOMasterConfig)
     loop = config.grpo
-    checkpoints = build.make_checkpoints(config)
-    resume = find_resume(checkpoints)
-    state = resume.state
-    loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
-    resume.load_data_position(loader, config.data)
-    val_loader = build.make_val_dataloader(val_dataset, loop)
-    cluster = build.make_cluster(config)
-    policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
-    generation = policy.create_generation(config.policy.generation, seed=loop.seed)
-    logger = build.make_logger(config, state)
+    with opened(config, loop, tokenizer, dataset, val_dataset) as (checkpoints, resume):
+        state = resume.state
+        loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
+        resume.load_data_position(loader, config.data)
+        val_loader = build.make_val_dataloader(val_dataset, loop)
+        cluster = build.make_cluster(config)
+        policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
+        generation = policy.create_generation(config.policy.generation, seed=loop.seed)
+        logger = build.make_logger(config, state)
     return (
         policy, generation, None, (cluster, cluster), loader, val_loader, ClippedPGLossFn(config.loss_fn), logger, checkpoints,
         state, config, {}, {},

@@ -16,6 +16,7 @@ from nemo_rl_cpp.algorithms.critic import Critic, NoCritic, critic_metrics
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
+from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, shape_rewards, valid_mask
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs, training_metrics
@@ -156,25 +157,25 @@ def setup(
     """Everything that `ppo_train` takes but the environments, in NeMo RL's order: (policy, generation, value model,
     (cluster, cluster), loader, validation loader, policy loss, value loss, logger, checkpoints, state, configuration).
 
-    Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. With the estimator `raw_reward` the value
-    model is None. `processor` (images, sound) is not supported. The configuration may be a mapping, too; however it was
-    made, it is checked as a file would be (ConfigError).
+    Locks checkpointing.checkpoint_dir until `CheckpointManager.shutdown` and goes on from the newest whole checkpoint there, as
+    checkpointing.resume says; ResumeError (a ValueError) where it is of another run. With the estimator `raw_reward` the value
+    model is None. `processor` (images, sound) is not supported. The configuration may be a
+    mapping, too; however it was made, it is checked as a file would be (ConfigError).
     """
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")
     config = checked(master_config, PPOMasterConfig)
     loop = config.ppo
-    checkpoints = build.make_checkpoints(config)
-    resume = find_resume(checkpoints)
-    state = resume.state
-    loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
-    resume.load_data_position(loader, config.data)
-    val_loader = build.make_val_dataloader(val_dataset, loop)
-    cluster = build.make_cluster(config)
-    policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
-    value = build.make_value(config, tokenizer, resume, cluster, loop) if loop.adv_estimator.name == "gae" else None
-    generation = policy.create_generation(config.policy.generation, seed=loop.seed)
-    logger = build.make_logger(config, state)
+    with opened(config, loop, tokenizer, dataset, val_dataset) as (checkpoints, resume):
+        state = resume.state
+        loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
+        resume.load_data_position(loader, config.data)
+        val_loader = build.make_val_dataloader(val_dataset, loop)
+        cluster = build.make_cluster(config)
+        policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
+        value = build.make_value(config, tokenizer, resume, cluster, loop) if loop.adv_estimator.name == "gae" else None
+        generation = policy.create_generation(config.policy.generation, seed=loop.seed)
+        logger = build.make_logger(config, state)
     return (
         policy, generation, value, (cluster, cluster), loader, val_loader, ClippedPGLossFn(config.loss_fn),
         MseValueLossFn(config.value_loss_fn), logger, checkpoints, state, config,

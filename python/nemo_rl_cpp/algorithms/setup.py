@@ -29,6 +29,7 @@ from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
+from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.utils.interrupts import GracefulStop
 from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.utils.memory import PhaseMemory
@@ -67,15 +68,16 @@ def make_data(config: Any, tokenizer: Any) -> RunData:
 
 @contextmanager
 def run_data(config: Any, seed: int) -> Iterator[tuple[Any, RunData]]:
-    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had, a loss
-    or gradient that is not finite and a batch without a token to train on end the program with one sentence, in the block too."""
+    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had, a folder that
+    cannot be used or resumed, a loss or gradient that is not finite and a batch without a token to train on end the program with
+    one sentence, in the block too."""
     set_seed(seed)
     data = None
     try:
         tokenizer = make_tokenizer(config.policy)
         data = make_data(config, tokenizer)
         yield tokenizer, data
-    except (SourceError, NonFiniteError, NothingToTrainOnError) as error:
+    except (SourceError, NonFiniteError, NothingToTrainOnError, FolderError) as error:
         raise SystemExit(f"error: {error}") from None
     finally:
         if data is not None:
@@ -180,11 +182,19 @@ def resume_of(checkpoints: CheckpointManager | None, state: TrainState) -> Resum
 
 
 def make_logger(config: Any, state: TrainState) -> Logger:
-    """Logs into the folder that the checkpoint names, cut back to its step; or into the next exp_NNN of logger.log_dir."""
-    folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir})
-    logger = Logger({**config.logger.model_dump(), "log_dir": folder})
-    if state.log_dir is not None:
-        logger.truncate_after(state.step)
+    """Logs below logger.log_dir: into the folder exp_NNN of this very run, cut back to the checkpoint's step, or into the next
+    new one. The folder is this run's until the logger's `finish`."""
+    saves = config.checkpointing.enabled
+    home = Path(config.checkpointing.checkpoint_dir)
+    try:
+        make_folder(Path(config.logger.log_dir), "logger.log_dir")
+        folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
+        logger = Logger({**config.logger.model_dump(), "log_dir": folder})
+        logger.claim(home if saves else None)
+        if state.log_dir is not None:
+            logger.truncate_after(state.step)
+    except OSError as error:
+        raise FolderError(f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})") from error
     state.log_dir = folder
     logger.log_hyperparams(config)
     return logger
@@ -231,6 +241,8 @@ def shared_components(
     if warning := shaping_warning(loop.reward_shaping):
         print(warning, flush=True)
     keep_bad_batches(policy, logger)
+    if logger is not None and checkpoints is not None:
+        checkpoints.facts["run"] = logger.run_id
     engine = config.policy.generation
     generation = generation or policy.create_generation(engine, seed=loop.seed)
     return {

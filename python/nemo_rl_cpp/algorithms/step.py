@@ -64,4 +64,5 @@ def report_step(parts: TrainingComponents, loop: Any, samples: Any, batch: Any, 
         table=rollout_table(samples, batch),
         histograms=histograms,
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
+        rollout_names=frozenset(rollout_metrics),
     )

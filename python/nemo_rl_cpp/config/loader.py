@@ -15,6 +15,7 @@ from . import rules
 from .aliases import ALIASES
 from .base import Section
 from .env import KNOWN_ENVIRONMENTS
+from .environment import environment_values
 from .errors import ConfigError, Problem, Report
 from .free_keys import additions
 from .given_values import GivenValues
@@ -97,6 +98,7 @@ def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Ma
         raise ConfigError(report.problems)
     assert config is not None
     config._positions = positions
+    config._environment = environment_values(file, overrides)
     return config
 
 

@@ -25,6 +25,7 @@ class MasterConfig(Section):
     """Common to all: the plain tree and where each key was written."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
+    _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -35,6 +36,11 @@ class MasterConfig(Section):
     def positions(self) -> dict[str, str]:
         """Dotted key -> "file.yaml:line" or "override '...'", for the keys that a file or the command line sets."""
         return self._positions
+
+    @property
+    def environment_values(self) -> dict[str, str]:
+        """Dotted key -> the text with `${oc.env:...}` that its value was made from, see `utils.access.written`."""
+        return self._environment
 
     def fill_defaults(self) -> None:
         """Values that follow from others, where the file leaves them out."""

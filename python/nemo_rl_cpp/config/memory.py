@@ -153,6 +153,23 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
     return phases
 
 
+def checkpoint_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+    """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
+    model. None when the model's sizes are not known on this machine."""
+    trained = [(config.policy, "policy")]
+    if isinstance(config, PPOMasterConfig) and config.ppo.adv_estimator.name == "gae":
+        trained.append((config.value, "value"))
+    total = 0.0
+    for model, name in trained:
+        sizes = model_sizes(model.model_name, model.hf_config_overrides)
+        if sizes is None:
+            return None
+        parameters = sizes.parameters if name == "policy" else sizes.backbone_parameters
+        resting = _resting(model, parameters, name)
+        total += sum(size for _, size in (resting if config.checkpointing.save_optimizer else resting[:1]))
+    return total
+
+
 def _width(model: TrainedModelConfig) -> int:
     return 2 if model.precision == "bfloat16" else 4
 
@@ -228,15 +245,15 @@ def forecast_summary(config: Any) -> str | None:
     if not hasattr(config, "policy"):
         return None
     machine = machine_memory() if config.cluster.device == "cpu" else None
-    has = f", this machine has {readable_bytes(machine)}" if machine else ""
+    has = f", this machine has {size_text(machine)}" if machine else ""
     phases = forecast(config)
     if phases is not None:
         peak = max(phases, key=lambda phase: phase.total)
-        return f"{readable_bytes(peak.total)} at the peak, in {peak.name}{has}"
+        return f"{size_text(peak.total)} at the peak, in {peak.name}{has}"
     billions = _parameters_by_name(config.policy.model_name)
     if billions is None:
         return f"not known, the sizes of {config.policy.model_name} are not on this machine"
-    least = readable_bytes(billions * 1e9 * _BYTES_OF_TRAINING)
+    least = size_text(billions * 1e9 * _BYTES_OF_TRAINING)
     return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
 
 
@@ -280,9 +297,9 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
         )
     lines = ["Peak memory by phase (estimate; libraries and Python come on top):"]
     for phase in phases:
-        parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in phase.parts)
-        lines.append(f"  {phase.name:<18} {readable_bytes(phase.total):>9}   {parts}")
-    lines.append(f"  {'peak':<18} {readable_bytes(max(phase.total for phase in phases)):>9}")
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in phase.parts)
+        lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")
+    lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}")
     kept = config.policy.kept_activations_gb
     if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
@@ -290,8 +307,8 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     return "\n".join(lines)
 
 
-def readable_bytes(size: float) -> str:
-    """A number of bytes for people: 1.5 GB."""
+def size_text(size: float) -> str:
+    """Bytes in the unit that suits them: "1.8 GB", "300 kB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

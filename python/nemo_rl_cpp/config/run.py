@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl_cpp.models.sources import TINY_RANDOM, SourceError, resolve_tokenizer
 from nemo_rl_cpp.preflight import Finding, preflight
+from nemo_rl_cpp.utils.access import written
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 from .errors import ConfigError
@@ -51,7 +52,7 @@ def run(
         print_mistakes(error)
         return 2
     if arguments.dry_run:
-        print(dump_yaml(config.resolved))
+        print(dump_yaml(written(config)))
         if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
             print(forecast_text(config))  # type: ignore[arg-type]
         if (ineffective := keys_without_effect_text(config)) is not None:

@@ -214,7 +214,8 @@ def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: An
 
 
 def _saved_dataset_name(checkpoint: Path) -> str | None:
-    from nemo_rl_cpp.utils.config import load_config
+    from nemo_rl_cpp.preflight.resumed import read_saved
 
-    saved = checkpoint / "config.yaml"
-    return get_train_dataset_name(load_config(saved).get("data")) if saved.is_file() else None
+    saved = read_saved(checkpoint).config
+    name = get_train_dataset_name(saved.get("data")) if saved is not None else None
+    return None if name is None or "${" in name else name  # a name from the environment is not written down

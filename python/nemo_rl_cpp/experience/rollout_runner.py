@@ -20,7 +20,7 @@ class RolloutRunner:
         """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
         self._generation = generation
         self._tokenizer = tokenizer
-        self._task_to_env = task_to_env
+        self.task_to_env = task_to_env
         self._max_seq_len = max_seq_len
         self._max_turns = max_turns
         self._change_rewards = change_rewards
@@ -32,7 +32,7 @@ class RolloutRunner:
         """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
         as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
         rollouts, metrics = run_multi_turn_rollout(
-            self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len, self._max_turns, greedy=False
+            self._generation, prompts, self._tokenizer, self.task_to_env, self._max_seq_len, self._max_turns, greedy=False
         )
         rollouts["raw_reward"] = rollouts["total_reward"].clone()
         if self._change_rewards is not None:

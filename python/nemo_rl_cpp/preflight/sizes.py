@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.memory import certain_bytes, machine_memory, readable_bytes
+from nemo_rl_cpp.config.memory import certain_bytes, machine_memory, size_text
 
 from .finding import Finding
 
@@ -35,6 +35,6 @@ def check(config: Any) -> Iterator[Finding]:
         yield Finding(
             "error",
             "policy.model_name",
-            f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {readable_bytes(needed)}, but this machine "
-            f"has {readable_bytes(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
+            f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
+            f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
         )

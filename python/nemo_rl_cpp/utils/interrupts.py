@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM end a run at a step boundary, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1 (a scheduler's warning) end a run at a step boundary, with a
+checkpoint; a second one ends it at once."""
 
 import os
 import signal
@@ -8,7 +9,7 @@ from typing import Any
 
 
 class GracefulStop:
-    """While entered, the first SIGINT or SIGTERM only sets `requested`; the loop looks at it between steps.
+    """While entered, the first of `signals` only sets `requested`; the loop looks at it between steps.
 
         with GracefulStop() as stop:
             while not state.finished:
@@ -21,7 +22,7 @@ class GracefulStop:
     Python allows no handlers, it does nothing.
     """
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, announce: Any = None) -> None:
         """`announce(text)` shows the message on the first signal; by default it goes to stderr."""
@@ -37,7 +38,9 @@ class GracefulStop:
 
     def __enter__(self) -> "GracefulStop":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
+            # what the caller ignores stays ignored: a run under nohup outlives its terminal
+            heard = [number for number in self.signals if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -52,7 +55,7 @@ class GracefulStop:
             self.reason = "interrupted" if number == signal.SIGINT else "terminated"
             self._say(f"{name}: the run ends after this step, with a checkpoint; once more to stop at once")
             return
-        for other in self.signals:
+        for other in self._previous:
             signal.signal(other, signal.SIG_DFL)
         if number == signal.SIGINT:
             raise KeyboardInterrupt

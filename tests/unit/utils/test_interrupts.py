@@ -36,6 +36,27 @@ def test_sigterm_and_its_repetition():
     assert caught.value.code == 143
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_scheduler_s_warning_end_a_run_like_sigterm(number):
+    said, before = [], signal.getsignal(number)
+    with GracefulStop(said.append) as stop:
+        signal.raise_signal(number)
+        assert stop.reason == "terminated" and said[0].startswith(f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint")
+    assert signal.getsignal(number) is before
+
+
+def test_what_the_caller_ignores_stays_ignored():
+    """nohup: the run outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop(lambda text: None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_outside_the_main_thread_it_does_nothing():
     results = []
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils.access import redact, to_json, to_plain
+from nemo_rl_cpp.utils.access import redact, to_json, to_plain, written
 from nemo_rl_cpp.utils.durable import write_atomic
 from nemo_rl_cpp.utils.log_files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.utils.report.history import JsonlTail, MetricHistory
@@ -52,7 +52,7 @@ class ReportWriter:
             "status": facts.get("status", "running"),
             "message": facts.get("message", ""),
             "total_steps": total_steps if total_steps is not None else facts.get("total_steps"),
-            "config": redact(to_plain(config)) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
+            "config": written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
             "defaults": redact(to_plain(defaults)) if defaults is not None else facts.get("defaults", {}),
             "environment": facts.get("environment") or _environment(),
         }

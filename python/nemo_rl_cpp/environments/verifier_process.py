@@ -13,6 +13,8 @@ import select
 import signal
 import struct
 import sys
+import threading
+import time
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct("<Q")
@@ -50,6 +52,13 @@ def _wait_for_parent(parent: int, fd: int) -> None:
             os._exit(0)
 
 
+def _end_with_parent(parent: int) -> None:
+    """Ends the process when the parent is gone while a verifier waits for something; one that computes is ended by SIGPROF."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os._exit(0)
+
+
 def _limit_memory(megabytes: int) -> None:
     """Address space beyond what the process has now; allocations above fail with MemoryError."""
     with open("/proc/self/statm") as statm:
@@ -73,6 +82,7 @@ def main(target: str, options_json: str) -> None:
     for part in name.split("."):
         verifier = getattr(verifier, part)
     verifier = verifier()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     if hasattr(verifier, "warm_up"):
         verifier.warm_up(**options["warm_up"])
     if options["memory_mb"] is not None and os.path.exists("/proc/self/statm"):

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import data, environments, folders, model
+from . import data, environments, folders, memory, model
 from .finding import Finding
 
-CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (folders.check, model.check, environments.check, data.check)
+CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (
+    folders.check, memory.check, model.check, environments.check, data.check,
+)  # fmt: skip
 
 
 def preflight(config: Any) -> list[Finding]:

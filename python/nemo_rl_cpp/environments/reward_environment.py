@@ -1,13 +1,15 @@
 """Plain Python functions as an environment: `reward_funcs=my_function` is all that a notebook needs."""
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.loading import reward_function
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
+from nemo_rl_cpp.errors import user_code
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -24,8 +26,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
             {"functions": [names], "weights": [numbers]}.
         weights: one factor a function; 1 if not given.
 
-    Raises ValueError when a function returns the wrong number of rewards or one that is not finite; whatever a
-    function raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean.
+    Raises ValueError when a function returns the wrong number of rewards or one that is not finite, or asks
+    for a column that the samples do not have; whatever a function raises reaches the caller, with a message that names the
+    function and its line. Metric with several functions: `rewards/<function name>`, its mean.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
             weights = reward_funcs.get("weights") if weights is None else weights
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
-        self._functions = [_resolve(item) for item in ([reward_funcs] if single else reward_funcs)]
+        self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
         self._weights = [1.0] * len(self._functions) if weights is None else [float(w) for w in weights]
         if not self._functions or len(self._weights) != len(self._functions):
             raise ValueError(f"{len(self._functions)} reward functions and {len(self._weights)} weights were given")
@@ -77,24 +80,13 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         return metrics
 
 
-def _resolve(function: RewardFunction | str) -> RewardFunction:
-    if callable(function):
-        return function
-    module, _, name = function.rpartition(".")
-    if not module:
-        raise ValueError(f"reward function {function!r} must be a dotted name: module.function")
-    return getattr(importlib.import_module(module), name)
-
-
 def _name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _call(function: RewardFunction, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
-    parameters = inspect.signature(function).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        columns = {key: value for key, value in columns.items() if key in parameters}
-    returned = function(**columns)
+    with user_code(f"reward function {_name(function)}", partial(_missing_column, columns)):
+        returned = function(**_asked_for(function, columns))
     values = [None if value is None else float(value) for value in returned]
     if len(values) != rows:
         raise ValueError(f"reward function {_name(function)} returned {len(values)} rewards for {rows} completions")
@@ -102,3 +94,22 @@ def _call(function: RewardFunction, columns: dict[str, list[Any]], rows: int) ->
         if value is not None and not math.isfinite(value):
             raise ValueError(f"reward function {_name(function)} returned {value} for completion {row}")
     return values
+
+
+def _asked_for(function: RewardFunction, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns that a function takes; ValueError where it asks for one that is not there."""
+    parameters = inspect.signature(function).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in columns]
+    if missing:
+        raise ValueError(f"reward function {_name(function)} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return columns
+    names = {p.name for p in parameters}
+    return {key: value for key, value in columns.items() if key in names}
+
+
+def _missing_column(columns: dict[str, list[Any]], error: BaseException) -> str:
+    """What to add to a KeyError for a column that the samples do not have."""
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
+        return ""
+    return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

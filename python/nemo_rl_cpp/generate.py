@@ -10,9 +10,9 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,17 +196,21 @@ def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> s
     return ", ".join(parts)
 
 
-@contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Warnings are a line on standard error each, without the place in this package."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
-        yield
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the text as it comes; what it took goes to standard error. Returns the exit status."""
+    """Prints the text as it comes; what it took goes to standard error. Returns the exit status: 1 after a mistake, which is
+    told in one sentence, 130 after Ctrl-C."""
+    from nemo_rl_cpp.errors import guarded
+
+    return guarded(partial(_run, arguments), getattr(arguments, "debug", False), _own_options)
+
+
+def _own_options(text: str) -> str:
+    """A sentence that names keys of a configuration, in the words of this command."""
+    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace("policy.model_name", "--model")
+    return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
+
+
+def _run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     first: list[float] = []
 
@@ -215,24 +219,16 @@ def run(arguments: argparse.Namespace) -> int:
             first.append(time.perf_counter())
         print(piece, end="", flush=True)
 
-    try:
-        if arguments.system is not None and not arguments.chat:
-            raise ValueError("--system goes with --chat")
-        prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-        messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-        with _plain_warnings():
-            generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
-            done = generator.generate(
-                [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
-                max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-                greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
-            )  # fmt: skip
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print()
-        return 130
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system goes with --chat")
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+    generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+    done = generator.generate(
+        [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
+        greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+    )  # fmt: skip
     print()
     print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)
     return 0
@@ -242,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`."""
     parser = argparse.ArgumentParser(prog="python -m nemo_rl_cpp.generate", description="Text from a model or a checkpoint.")
     add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too, not only where it is")
     return run(parser.parse_args(argv))
 
 

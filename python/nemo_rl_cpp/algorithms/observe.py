@@ -84,6 +84,7 @@ def validate_now(parts: Any, state: TrainState) -> ValidationResult:
 def log_validation(parts: Any, state: TrainState, result: ValidationResult) -> None:
     run = parts.run
     run.validations.append({"step": state.step, **result.metrics})
+    run.alerts.validation(state.step, result.metrics)
     if run.logger is not None:
         run.logger.log_metrics(result.metrics, state.step, prefix="validation")
         run.logger.log_metrics(result.timings, state.step, prefix="timing/validation")
@@ -126,7 +127,10 @@ def log_times(parts: Any, state: TrainState, report: StepReport) -> None:
             run.logger.log_metrics(run.memory.step_metrics(), step, prefix="memory")
         run.logger.log_metrics(timing, step, prefix="timing/train", step_finished=True)
     run.history[-1] |= {"seconds": timing.get("total_step_time", 0.0), **performance}
+    serious = run.alerts.step(step, report.metrics)
     if run.progress is not None:
         run.progress.step(step, report.metrics | performance)
+        for line in serious:
+            run.progress.print(line)
     if run.report is not None:
         run.report.update()

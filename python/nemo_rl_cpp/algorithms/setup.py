@@ -4,6 +4,7 @@ The order matters in two places: environments start their worker processes befor
 threads, and the checkpoint to resume from is known before the model is loaded.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,6 @@ from nemo_rl_cpp.algorithms.components import RunServices
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
-from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -25,12 +25,10 @@ from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_dev
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
 from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
-from nemo_rl_cpp.utils.interrupts import GracefulStop
+from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.utils.memory import PhaseMemory
 from nemo_rl_cpp.utils.progress import Progress
@@ -68,20 +66,20 @@ def make_data(config: Any, tokenizer: Any) -> RunData:
 
 @contextmanager
 def run_data(config: Any, seed: int) -> Iterator[tuple[Any, RunData]]:
-    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had, a folder that
-    cannot be used or resumed, a loss or gradient that is not finite and a batch without a token to train on end the program with
-    one sentence, in the block too."""
+    """Tokenizer and data of a run; its environments end with the block. Where the user has ended the run at once, an
+    environment that hangs is waited for no longer than `GRACE_SECONDS`."""
     set_seed(seed)
-    data = None
+    data, patience = None, None
     try:
         tokenizer = make_tokenizer(config.policy)
         data = make_data(config, tokenizer)
         yield tokenizer, data
-    except (SourceError, NonFiniteError, NothingToTrainOnError, FolderError) as error:
-        raise SystemExit(f"error: {error}") from None
+    except (KeyboardInterrupt, SystemExit):
+        patience = GRACE_SECONDS
+        raise
     finally:
         if data is not None:
-            shutdown_environments(data.task_to_env, data.val_task_to_env)
+            shutdown_environments(data.task_to_env, data.val_task_to_env, patience)
 
 
 def make_dataloader(data_config: Any, dataset: Any, num_prompts: int, seed: int) -> Any:
@@ -279,15 +277,20 @@ def limited(state: TrainState, loop: Any) -> TrainState:
     return state
 
 
-def shutdown_environments(task_to_env: dict[str, Any] | None, val_task_to_env: dict[str, Any] | None) -> None:
-    """Ends the processes of all environments, each once."""
+def shutdown_environments(
+    task_to_env: dict[str, Any] | None, val_task_to_env: dict[str, Any] | None, patience: float | None = None
+) -> None:
+    """Ends the processes of all environments, each once; one that does not answer for `patience` seconds is left behind."""
     from nemo_rl_cpp.distributed.futures import get
     from nemo_rl_cpp.environments.remote import call_remote
 
     environments = {id(env): env for group in (task_to_env, val_task_to_env) for env in (group or {}).values()}
     for environment in environments.values():
         if hasattr(environment, "shutdown"):
-            get(call_remote(environment, "shutdown"))
+            try:
+                get(call_remote(environment, "shutdown"), patience)
+            except TimeoutError:
+                print("an environment hangs and is left behind", file=sys.stderr)
 
 
 __all__ = [

@@ -21,8 +21,9 @@ from .free_keys import additions
 from .given_values import GivenValues
 from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
-from .messages import dotted_key, known_keys, sentence, unknown_key
+from .messages import dotted_key, known_keys, sentence, takes_own_keys, unknown_key
 from .python_values import check_marks
+from .written import KINDS, explained, of_another_kind
 
 Master = TypeVar("Master", bound=MasterConfig)
 
@@ -73,14 +74,16 @@ def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Ma
     try:
         data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)))
     except _config.LoadError as error:
-        raise ConfigError([Problem("", "", str(error))]) from None
+        raise ConfigError([Problem("", "", explained(str(error)))]) from None
+    if (other := of_another_kind(_sections(positions), _own_section(model))) is not None:
+        raise ConfigError([Problem(positions[other[0]], *other)])
     report = Report(positions, _short(file))
     report.problems += given.problems
     for kind, key, where, message in problems:
         where = given.place_of(where)
         text = unknown_key(key, model) if kind == "unknown_key" else message
-        if kind == "unknown_key":
-            text += f" (to add a key of your own write {_with_plus(where)})" if "did you mean" not in text else ""
+        if kind == "unknown_key" and takes_own_keys(key, model):
+            text += f" (to add a key of your own write {_with_plus(where)})"
         report.problems.append(Problem(where, key, text))
         if kind == "interpolation":
             _remove(data, tuple(key.split(".")))
@@ -109,6 +112,15 @@ def _texts(overrides: Sequence[str]) -> list[str]:
     if wrong is not None:
         raise ConfigError([Problem("", "", f"an override is a text such as 'grpo.seed=1', not {type(wrong).__name__}; Python values go into `values`")])
     return texts
+
+
+def _sections(positions: dict[str, str]) -> set[str]:
+    """The sections that files give; an override of one does not make a file another kind."""
+    return {key for key, where in positions.items() if "." not in key and not where.startswith("override ")}
+
+
+def _own_section(model: type[MasterConfig]) -> str:
+    return next(name for name in KINDS if name in model.model_fields)
 
 
 def _short(file: Path) -> str:
@@ -150,7 +162,7 @@ def _validate_part(
             for error in failure.errors(include_url=False):
                 key = dotted_key(prefix + error["loc"])
                 if first and not report.has_problem(key):
-                    report.problems.append(Problem(report.where(key), key, sentence(error, key, model)))
+                    report.problems.append(Problem(report.where(key), key, sentence(error, key, model, report.where(key))))
                 _repair(data, error)
             first = False
     return None
@@ -205,5 +217,5 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     try:
         data = _config.load_file(str(file))
     except _config.LoadError as error:
-        raise ConfigError([Problem("", "", str(error))]) from None
+        raise ConfigError([Problem("", "", explained(str(error)))]) from None
     return "ppo" if "ppo" in data else "eval" if "eval" in data else "grpo"

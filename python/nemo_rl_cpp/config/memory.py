@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from re import findall
@@ -63,7 +64,8 @@ class Phase:
 
 
 def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes | None:
-    """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine."""
+    """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine, or its file
+    cannot be read or says nothing sensible (which other checks report)."""
     known: dict[str, Any] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():
         try:
@@ -82,7 +84,8 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
         }
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if any(not isinstance(known.get(name), int) or known[name] < 1 for name in needed):
+    optional = (known.get(name) for name in ("num_key_value_heads", "head_dim"))
+    if not all(_is_size(known.get(name)) for name in needed) or not all(_is_size(value) for value in optional if value):
         return None
     heads = known["num_attention_heads"]
     return ModelSizes(
@@ -91,6 +94,10 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
         head_dim=known.get("head_dim") or known["hidden_size"] // heads,
         tie_word_embeddings=bool(known.get("tie_word_embeddings", False)),
     )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
@@ -268,14 +275,54 @@ def certain_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
     )
 
 
+def fit_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
+    """Whether the forecast fits into the memory of this machine, in words; what to change where it does not."""
+    if config.cluster.device != "cpu":
+        return "of the GPU's memory, which is not looked at here"
+    amount = machine_memory()
+    if fits(config) is not False:
+        return f"fits into this machine's {size_text(amount)}" if amount else "this machine's memory is not known"
+    phase = max(forecast(config) or [], key=lambda phase: phase.total)
+    largest = max(phase.parts, key=lambda part: part[1])[0]
+    remedy = {
+        "activations": "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size",
+        "logits": "set policy.generation.max_batch_size",
+        "KV cache": "set policy.generation.kv_cache_gb, or lower policy.max_total_sequence_length",
+    }.get(largest, "take a smaller model, or a machine with more memory")
+    return f"does not fit into this machine's {size_text(amount or 0)}; most of it is {largest} in {phase.name}: {remedy}"
+
+
+def fits(config: GRPOMasterConfig | PPOMasterConfig) -> bool | None:
+    """Whether the forecast's peak is below this machine's memory; None where one of the two is not known."""
+    phases, amount = forecast(config), machine_memory()
+    if phases is None or amount is None or config.cluster.device != "cpu":
+        return None
+    return max(phase.total for phase in phases) <= amount
+
+
 def machine_memory() -> float | None:
-    """Memory and swap of this machine in bytes; None where the system does not say."""
+    """Bytes of memory that this process may use: the machine's, or its control group's if that is less. None: not known."""
+    try:
+        amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    except (ValueError, OSError):
+        return None
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            amounts.append(float(text))
+    return min(amounts)
+
+
+def swap_memory() -> float:
+    """Bytes of this machine's swap; 0 where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return sum(float(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal") if name in fields) or None
+        return 0.0
+    return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
 
 
 _BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient and two moments
@@ -299,7 +346,7 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     for phase in phases:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in phase.parts)
         lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")
-    lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}")
+    lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}   {fit_text(config)}")
     kept = config.policy.kept_activations_gb
     if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"

@@ -1,17 +1,19 @@
 """Plain Python functions as an environment: `reward_funcs=my_function` is all that a notebook needs."""
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.loading import reward_function
 from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
+from nemo_rl_cpp.errors import user_code
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -32,9 +34,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
     With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
     `adv_estimator.name: gdpo`; None counts 0 there.
 
-    Raises ValueError when a function returns anything but one finite number (or None) a completion; whatever a function
-    raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are
-    numbered.
+    Raises ValueError when a function returns anything but one finite number (or None) a completion, or asks for a column that
+    the samples do not have; whatever a function raises reaches the caller, with a message that names the function and its
+    line. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are numbered.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
         if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
             raise ValueError(f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these")
-        self._functions = [_resolve(item) for item in ([reward_funcs] if single else reward_funcs)]
+        self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
         for function in self._functions:
             check_signature(function)
         self._names = distinct_names(self._functions)
@@ -108,23 +110,6 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         return metrics
 
 
-def _resolve(function: RewardFunction | str) -> RewardFunction:
-    if callable(function):
-        return function
-    if not isinstance(function, str):
-        raise ValueError(f"a reward function is {in_a_line(function)}; it must be a function or the dotted name of one")
-    module, _, name = function.rpartition(".")
-    if not module.strip("."):
-        raise ValueError(f"reward function {in_a_line(function)} must be a dotted name: module.function")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"reward function {in_a_line(function)} cannot be found: {error}") from None
-    if not callable(found):
-        raise ValueError(f"reward function {in_a_line(function)} is a {type(found).__name__}, no function")
-    return found
-
-
 def _numbers(weights: Any) -> list[float]:
     several = [weights] if isinstance(weights, (int, float)) else weights
     if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
@@ -136,8 +121,25 @@ def _numbers(weights: Any) -> list[float]:
 
 
 def _call(function: RewardFunction, name: str, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
-    parameters = inspect.signature(function).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        columns = {key: value for key, value in columns.items() if key in parameters}
-    returned = awaited(function(**columns))
+    with user_code(f"reward function {name}", partial(_missing_column, columns)):
+        returned = awaited(function(**_asked_for(function, name, columns)))
     return rewards_of(name, returned, rows)
+
+
+def _asked_for(function: RewardFunction, name: str, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns that a function takes; ValueError where it asks for one that is not there."""
+    parameters = inspect.signature(function).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in columns]
+    if missing:
+        raise ValueError(f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return columns
+    names = {p.name for p in parameters}
+    return {key: value for key, value in columns.items() if key in names}
+
+
+def _missing_column(columns: dict[str, list[Any]], error: BaseException) -> str:
+    """What to add to a KeyError for a column that the samples do not have."""
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
+        return ""
+    return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

@@ -1,6 +1,6 @@
 """The state of a batch of conversations, turn after turn."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.memory import certain_bytes, machine_memory, size_text
+from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, machine_memory, size_text, swap_memory
 
 from .finding import Finding
 
@@ -30,7 +30,8 @@ def check(config: Any) -> Iterator[Finding]:
             f"is {name}, by its name a mixture of experts, which is not supported (Llama, Qwen2 and Qwen3 without experts are): the run ends "
             "where it reads the model's config.json",
         )
-    needed, machine = certain_bytes(config), machine_memory()
+    needed, memory = certain_bytes(config), machine_memory()
+    machine = memory + swap_memory() if memory is not None else None
     if needed is not None and machine is not None and needed > machine:
         yield Finding(
             "error",
@@ -38,3 +39,6 @@ def check(config: Any) -> Iterator[Finding]:
             f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
             f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
         )
+    elif fits(config) is False:
+        peak = max(phase.total for phase in forecast(config) or ())
+        yield Finding("warning", "", f"the forecast of memory, {size_text(peak)} at the peak, {fit_text(config)}")

@@ -16,7 +16,6 @@ newest `step_N` with a valid manifest is whole; `recover` finishes or removes wh
 """
 
 import json
-import re
 import shutil
 import threading
 import time

@@ -323,9 +323,9 @@ def test_file_that_is_no_configuration(case):
 
 
 def test_configuration_of_the_other_algorithm_names_its_script():
-    with pytest.raises(ConfigError, match=r"ppo_tiny.yaml:\d+: ppo is unknown here; did you mean grpo.* run by examples/run_ppo.py"):
+    with pytest.raises(ConfigError, match=r"^\S*ppo_tiny.yaml:\d+: ppo makes the file a configuration of a PPO run, not of a GRPO run: it is run by examples/run_ppo.py[^\n]*$"):
         load_grpo_config("configs/ppo_tiny.yaml")
-    with pytest.raises(ConfigError, match=r"grpo_tiny.yaml:\d+: grpo is unknown here; did you mean ppo.* run by examples/run_grpo_math.py"):
+    with pytest.raises(ConfigError, match=r"^\S*grpo_tiny.yaml:\d+: grpo makes the file a configuration of a GRPO run[^\n]* run by examples/run_grpo_math.py[^\n]*$"):
         load_ppo_config("configs/grpo_tiny.yaml")
 
 

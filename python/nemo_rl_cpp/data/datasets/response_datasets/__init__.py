@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from typing import Any
 
@@ -37,6 +36,7 @@ from nemo_rl_cpp.data.datasets.response_datasets.hub_multichoice import (
 )
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
+from nemo_rl_cpp.environments.loading import own_dataset_class
 
 DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "AIME2024": AIME2024Dataset,
@@ -79,13 +79,7 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
     if is_class_name(dataset_name):
-        module, _, name = dataset_name.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"data: dataset_name is {dataset_name!r}, but that class cannot be imported: {error}"
-            ) from error
+        return own_dataset_class(dataset_name)
     near = difflib.get_close_matches(dataset_name, DATASET_REGISTRY, n=1)
     raise ValueError(
         f"data: Unsupported dataset_name={dataset_name!r}{f'; did you mean {near[0]}?' if near else ''} Known are "

@@ -10,7 +10,6 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.advantage_estimator import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
-
 from nemo_rl_cpp.algorithms.components import PPOComponents
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic, critic_metrics
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from nemo_rl_cpp.config.generation import ColocatedConfig as ColocationConfig
+from nemo_rl_cpp.config.engines import ColocatedConfig as ColocationConfig
+from nemo_rl_cpp.config.engines import ResourcesConfig as OptionalResourcesConfig
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.config.generation import ResourcesConfig as OptionalResourcesConfig
 
 if TYPE_CHECKING:
     import torch

@@ -68,13 +68,13 @@ def test_a_tab_is_named(text):
 
 
 def test_the_plus_remedy_is_there_where_it_works():
-    override = "policy.hf_config_overrides={rope_scaling: {rope_type: yarn}}"
-    (problem,) = problems(overrides=[override])
-    assert problem.endswith(f"policy.hf_config_overrides.rope_scaling is unknown (to add a key of your own write +{override})")
-    assert load_grpo_config("run.yaml", ["+" + override]).policy.hf_config_overrides["rope_scaling"] == {"rope_type": "yarn"}
-    (problem,) = problems(overrides=["policy.generation.vllm_kwargs.top_k=3"])  # beside "did you mean"
-    assert "did you mean policy.generation.top_k?" in problem and "write +policy.generation.vllm_kwargs.top_k=3)" in problem
-    load_grpo_config("run.yaml", ["+policy.generation.vllm_kwargs.top_k=3"])
+    (problem,) = problems(overrides=["env.mine.digits=3"])
+    assert problem.endswith("env.mine is unknown (to add a key of your own write +env.mine.digits=3)")
+    load_grpo_config("run.yaml", ["+env.mine.digits=3"])
+    for plus in ("", "+"):  # keys of a free mapping are the user's own: no + is needed
+        override = plus + "policy.hf_config_overrides={rope_scaling: {rope_type: yarn}}"
+        assert load_grpo_config("run.yaml", [override]).policy.hf_config_overrides["rope_scaling"] == {"rope_type": "yarn"}
+        load_grpo_config("run.yaml", [plus + "policy.generation.vllm_kwargs.top_k=3"])
     for override in ("grpo.sed=3", "env.reverse_digits.digits=3", "policy.generation.temprature=1"):
         (problem,) = problems(overrides=[override])
         assert "write +" not in problem

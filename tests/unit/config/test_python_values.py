@@ -104,7 +104,7 @@ def test_mistakes_name_the_argument(values, message):
 UNSUPPORTED = [
     ("policy.dtensor_cfg.lora_cfg", {"enabled": True}, "LoRA is not supported"),
     ("grpo.async_grpo", {"enabled": True}, "training while generating is not supported"),
-    ("policy.dtensor_cfg.tensor_parallel_size", 4, "training on several devices is not supported"),
+    ("cluster", {"gpus_per_node": 8, "strict_sizes": True}, "strict_sizes"),
     ("loss_fn.ratio_clip_c", 0.5, "must be greater than 1"),
     ("policy.train_global_batch_size", 7, "does not divide the 256 samples"),
     ("grpo.num_generations_per_prompt", 1, "is its own baseline"),

@@ -64,7 +64,9 @@ class Section(BaseModel, metaclass=_Made):
         setattr(self, _field_name(type(self), key) or key, value)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and (_field_name(type(self), key) is not None or key in (self.model_extra or {}))
+        if not isinstance(key, str):
+            return False
+        return _field_name(type(self), key) is not None or key in (self.model_extra or {}) or key in type(self).__private_attributes__
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default

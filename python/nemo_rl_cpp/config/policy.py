@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, model_validator
 
 from .backends import DTensorConfig, MegatronConfig
 from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .errors import ConfigError, Report
 from .generation import GenerationConfig
 from .optimizer import (
     MegatronSchedule,
@@ -237,8 +238,14 @@ class PolicyConfig(TrainedModelConfig):
         """A section as it is; a dictionary checked, with what it leaves out filled in."""
         if isinstance(config, cls):
             return config
+        from . import rules_model
+
         section = cls(**config)
         section.fill_defaults()
+        report = Report({})
+        rules_model.check_policy(section, report)
+        if report.problems:
+            raise ConfigError(report.problems)
         return section
 
     def fill_defaults(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+
+from nemo_rl_cpp.argument_checks import in_a_line
 
 from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
@@ -13,6 +16,11 @@ from .ppo import PPOConfig
 
 def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report: Report) -> None:
     """All rules of a configuration."""
+    for name, section in config.env.items():
+        if section is not None and not isinstance(section, Mapping):
+            report.add(f"env.{name}", f"must be a section (lines of key: value), not {in_a_line(section)}")
+    if report.has_problem("env"):  # which the rules read
+        return
     if isinstance(config, GRPOMasterConfig):
         check_grpo(config, report)
     elif isinstance(config, PPOMasterConfig):

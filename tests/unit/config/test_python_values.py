@@ -109,6 +109,7 @@ UNSUPPORTED = [
     ("policy.train_global_batch_size", 7, "does not divide the 256 samples"),
     ("grpo.num_generations_per_prompt", 1, "is its own baseline"),
     ("grpo.reward_shaping", {"stop_properly_penalty_coef": 1.5}, "must lie between 0 and 1"),
+    ("env.math", 3, "env.math must be a section"),
     ("policy.bogus", 1, "policy.bogus is unknown"),
 ]
 
@@ -272,6 +273,24 @@ def test_a_group_of_one_may_serve_ppo():
     config = load_ppo_config("ppo_tiny.yaml", values={"ppo.num_generations_per_prompt": 1, "ppo.num_prompts_per_step": 32,
                                                       "policy.train_global_batch_size": 32, "value.train_global_batch_size": 32})  # fmt: skip
     assert config.ppo.num_generations_per_prompt == 1
+
+
+def test_a_policy_section_of_its_own_is_checked():
+    good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
+    assert PolicyConfig.of(good).generation.max_new_tokens == 512
+    for change, message in (
+        ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "policy.dtensor_cfg.tensor_parallel_size is 2: training on several devices"),
+        ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "dtensor_cfg.lora_cfg.enabled cannot be true: LoRA is not supported"),
+        ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PolicyConfig.of(good | change)
+
+
+@pytest.mark.parametrize("written", ["3", "[1]", "text"])
+def test_an_environment_is_a_section_in_files_too(written):
+    with pytest.raises(ConfigError, match=r"env.math must be a section \(lines of key: value\), not"):
+        load_grpo_config("grpo_math_1B.yaml", [f"env.math={written}"])
 
 
 def test_overrides_are_texts():

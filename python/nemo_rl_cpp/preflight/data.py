@@ -55,7 +55,9 @@ def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[F
         if folder == "tiny":
             from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 
-            return tiny_tokenizer(), []
+            tokenizer = tiny_tokenizer()
+            tokenizer.chat_template = choose_template(value, tokenizer.chat_template, key)
+            return tokenizer, []
         if folder is None:
             # A name may be one of the templates of a tokenizer that is not here yet.
             if value is None or "{" in value or "/" in value or "." in value or not value.strip():

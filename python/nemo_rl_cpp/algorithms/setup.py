@@ -50,9 +50,14 @@ class RunData(NamedTuple):
 def make_tokenizer(policy: Any) -> Any:
     """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
+        from nemo_rl_cpp.data.template_choice import choose_template
         from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 
-        return tiny_tokenizer()
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = choose_template(
+            policy.tokenizer.chat_template, tokenizer.chat_template, "policy.tokenizer.chat_template"
+        )
+        return tokenizer
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
     return get_tokenizer(policy.tokenizer)

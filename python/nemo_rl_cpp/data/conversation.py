@@ -7,6 +7,7 @@ the file and the row puts them before it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ Message = dict[str, Any]
 def look_up(row: Mapping[str, Any], key: str) -> Any:
     """The value of a column, or inside columns that are mappings by a dotted key (`reward_model.ground_truth`).
 
-    KeyError-free: ValueError with the keys that are there.
+    ValueError with the keys that are there when it is missing.
     """
     if key in row:
         return row[key]
@@ -41,7 +42,7 @@ def look_up(row: Mapping[str, Any], key: str) -> Any:
 def conversation_of(value: Any, key: str) -> list[Message]:
     """The messages of a question: a text or a number is a user's message; lists of {"role", "content"} or of {"from",
     "value"} (sharegpt) are conversations."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
         if not value.strip():
@@ -145,4 +146,6 @@ def _kind(value: Any) -> str:
         return "a list" if not value else f"a list of {_kind(value[0]).removeprefix('a ')}"
     if isinstance(value, Mapping):
         return f"a mapping with the keys {list(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} (an empty cell of a table, perhaps)"
     return {str: "a text", bool: "a truth value", int: "a number", float: "a number"}.get(type(value), type(value).__name__)

@@ -55,9 +55,9 @@ def _datum(make: PromptMaker, row: dict[str, Any], spec: TaskDataSpec, tokenizer
     try:
         prompt = make(row, spec, tokenizer)
     except ChatTemplateError as error:
-        raise ChatTemplateError(f"row {idx} of the data: {error}") from error
+        raise ChatTemplateError(f"row {idx + 1} of the data: {error}") from error
     except ValueError as error:
-        raise ValueError(f"row {idx} of the data: {error}") from error
+        raise ValueError(f"row {idx + 1} of the data: {error}") from error
     keep, loss_multiplier = None, 1.0
     if limit is not None and prompt.length >= limit:
         keep, loss_multiplier = min(4, limit // len(prompt.entries)), 0.0

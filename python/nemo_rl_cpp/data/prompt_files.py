@@ -7,11 +7,15 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+class MissingFileError(FileNotFoundError, ValueError):
+    """A file that a configuration names is not there: a user's mistake as well as an error of the system."""
+
+
 def find_file(path: str | Path, key: str) -> Path:
     """The file that a configuration means: as given, then in the source tree, then in the installed package.
 
     The package carries the prompts of `examples/prompts/`; they are found there by that path or by their name.
-    Raises FileNotFoundError that names `key` and every place that was tried.
+    Raises MissingFileError (a FileNotFoundError and a ValueError) that names `key` and every place that was tried.
     """
     given = Path(path).expanduser()
     candidates = [given]
@@ -27,4 +31,4 @@ def find_file(path: str | Path, key: str) -> Path:
         if candidate.is_file():
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
-    raise FileNotFoundError(f"{key}: the file {str(path)!r} was not found (tried {tried})")
+    raise MissingFileError(f"{key}: the file {str(path)!r} was not found (tried {tried})")

@@ -8,6 +8,9 @@ from typing import Any
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 
 
+_KEPT: set[tuple[Any, ...]] = set()  # (template, roles, ...) whose messages are known to reach the text
+
+
 def render_prompt(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -16,18 +19,42 @@ def render_prompt(
 ) -> str:
     """The chat template's text of a conversation. ChatTemplateError when a message's content is not in it."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
-    if any(content not in text for content in _contents(messages)):
-        # A template may change a content (escape it, drop its reasoning); a number in its place shows whether it is lost.
-        marked = [{**m, "content": _mark(i)} if _content(m) else m for i, m in enumerate(messages)]
-        probe = _apply(tokenizer, marked, add_generation_prompt, tools)
-        for i, message in enumerate(messages):
-            if _content(message) and _mark(i) not in probe:
-                raise ChatTemplateError(
-                    f"the chat template leaves out message {i} ({message['role']}, {_content(message)[:60]!r}): the model would "
-                    "never see it; set policy.tokenizer.chat_template to a template for these roles"
-                    + (", or put the text into prompt_file" if message["role"] == "system" else "")
-                )
+    missing = [i for i, message in enumerate(messages) if _content(message) not in text]
+    shape = (
+        type(tokenizer), str(getattr(tokenizer, "chat_template", None)), str(getattr(tokenizer, "chat_template_kwargs", None)),
+        tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools),
+    )  # fmt: skip
+    if missing or shape not in _KEPT:
+        lost = _lost(tokenizer, messages, add_generation_prompt, tools, missing)
+        if lost:
+            raise ChatTemplateError(_leaves_out(messages, lost[0]))
+        if len(_KEPT) > 256:
+            _KEPT.clear()
+        _KEPT.add(shape)
     return text
+
+
+def _lost(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any, missing: list[int]) -> list[int]:
+    """Numbers of the messages that the template leaves out; `missing` are those whose content is not in the text as it is.
+
+    A template may change a content (escape it, drop its reasoning), and a short content may be in the text by chance: numbers
+    in the contents' places show what reaches the text.
+    """
+    marked = [{**m, "content": _mark(i)} if _content(m) else m for i, m in enumerate(messages)]
+    try:
+        probe = _apply(tokenizer, marked, add_generation_prompt, tools)
+    except ValueError:  # a template that looks into contents
+        return missing
+    return [i for i, message in enumerate(messages) if _content(message) and _mark(i) not in probe]
+
+
+def _leaves_out(messages: Sequence[Mapping[str, Any]], i: int) -> str:
+    role = messages[i]["role"]
+    return (
+        f"the chat template leaves out message {i} ({role}, {_content(messages[i])[:60]!r}): the model would never see it; set "
+        "policy.tokenizer.chat_template to a template for these roles"
+        + (", or put the text into prompt_file" if role == "system" else "")
+    )
 
 
 def _mark(i: int) -> str:
@@ -49,10 +76,6 @@ def _apply(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: An
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content.strip() if isinstance(content, str) else ""
-
-
-def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [_content(message) for message in messages]
 
 
 def system_part(tokenizer: Any, messages: Sequence[Mapping[str, Any]], text: str) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from .finding import Finding
 
-_MOST_BYTES = 64 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
+_MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
+_MOST_FILES = 1000
 _QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  # made up in milliseconds
 
 
@@ -42,7 +44,9 @@ def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[F
         if folder == "tiny":
             from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 
-            return tiny_tokenizer(), []
+            tokenizer = tiny_tokenizer()
+            tokenizer.chat_template = choose_template(value, tokenizer.chat_template, key)
+            return tokenizer, []
         if folder is None:
             # A name may be one of the templates of a tokenizer that is not here yet.
             if value is None or "{" in value or "/" in value or "." in value or not value.strip():
@@ -132,8 +136,8 @@ def _is_quick(section: dict[str, Any]) -> bool:
     if name != "ResponseDataset" or not isinstance(path, str) or not is_local(path):
         return False
     file = Path(path).expanduser()
-    files = file.rglob("*") if file.is_dir() else [file]
-    return sum(f.stat().st_size for f in files if f.is_file()) <= _MOST_BYTES
+    files = list(islice(file.rglob("*"), _MOST_FILES + 1)) if file.is_dir() else [file]
+    return len(files) <= _MOST_FILES and sum(f.stat().st_size for f in files if f.is_file()) <= _MOST_BYTES
 
 
 def _check_prompt_file(section: dict[str, Any], where: str) -> Iterator[Finding]:

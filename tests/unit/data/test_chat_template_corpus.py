@@ -157,6 +157,17 @@ def test_a_prompt_that_lost_a_message_is_refused(name, smollm2):
         smollm2.chat_template = own
 
 
+def test_a_content_that_is_in_the_text_by_chance_is_lost_all_the_same(smollm2):
+    smollm2.chat_template, own = "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}", smollm2.chat_template
+    try:
+        with pytest.raises(ChatTemplateError, match="leaves out message 0"):
+            render_prompt(smollm2, [{"role": "user", "content": "user"}])
+        smollm2.chat_template = "{% if '<' not in messages[0].content %}{{ raise_exception('no tag') }}{% endif %}{{ messages[0].content }}"
+        assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>", "a template that looks into contents"
+    finally:
+        smollm2.chat_template = own
+
+
 def test_the_corpus_is_as_large_as_it_should_be():
     assert len(TEMPLATES) >= 40 and len(set(TEMPLATES.values())) == len(TEMPLATES)
 

@@ -71,7 +71,7 @@ def test_the_template_runs_once_for_system_and_user(chat, spec, process, row, qu
 def test_a_template_that_drops_the_system_prompt_is_refused(chat, spec):
     chat.chat_template = SKIPS
     for process, row, _ in ROWS:
-        with pytest.raises(ChatTemplateError, match=r"row 7 of the data: .*leaves out message 0 \(system, 'Be brief.'\).*prompt_file"):
+        with pytest.raises(ChatTemplateError, match=r"row 8 of the data: .*leaves out message 0 \(system, 'Be brief.'\).*prompt_file"):
             process(row, spec, chat, None, 7)
 
 
@@ -128,7 +128,7 @@ def test_tools_reach_the_template(chat):
 @pytest.mark.parametrize(
     "process, row, message",
     [
-        (math_data_processor, {"messages": []}, r"row 3 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]"),
+        (math_data_processor, {"messages": []}, r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]"),
         (math_data_processor, {"problem": "q"}, "'expected_answer'"),
         (math_data_processor, {"problem": None, "expected_answer": 1}, "'problem' must be a text that is not empty, but is None"),
         (math_data_processor, {"problem": " ", "expected_answer": 1}, "'problem' must be a text"),
@@ -157,7 +157,7 @@ def test_options_that_are_no_mapping_are_refused():
 def test_errors_of_a_transformers_template_are_named_too(hf_smollm2):
     own, hf_smollm2.chat_template = hf_smollm2.chat_template, "{{ messages[0].content + 1 }}"
     try:
-        with pytest.raises(ChatTemplateError, match="row 0 of the data: the chat template failed on these messages: TypeError"):
+        with pytest.raises(ChatTemplateError, match="row 1 of the data: the chat template failed on these messages: TypeError"):
             math_hf_data_processor(conversation(("user", "q"), ("assistant", "a")), TaskDataSpec(), hf_smollm2, None, 0)
     finally:
         hf_smollm2.chat_template = own

@@ -109,6 +109,15 @@ def test_a_template_that_is_none_is_an_error(found, template):
     assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
 
 
+def test_the_model_of_random_weights_obeys_its_template_too():
+    from nemo_rl_cpp.algorithms.setup import make_tokenizer
+
+    [finding] = data.check(load_grpo_config("grpo_tiny.yaml", ["policy.tokenizer.chat_template=chatml"]))
+    assert (finding.level, finding.key) == ("error", "policy.tokenizer.chat_template")
+    config = load_grpo_config("grpo_tiny.yaml", ["policy.tokenizer.chat_template='0{{ messages[0].content }}'"])
+    assert make_tokenizer(config.policy).apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == "01"
+
+
 def test_a_model_that_is_not_here_still_has_its_template_checked(found):
     for template, errors in (("gone.j2", 1), ("Question: {question}", 1), ("tool_use", 0), ("default", 0), ("{{ messages[0].content }}", 0)):
         findings = found(rows(("1=", "1")), "policy.tokenizer.name=someone/some-model", f"policy.tokenizer.chat_template={json.dumps(template)}")

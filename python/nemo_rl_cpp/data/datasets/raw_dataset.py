@@ -55,7 +55,7 @@ class RawDataset:
         try:
             split_prompt(spec.prompt)
         except ValueError as error:
-            raise ValueError(f"prompt_file: {spec.prompt_file}: {error}") from None
+            raise ValueError(f"prompt_file: {spec.prompt_file or 'the prompt'}: {error}") from None
 
     def set_task_spec(self, data_config: Any) -> None:
         self.data_config = data_config

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl_cpp.data.datasets.files import READERS, read_file, read_folder
 from nemo_rl_cpp.data.datasets.list_dataset import ChainedDataset, ListDataset
+from nemo_rl_cpp.data.prompt_files import MissingFileError
 
 
 def assert_no_double_bos(token_ids: Any, tokenizer: Any) -> None:
@@ -25,7 +26,7 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
     """Rows of a local file (.jsonl, .json, .csv, .txt; .parquet and .arrow with pyarrow), of a folder of such files or
     one that `datasets.save_to_disk` wrote, or of a data set on the hub.
 
-    A local file has one split, "train". Raises ValueError (FileNotFoundError for a missing file) that names the key.
+    A local file has one split, "train". Raises ValueError (MissingFileError for a missing file) that names the key.
     """
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
@@ -36,7 +37,7 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
                 f"data: a local file such as {str(path)!r} has only the split 'train', but split is {data_split!r}"
             )
         if not path.is_file():
-            raise FileNotFoundError(f"data: the file {str(path)!r} (data_path) does not exist")
+            raise MissingFileError(f"data: the file {str(path)!r} (data_path) does not exist")
         return read_file(path)
     if path.is_dir():
         if data_subset is not None:

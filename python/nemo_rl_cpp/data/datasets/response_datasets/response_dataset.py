@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,10 +99,10 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: Any) -> Any:
-    """An answer as it goes to the environment; the text of an assistant message where it is one."""
+    """An answer as it goes to the environment: the text of an assistant message where it is one, None for an empty cell."""
     if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant":
         value = value[0].get("content")
-    return text_of(value)
+    return None if isinstance(value, float) and math.isnan(value) else text_of(value)
 
 
 def _hint(columns: list[str]) -> str:

@@ -20,7 +20,7 @@ from nemo_rl_cpp.models.rope import (
     rope_remarks,
     section_name,
 )
-from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
 SUPPORTED_ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
@@ -65,6 +65,8 @@ def read_config_file(folder: str | Path) -> dict[str, Any]:
                 f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its base model with peft "
                 "(merge_and_unload, save_pretrained) and give that folder as policy.model_name"
             )
+        if (inner := find_policy_weights(str(folder))) != str(folder):
+            raise ModelFolderError(f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?")
         what = "is not a file" if path.exists() else "is missing"
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} {what})")
     return read_json(path)

@@ -232,6 +232,16 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     assert "policy.max_total_sequence_length is 1024, but org/name has positions for 512" in asked("policy.max_total_sequence_length=1024")
 
 
+def test_a_checkpoint_of_a_run_names_the_model_within(model, tmp_path):
+    weights = tmp_path / "run/step_2/policy/weights"
+    weights.parent.mkdir(parents=True)
+    model.rename(weights)
+    for name in ("run", "run/step_2"):
+        texts = [text for level, text in said(grpo(name)) if text.startswith("policy.model_name")]
+        assert len(texts) == 1 and texts[0].endswith(f"did you mean {tmp_path / 'run/step_2/policy/weights'}?".replace(f"{tmp_path}/", ""))
+    assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
+
+
 # -- where they are asked -------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
 // Single ops, for tests, benchmarks and notebooks; the model calls them inside C++.
+#include "bindings/model_config.h"
 #include "bindings/module.h"
 #include "ops/adamw.h"
 #include "ops/advantages.h"
@@ -43,7 +44,20 @@ void bind_ops(py::module_& m) {
         [](const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& gate_up,
            const at::Tensor& act) { ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act); },
         py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), release_gil());
-  m.def("swiglu_forward", &ops::swiglu_forward, py::arg("gate_up"), py::arg("act"), release_gil());
+  m.def("swiglu_forward",
+        [](const at::Tensor& gate_up, const at::Tensor& act, const std::string& activation) {
+          const auto gate = gate_from(activation);
+          py::gil_scoped_release release;
+          ops::swiglu_forward(gate_up, act, gate);
+        },
+        py::arg("gate_up"), py::arg("act"), py::arg("activation") = "silu");
+  m.def("swiglu_backward",
+        [](const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, const std::string& activation) {
+          const auto gate = gate_from(activation);
+          py::gil_scoped_release release;
+          ops::swiglu_backward(d_act, gate_up, d_gate_up, gate);
+        },
+        py::arg("d_act"), py::arg("gate_up"), py::arg("d_gate_up"), py::arg("activation") = "silu");
   m.def("linear_backward_input", &ops::linear_backward_input, py::arg("dy"), py::arg("w"), py::arg("dx"), py::arg("accumulate") = false,
         release_gil());
   m.def("adamw_step",

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "config/interpolate.h"
+#include "config/limits.h"
 #include "config/loader.h"
 
 namespace py = pybind11;
@@ -29,22 +30,49 @@ py::object to_python(const Node& node) {
   return dict;
 }
 
-Node from_python(const py::handle& value) {
+/// Python's text as UTF-8. Lone surrogates, which stand for bytes that were no UTF-8, become what is none either.
+std::string utf8(const py::handle& value) { return py::bytes(py::str(value).attr("encode")("utf-8", "surrogatepass")); }
+
+/// For messages, which may quote what is no UTF-8.
+py::object readable(const std::string& text) { return py::bytes(text).attr("decode")("utf-8", "replace"); }
+
+std::vector<std::string> text_list(const py::sequence& values) {
+  std::vector<std::string> texts;
+  for (const auto& value : values) texts.push_back(utf8(value));
+  return texts;
+}
+
+std::int64_t integer_from_python(const py::handle& value) {
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  NRL_CHECK_ARG(overflow == 0, "the integer ", shortened(utf8(value), 40), " does not fit 64 bits");
+  return number;
+}
+
+Node from_python(const py::handle& value, int& depth) {
+  const Depth guard(depth, "lists and dictionaries are nested");
   if (value.is_none()) return Node::make_null();
   if (py::isinstance<py::bool_>(value)) return Node::make_bool(value.cast<bool>());
-  if (py::isinstance<py::int_>(value)) return Node::make_int(value.cast<std::int64_t>());
+  if (py::isinstance<py::int_>(value)) return Node::make_int(integer_from_python(value));
   if (py::isinstance<py::float_>(value)) return Node::make_real(value.cast<double>());
   if (py::isinstance<py::dict>(value)) {
     Node node = Node::make_mapping();
-    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) node.set(py::str(key), from_python(item));
+    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) node.set(utf8(key), from_python(item, depth));
     return node;
   }
   if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
     Node node = Node::make_list();
-    for (const auto& item : value) node.items.push_back(from_python(item));
+    for (const auto& item : value) node.items.push_back(from_python(item, depth));
     return node;
   }
-  return Node::make_string(py::str(value));  // text, and what has one (a path)
+  const std::string text = utf8(value);  // text, and what has one (a path)
+  NRL_CHECK_ARG(first_not_utf8(text) == std::string::npos, "a text is not UTF-8: ", py::repr(value).cast<std::string>());
+  return Node::make_string(text);
+}
+
+Node from_python(const py::handle& value) {
+  int depth = 0;
+  return from_python(value, depth);
 }
 
 void add_positions(const Node& node, const std::string& key, py::dict& positions) {
@@ -57,7 +85,8 @@ void add_positions(const Node& node, const std::string& key, py::dict& positions
 
 py::list problem_list(const std::vector<Problem>& problems) {
   py::list list;
-  for (const Problem& p : problems) list.append(py::make_tuple(p.kind, p.key, p.where, p.message));
+  for (const Problem& p : problems)
+    list.append(py::make_tuple(p.kind, readable(p.key), readable(p.where), readable(p.message)));
   return list;
 }
 
@@ -88,10 +117,10 @@ PYBIND11_MODULE(_config, m) {
 
   m.def(
       "load",
-      [](const std::string& path, const std::vector<std::string>& overrides,
+      [](const std::string& path, const py::sequence& overrides,
          const std::vector<std::pair<std::string, std::string>>& aliases,
          const std::unordered_set<std::string>& known_keys) {
-        const LoadedConfig config = load_config(path, overrides, {alias_list(aliases), known_keys});
+        const LoadedConfig config = load_config(path, text_list(overrides), {alias_list(aliases), known_keys});
         py::dict positions;
         add_positions(config.tree, "", positions);
         return py::make_tuple(to_python(config.tree), positions, problem_list(config.problems));
@@ -119,10 +148,10 @@ PYBIND11_MODULE(_config, m) {
 
   m.def(
       "apply_overrides",
-      [](const py::dict& config, const std::vector<std::string>& overrides) {
+      [](const py::dict& config, const py::sequence& overrides) {
         Node tree = from_python(config);
         std::vector<Problem> problems;
-        apply_overrides(tree, overrides, {}, problems);
+        apply_overrides(tree, text_list(overrides), {}, problems);
         return py::make_tuple(to_python(tree), problem_list(problems));
       },
       py::arg("config"), py::arg("overrides"), "Hydra overrides on a plain dict -> (dict, problems)");

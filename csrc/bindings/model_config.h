@@ -3,11 +3,31 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
 #include <type_traits>
 
 #include "model/config.h"
 
 namespace nemo_rl::bindings {
+
+inline kernels::Gate gate_from(const std::string& name) {
+  if (name == "silu") return kernels::Gate::silu;
+  if (name == "gelu_tanh") return kernels::Gate::gelu_tanh;
+  throw pybind11::value_error("activation is '" + name + "', expected silu or gelu_tanh");
+}
+
+inline model::QkNorm qk_norm_from(const std::string& name) {
+  if (name == "none") return model::QkNorm::none;
+  if (name == "head") return model::QkNorm::head;
+  if (name == "whole") return model::QkNorm::whole;
+  throw pybind11::value_error("qk_norm is '" + name + "', expected none, head or whole");
+}
+
+/// {place: name of the norm there}; a place that is not named has none.
+inline model::LayerNorms norms_from(const pybind11::dict& d) {
+  const auto name = [&](const char* place) { return d.contains(place) ? d[place].cast<std::string>() : std::string(); };
+  return {name("before_attention"), name("after_attention"), name("before_mlp"), name("after_mlp")};
+}
 
 inline model::ModelConfig config_from(const pybind11::dict& d) {
   model::ModelConfig c;
@@ -15,7 +35,10 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   get("vocab_size", c.vocab_size), get("hidden_size", c.hidden_size), get("intermediate_size", c.intermediate_size);
   get("num_layers", c.num_layers), get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads), get("head_dim", c.head_dim);
   get("rms_norm_eps", c.rms_norm_eps), get("tie_word_embeddings", c.tie_word_embeddings);
-  get("qkv_bias", c.qkv_bias), get("output_bias", c.output_bias), get("mlp_bias", c.mlp_bias), get("qk_norm", c.qk_norm);
+  get("qkv_bias", c.qkv_bias), get("output_bias", c.output_bias), get("mlp_bias", c.mlp_bias);
+  c.qk_norm = qk_norm_from(d["qk_norm"].cast<std::string>());
+  c.norms = norms_from(d["norms"].cast<pybind11::dict>());
+  c.activation = gate_from(d["activation"].cast<std::string>());
   get("value_head", c.value_head), get("rope_inv_freq", c.rope_inv_freq), get("rope_attention_factor", c.rope_attention_factor);
   return c;
 }

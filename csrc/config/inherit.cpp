@@ -5,6 +5,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "config/limits.h"
 #include "config/scalar.h"
 #include "config/yaml_reader.h"
 
@@ -43,22 +44,29 @@ struct Request {
   std::string asked_at;  // "child.yaml:1: ", empty for the first file
 };
 
-Node load(const Request& request, const std::vector<Alias>& aliases, std::vector<Problem>& problems,
-          std::vector<fs::path>& open) {
+struct Way {
+  std::vector<fs::path> open;  // the files that are being read, each the parent of the one before
+  std::size_t files = 0;
+};
+
+Node load(const Request& request, const std::vector<Alias>& aliases, std::vector<Problem>& problems, Way& way) {
   std::error_code error;
   if (!fs::is_regular_file(request.path, error))
     throw LoadError("missing_file",
                     request.asked_at + "the configuration file " + request.path.string() + " does not exist");
   const fs::path full = fs::canonical(request.path);
-  if (std::find(open.begin(), open.end(), full) != open.end())
+  if (std::find(way.open.begin(), way.open.end(), full) != way.open.end())
     throw LoadError("cycle", request.asked_at + "defaults form a circle: " + display_name(full) + " is its own parent");
-  open.push_back(full);
+  if (++way.files > kMostFiles)
+    throw LoadError("cycle", request.asked_at + "the configuration takes more than " + std::to_string(kMostFiles) +
+                                 " files (a parent counts each time that it is named)");
+  way.open.push_back(full);
 
   std::ifstream file(full, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
+  std::string text(kMostFileBytes + 1, '\0');
+  text.resize(static_cast<std::size_t>(file.read(text.data(), static_cast<std::streamsize>(text.size())).gcount()));
   const std::string name = display_name(full);
-  Node tree = read_yaml(text.str(), name);
+  Node tree = read_yaml(text, name);
   if (tree.is_null()) tree = Node::make_mapping();
   if (!tree.is_mapping())
     throw LoadError("root", name + ":1: the file must hold a mapping (key: value), not " + kind_name(tree.kind));
@@ -70,12 +78,12 @@ Node load(const Request& request, const std::vector<Alias>& aliases, std::vector
     tree.erase("defaults");
     for (const std::string& parent : parents) {
       const fs::path path = fs::path(parent).is_absolute() ? fs::path(parent) : request.base_dir / parent;
-      merge_file(merged, load({path, path.parent_path(), asked.text() + ": "}, aliases, problems, open));
+      merge_file(merged, load({path, path.parent_path(), asked.text() + ": "}, aliases, problems, way));
     }
   }
   rename_aliases(tree, aliases, problems);
   merge_file(merged, std::move(tree));
-  open.pop_back();
+  way.open.pop_back();
   return merged;
 }
 
@@ -140,9 +148,9 @@ void rename_aliases(Node& tree, const std::vector<Alias>& aliases, std::vector<P
 
 Node load_with_parents(const std::string& path, const std::string& base_dir, const std::vector<Alias>& aliases,
                        std::vector<Problem>& problems) {
-  std::vector<fs::path> open;
+  Way way;
   const fs::path file(path);
-  return load({file, base_dir.empty() ? file.parent_path() : fs::path(base_dir), ""}, aliases, problems, open);
+  return load({file, base_dir.empty() ? file.parent_path() : fs::path(base_dir), ""}, aliases, problems, way);
 }
 
 }  // namespace nemo_rl::config

@@ -3,6 +3,7 @@
 #include <set>
 
 #include "common/check.h"
+#include "config/limits.h"
 #include "config/resolvers.h"
 #include "config/scalar.h"
 
@@ -45,10 +46,10 @@ class Resolver {
     try {
       value = text_value(node.string, key);
       open_.erase(key);
-    } catch (const ArgumentError& error) {
+    } catch (const std::logic_error& error) {  // a mistake, or an integer out of range
       open_.erase(key);
       if (failed_.insert(key).second)
-        problems_.push_back({"interpolation", key, source.text(), node.string + ": " + error.what()});
+        problems_.push_back({"interpolation", key, source.text(), shortened(node.string) + ": " + error.what()});
       value = Node::make_null();
     }
     value.source = source;
@@ -58,6 +59,7 @@ class Resolver {
 
   /// A text with interpolations: one that is nothing but an interpolation keeps the value's type.
   Node text_value(const std::string& text, const std::string& key) {
+    const Depth guard(depth_, "interpolations stand in each other, or refer to each other,");
     if (text.rfind("${", 0) == 0 && closing(text, 0) + 1 == text.size())
       return interpolation(text.substr(2, text.size() - 3), key);
     std::string out;
@@ -80,8 +82,12 @@ class Resolver {
       NRL_CHECK_ARG(!value.is_mapping() && !value.is_list(), "is ", kind_name(value.kind),
                     " and cannot stand inside a text");
       out += python_text(value);
+      NRL_CHECK_ARG(out.size() <= kMostTextBytes, "makes a text of more than ", kMostTextBytes, " bytes");
       p = close + 1;
     }
+    made_bytes_ += out.size();
+    NRL_CHECK_ARG(made_bytes_ <= kMostTextBytes, "the texts made by interpolations have more than ", kMostTextBytes,
+                  " bytes together");
     return Node::make_string(out);
   }
 
@@ -190,6 +196,11 @@ class Resolver {
                   "' (it must be given) and was not set");
     resolve_node(*found, path);
     NRL_CHECK_ARG(!failed_.contains(path), "depends on ", path, ", which failed");
+    copied_values_ += count_values(*found);
+    NRL_CHECK_ARG(copied_values_ <= kMostValues, "interpolations copy more than ", kMostValues, " values together");
+    if (found->is_string()) made_bytes_ += found->string.size();
+    NRL_CHECK_ARG(made_bytes_ <= kMostTextBytes, "the texts made by interpolations have more than ", kMostTextBytes,
+                  " bytes together");
     return *found;
   }
 
@@ -223,6 +234,9 @@ class Resolver {
   Node& root_;
   const std::vector<Alias>& aliases_;
   std::vector<Problem>& problems_;
+  int depth_ = 0;
+  std::size_t copied_values_ = 0;
+  std::size_t made_bytes_ = 0;
   std::set<std::string> open_;  // being resolved now
   std::set<std::string> failed_;
   std::set<std::string> done_;  // a resolved text may hold a literal "${"

@@ -24,6 +24,10 @@ Node Node::of(Kind kind) {
   return node;
 }
 
+Node Node::make_null() { return of(Kind::null); }
+Node Node::make_list() { return of(Kind::list); }
+Node Node::make_mapping() { return of(Kind::mapping); }
+
 Node Node::make_bool(bool value) {
   Node node = of(Kind::boolean);
   node.boolean = value;

@@ -24,7 +24,7 @@ const char* kind_name(Kind kind);
 
 /// One value of the tree. Only the member that `kind` names is meaningful.
 struct Node {
-  using Entry = std::pair<std::string, Node>;
+  struct Entry;  // of a mapping: a key and its value
 
   Kind kind = Kind::null;
   bool boolean = false;
@@ -35,13 +35,13 @@ struct Node {
   std::vector<Entry> entries;  // in the order written; keys are unique
   Source source;
 
-  static Node make_null() { return {}; }
+  static Node make_null();
   static Node make_bool(bool value);
   static Node make_int(std::int64_t value);
   static Node make_real(double value);
   static Node make_string(std::string value);
-  static Node make_list() { return of(Kind::list); }
-  static Node make_mapping() { return of(Kind::mapping); }
+  static Node make_list();
+  static Node make_mapping();
 
   bool is_mapping() const { return kind == Kind::mapping; }
   bool is_list() const { return kind == Kind::list; }
@@ -67,6 +67,14 @@ struct Node {
 
  private:
   static Node of(Kind kind);
+};
+
+// Defined after Node, and no std::pair: clang with libstdc++ instantiates a pair of an incomplete type and fails.
+struct Node::Entry {
+  Entry(std::string name, Node value) : first(std::move(name)), second(std::move(value)) {}
+
+  std::string first;
+  Node second;
 };
 
 /// "a.b.0.c" split at the dots.

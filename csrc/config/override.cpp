@@ -3,6 +3,7 @@
 #include <map>
 
 #include "common/check.h"
+#include "config/limits.h"
 #include "config/scalar.h"
 
 namespace nemo_rl::config {
@@ -32,7 +33,7 @@ class Applier {
       return;
     }
     Node value = given.value;
-    set_source(value, {"override '" + given.text + "'", 0});
+    set_source(value, {"override '" + shortened(given.text) + "'", 0});
     value = rename_inside(given, key, std::move(value));
     if (given.type == OverrideType::add) {
       const bool free = old == nullptr || old->is_null() || value.is_mapping() || value.is_list();
@@ -144,9 +145,10 @@ void apply_overrides(Node& tree, const std::vector<std::string>& overrides, cons
                      std::vector<Problem>& problems) {
   Applier applier(tree, rules);
   for (const std::string& text : overrides) {
-    const std::string where = "override '" + text + "'";
+    const std::string where = "override '" + shortened(text) + "'";
     std::string key;
     try {
+      NRL_CHECK_ARG(first_not_utf8(text) == std::string::npos, "is not UTF-8");
       const Override parsed = parse_override(text);
       key = parsed.key;
       applier.apply(parsed);

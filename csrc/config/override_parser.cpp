@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "common/check.h"
+#include "config/limits.h"
 #include "config/override.h"
 #include "config/scalar.h"
 
@@ -123,7 +124,7 @@ class Lexer {
       escapes += 2;
     if (escapes > p_) return take(Token::escape, escapes);
     NRL_CHECK_ARG(std::string("/-\\+.$%*@?|").find(c) != std::string::npos && c != '\0', "the character '",
-                  static_cast<unsigned char>(c) < 128 ? std::string(1, c) : text_.substr(p_, 4),
+                  static_cast<unsigned char>(c) < 128 ? std::string(1, c) : shortened(text_.substr(p_), 4),
                   "' needs quotes: write the value as '...' (quoted for the shell too)");
     return take(Token::punctuation, p_ + 1);
   }
@@ -180,6 +181,7 @@ class Parser {
   }
 
   Node element() {
+    const Depth guard(depth_, "lists, mappings and casts are nested");
     if (peek() == Token::open_bracket) return list();
     if (peek() == Token::open_brace) return mapping();
     if (peek() == Token::identifier && peek(1) == Token::open_paren) return cast();
@@ -287,13 +289,16 @@ class Parser {
 
   std::vector<Lexeme> lexemes_;
   std::size_t p_ = 0;
+  int depth_ = 0;
 };
 
 void check_key(const std::string& key) {
   NRL_CHECK_ARG(!key.empty(), "the key is missing: write key=value");
   NRL_CHECK_ARG(key.find('@') == std::string::npos && key.find('/') == std::string::npos, "'", key,
                 "' looks like a Hydra config group; there are none here: write section.key=value");
-  for (const auto& part : split_key(key)) {
+  const auto parts = split_key(key);
+  NRL_CHECK_ARG(parts.size() <= kDeepest, "a key has at most ", kDeepest, " parts, this one ", parts.size());
+  for (const auto& part : parts) {
     const bool number = !part.empty() && std::all_of(part.begin(), part.end(), is_digit);
     const bool word = !part.empty() && (is_alpha(part[0]) || part[0] == '_' || part[0] == '$') &&
                       std::all_of(part.begin(), part.end(), [](char c) {
@@ -334,6 +339,7 @@ Override parse_override(const std::string& text) {
   parsed.has_value = true;
   try {
     parsed.value = value.empty() ? Node::make_string("") : Parser(Lexer(value).run()).value();
+    NRL_CHECK_ARG(count_values(parsed.value) <= kMostValues, "holds more than ", kMostValues, " values");
   } catch (const std::out_of_range& error) {
     throw ArgumentError(error.what());
   }

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "common/check.h"
+#include "config/limits.h"
 #include "config/scalar.h"
 
 namespace nemo_rl::config {
@@ -12,7 +13,10 @@ namespace {
 Node environment(const std::vector<Node>& arguments) {
   NRL_CHECK_ARG(arguments.size() == 1 || arguments.size() == 2, "oc.env takes a name and possibly a default");
   const std::string name = python_text(arguments[0]);
-  if (const char* value = std::getenv(name.c_str())) return Node::make_string(value);
+  if (const char* value = std::getenv(name.c_str())) {
+    NRL_CHECK_ARG(first_not_utf8(value) == std::string::npos, "the environment variable ", name, " is not UTF-8");
+    return Node::make_string(value);
+  }
   NRL_CHECK_ARG(arguments.size() == 2, "the environment variable ", name,
                 " is not set; set it, or give a default: ${oc.env:", name, ",default}");
   return arguments[1].is_null() ? Node::make_null() : Node::make_string(python_text(arguments[1]));
@@ -41,10 +45,11 @@ Node on_numbers(const std::string& name, const Node& a, const Node& b) {
 }
 
 Node repeat(const Node& text, const Node& times) {
-  const std::int64_t n = std::max<std::int64_t>(as_int(times), 0);
-  NRL_CHECK_ARG(n * static_cast<std::int64_t>(text.string.size()) < (1 << 20), "the repeated text is too long");
+  if (text.string.empty() || as_int(times) <= 0) return Node::make_string("");
+  const auto n = static_cast<std::uint64_t>(as_int(times));
+  NRL_CHECK_ARG(n <= (1 << 20) / text.string.size(), "the repeated text is too long");
   std::string out;
-  for (std::int64_t i = 0; i < n; ++i) out += text.string;
+  for (std::uint64_t i = 0; i < n; ++i) out += text.string;
   return Node::make_string(out);
 }
 

@@ -37,6 +37,19 @@ std::int64_t to_int(const std::string& digits, int base, bool negative) {
 }
 
 /// 12:30:45 is 12 * 3600 + 30 * 60 + 45.
+std::int64_t whole_sexagesimal(const std::string& text, bool negative) {
+  std::int64_t value = 0;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(':', begin), text.size());
+    const std::int64_t part = to_int(text.substr(begin, end - begin), 10, negative);
+    if (__builtin_mul_overflow(value, 60, &value) || __builtin_add_overflow(value, part, &value))
+      throw std::out_of_range("the integer " + std::string(negative ? "-" : "") + text +
+                              " (in base 60, since it has colons) does not fit 64 bits");
+    begin = end + 1;
+  }
+  return value;
+}
+
 double sexagesimal(const std::string& text) {
   double value = 0;
   std::size_t begin = 0;
@@ -67,7 +80,7 @@ Node yaml_int(std::string text) {
   const bool negative = text[0] == '-';
   if (text[0] == '-' || text[0] == '+') text.erase(0, 1);
   if (text.find(':') != std::string::npos)
-    return Node::make_int(static_cast<std::int64_t>(sexagesimal(text)) * (negative ? -1 : 1));
+    return Node::make_int(whole_sexagesimal(text, negative));
   if (text.rfind("0b", 0) == 0) return Node::make_int(to_int(text.substr(2), 2, negative));
   if (text.rfind("0x", 0) == 0) return Node::make_int(to_int(text.substr(2), 16, negative));
   if (text.size() > 1 && text[0] == '0') return Node::make_int(to_int(text.substr(1), 8, negative));

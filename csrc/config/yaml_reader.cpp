@@ -5,9 +5,12 @@
 #include <yaml-cpp/mark.h>
 #include <yaml-cpp/parser.h>
 
+#include <algorithm>
 #include <map>
 #include <sstream>
+#include <unordered_map>
 
+#include "config/limits.h"
 #include "config/scalar.h"
 
 namespace nemo_rl::config {
@@ -33,6 +36,7 @@ class TreeBuilder : public YAML::EventHandler {
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     const auto found = anchors_.find(anchor);
     if (found == anchors_.end()) fail("syntax", mark, "an alias inside its own anchor");
+    count(found->second, mark, "aliases make more than ");
     place(found->second, mark, 0);
   }
 
@@ -71,6 +75,7 @@ class TreeBuilder : public YAML::EventHandler {
     std::string key;
     YAML::Mark key_mark;
     std::vector<Node> merged;
+    std::unordered_map<std::string, int> lines;  // of the keys so far
   };
 
   [[noreturn]] void fail(const std::string& kind, const YAML::Mark& mark, const std::string& message) const {
@@ -96,9 +101,9 @@ class TreeBuilder : public YAML::EventHandler {
     Frame& frame = stack_.back();
     frame.is_merge = plain && key == "<<";
     if (!frame.is_merge)
-      if (const Node* first = frame.node.find(key))
+      if (const auto [first, is_new] = frame.lines.try_emplace(key, mark.line + 1); !is_new)
         fail("duplicate", mark,
-             "the key '" + key + "' is given twice (first in line " + std::to_string(first->source.line) + ")");
+             "the key '" + key + "' is given twice (first in line " + std::to_string(first->second) + ")");
     frame.has_key = true;
     frame.key = key;
     frame.key_mark = mark;
@@ -106,6 +111,8 @@ class TreeBuilder : public YAML::EventHandler {
 
   void open(Node node, const YAML::Mark& mark, YAML::anchor_t anchor) {
     if (is_key_next()) fail("syntax", mark, std::string(kind_name(node.kind)) + " cannot be a key");
+    if (stack_.size() >= kDeepest)
+      fail("syntax", mark, "lists and mappings are nested more than " + std::to_string(kDeepest) + " deep");
     Frame frame;
     frame.node = std::move(node);
     frame.mark = mark;
@@ -118,7 +125,8 @@ class TreeBuilder : public YAML::EventHandler {
     stack_.pop_back();
     for (Node& base : frame.merged)
       for (auto& [key, value] : base.entries)
-        if (frame.node.find(key) == nullptr) frame.node.set(key, std::move(value));
+        if (frame.lines.try_emplace(key, value.source.line).second)
+          frame.node.entries.emplace_back(key, std::move(value));
     place(std::move(frame.node), frame.mark, frame.anchor);
   }
 
@@ -127,7 +135,11 @@ class TreeBuilder : public YAML::EventHandler {
       fail("syntax", mark, "a key must be a word or a number, not " + std::string(kind_name(node.kind)));
     const bool keyed = !stack_.empty() && stack_.back().has_key;
     node.source = {file_, (keyed ? stack_.back().key_mark : mark).line + 1};  // a value belongs to the line of its key
-    if (anchor != 0) anchors_[anchor] = node;
+    if (++values_ > kMostValues) fail("syntax", mark, "the file holds more than " + std::to_string(kMostValues) + " values");
+    if (anchor != 0) {
+      count(node, mark, "anchors keep more than ");
+      anchors_[anchor] = node;
+    }
     if (stack_.empty()) {
       root = std::move(node);
       return;
@@ -144,6 +156,12 @@ class TreeBuilder : public YAML::EventHandler {
     }
   }
 
+  /// Of values that are written once and stand in several places.
+  void count(const Node& node, const YAML::Mark& mark, const char* what) {
+    copies_ += count_values(node);
+    if (copies_ > kMostValues) fail("syntax", mark, what + std::to_string(kMostValues) + " values");
+  }
+
   void add_merge(Frame& frame, Node node, const YAML::Mark& mark) const {
     std::vector<Node> bases;
     if (node.is_list())
@@ -157,6 +175,8 @@ class TreeBuilder : public YAML::EventHandler {
   }
 
   std::string file_;
+  std::size_t values_ = 0;
+  std::size_t copies_ = 0;
   std::vector<Frame> stack_;
   std::map<YAML::anchor_t, Node> anchors_;
 };
@@ -171,9 +191,22 @@ std::string explain(const std::string& message) {
   return message;
 }
 
+void check_encoding(const std::string& text, const std::string& file) {
+  const std::size_t bad = std::min(first_not_utf8(text), text.find('\0'));
+  if (bad == std::string::npos) return;
+  const auto line = std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(bad), '\n') + 1;
+  std::ostringstream message;
+  message << file << ":" << line << ": the byte 0x" << std::hex << static_cast<int>(static_cast<unsigned char>(text[bad]))
+          << " is not UTF-8; save the file as UTF-8";
+  throw LoadError("syntax", message.str());
+}
+
 }  // namespace
 
 Node read_yaml(const std::string& text, const std::string& file) {
+  if (text.size() > kMostFileBytes)
+    throw LoadError("syntax", file + ": a configuration has at most " + std::to_string(kMostFileBytes) + " bytes, this file has more");
+  check_encoding(text, file);
   std::istringstream stream(
       text + (text.ends_with('\n')
                   ? "#"

@@ -99,7 +99,8 @@ model::Attention NativeModelRunner::attention() {
 
 /// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
 void NativeModelRunner::run(std::span<const std::int64_t> rows) {
-  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, workspace_));
+  model::NothingKept nothing(model_->decoder(), step_.token_ids().numel(), workspace_);
+  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), rows, nothing, workspace_));
 }
 
 /// The same, with the rows that training will need put where it finds them.
@@ -107,7 +108,8 @@ void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
   auto& kept = model_->kept();
   try {
     const auto& nodes = kept_rows_.plan(batch, kept);
-    finish(model_->decoder().forward_keeping(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, kept, nodes, workspace_));
+    model::KeptSink sink(model_->decoder(), kept, nodes, workspace_);
+    finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, sink, workspace_));
   } catch (...) {
     kept.clear();  // rows were promised that are not there
     throw;
@@ -118,12 +120,12 @@ void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
 void NativeModelRunner::finish(const at::Tensor& h) {
   const auto& decoder = model_->decoder();
   ops::linear_ask_ahead(decoder.parameters().lm_head);
-  const auto normed = workspace_.take("rows.normed", h.sizes(), decoder.compute_dtype());
+  const auto normed = workspace_.take(model::Slot::rows_normed, h.sizes(), decoder.compute_dtype());
   decoder.final_norm(h, normed, at::Tensor());
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits(h.size(0)));
 }
 
-at::Tensor NativeModelRunner::logits(std::int64_t rows) { return workspace_.take("logits", {rows, vocab_size()}, at::kFloat); }
+at::Tensor NativeModelRunner::logits(std::int64_t rows) { return workspace_.take(model::Slot::logits, {rows, vocab_size()}, at::kFloat); }
 
 /// Of everything that a step reads or writes and that may move.
 std::vector<const void*> NativeModelRunner::places() const {

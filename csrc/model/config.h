@@ -7,7 +7,24 @@
 #include <string>
 #include <vector>
 
+#include "kernels/swiglu.h"
+
 namespace nemo_rl::model {
+
+/// Where a layer normalises, by the norm's name in the checkpoint; empty: nothing is normalised there. Attention and the MLP
+/// are a branch each: what goes into it may be normalised, and what it adds to the residual stream. The default is Llama's.
+struct LayerNorms {
+  std::string before_attention = "input_layernorm";
+  std::string after_attention;
+  std::string before_mlp = "post_attention_layernorm";
+  std::string after_mlp;
+};
+
+enum class QkNorm {
+  none,
+  head,   ///< each query and key head by itself, one weight [H] for all of them: Qwen3
+  whole,  ///< all query heads together, weight [N·H], and all key heads, weight [K·H]: OLMo 2
+};
 
 struct ModelConfig {
   std::int64_t vocab_size = 0;         ///< V
@@ -22,7 +39,9 @@ struct ModelConfig {
   bool qkv_bias = false;     ///< Qwen2; Llama with attention_bias
   bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias
   bool mlp_bias = false;
-  bool qk_norm = false;     ///< Qwen3: RMS norm of each query and key head
+  QkNorm qk_norm = QkNorm::none;
+  LayerNorms norms;
+  kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate
   bool value_head = false;  ///< a critic: one scalar a token instead of a language-model head
   std::vector<double> rope_inv_freq;   ///< [H/2], after rope scaling
   double rope_attention_factor = 1.0;  ///< multiplies cos and sin (yarn)

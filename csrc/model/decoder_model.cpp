@@ -27,7 +27,7 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
       trainable_(trainable),
       decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype)))),
       workspace_(decoder_.device()),
-      kept_(decoder_.kept_activations()) {
+      kept_(kept_activations_of(decoder_)) {
   NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble, "a model computes in float32, bfloat16 or float64, not ",
                 c10::toString(dtype));
   if (dtype != at::kBFloat16) {

@@ -3,7 +3,7 @@
 #pragma once
 #include <memory>
 
-#include "model/decoder.h"
+#include "model/activations.h"
 #include "model/lm_head.h"
 #include "model/value_head.h"
 #include "ops/packed_weights.h"

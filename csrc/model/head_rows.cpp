@@ -24,9 +24,9 @@ at::Tensor rows_of(const TokenQuery& query, const at::Tensor& h) {
 
 void HeadRows::gather(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, Workspace& workspace) {
   const std::int64_t U = static_cast<std::int64_t>(query.rows.size()), D = h.size(1);
-  hidden_ = workspace.take("head.hidden", {U, D}, h.scalar_type());
-  normed_ = workspace.take("head.normed", {U, D}, decoder.compute_dtype());
-  rstd_ = workspace.take("head.rstd", {U, 1}, h.scalar_type());
+  hidden_ = workspace.take(Slot::head_hidden, {U, D}, h.scalar_type());
+  normed_ = workspace.take(Slot::head_normed, {U, D}, decoder.compute_dtype());
+  rstd_ = workspace.take(Slot::head_rstd, {U, 1}, h.scalar_type());
   if (h.is_cuda()) {
     at::index_select_out(hidden_, h, 0, rows_of(query, h));
   } else {
@@ -38,14 +38,14 @@ void HeadRows::gather(const Decoder& decoder, const at::Tensor& h, const TokenQu
   decoder.final_norm(hidden_, normed_, rstd_);
 }
 
-at::Tensor HeadRows::d_normed(Workspace& workspace) const { return workspace.take("head.d_normed", hidden_.sizes(), hidden_.scalar_type()); }
+at::Tensor HeadRows::d_normed(Workspace& workspace) const { return workspace.take(Slot::head_d_normed, hidden_.sizes(), hidden_.scalar_type()); }
 
 at::Tensor HeadRows::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_normed,
                               const DecoderParameters& grads, Workspace& workspace) const {
   NRL_CHECK(size() == static_cast<std::int64_t>(query.rows.size()), "a head's backward without its forward");
-  const auto d_hidden = workspace.take("head.d_hidden", hidden_.sizes(), hidden_.scalar_type());
+  const auto d_hidden = workspace.take(Slot::head_d_hidden, hidden_.sizes(), hidden_.scalar_type());
   ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);
-  const auto dh = workspace.take("dh", h.sizes(), h.scalar_type());
+  const auto dh = workspace.take(Slot::dh, h.sizes(), h.scalar_type());
   dh.zero_();
   if (h.is_cuda()) return dh.index_copy_(0, rows_of(query, h), d_hidden);  // each row once
   const std::size_t bytes = static_cast<std::size_t>(h.size(1)) * c10::elementSize(h.scalar_type());

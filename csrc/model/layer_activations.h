@@ -6,21 +6,31 @@
 
 namespace nemo_rl::model {
 
+/// What attention or the MLP adds to the residual stream, where a norm comes between; undefined where none does.
+struct Branch {
+  at::Tensor out;   ///< [T, D] A
+  at::Tensor rstd;  ///< [T, 1] A
+};
+
 /// Letters and types as in decoder.h. Normalised inputs and the gated activation are missing: they are cheap to recompute.
 struct LayerActivations {
   at::Tensor h_in;      ///< [T, D] A: the residual stream before the layer
-  at::Tensor rstd_in;   ///< [T, 1] A
+  at::Tensor rstd_in;   ///< [T, 1] A (where a norm stands before attention)
   at::Tensor qkv_raw;   ///< [T, (N+2K)H] S before qk-norm (only with qk-norm)
   at::Tensor q_rstd, k_rstd;
   at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE
   at::Tensor attn;      ///< [T, N·H] S
   at::Tensor lse;       ///< [T, N] A
-  at::Tensor h_mid;     ///< [T, D] A: after attention
-  at::Tensor rstd_mid;  ///< [T, 1] A
+  Branch attn_branch;   ///< what attention adds, before its norm
+  at::Tensor h_mid;     ///< [T, D] A: after attention. Undefined: the MLP goes on in h_in, which nobody reads later
+  at::Tensor rstd_mid;  ///< [T, 1] A (where a norm stands before the MLP)
   at::Tensor gate_up;   ///< [T, 2I] S
+  Branch mlp_branch;    ///< what the MLP adds, before its norm
 
   /// All of them, some undefined; each is contiguous with one row a token.
-  std::array<at::Tensor, 11> all() const { return {h_in, rstd_in, qkv_raw, q_rstd, k_rstd, qkv, attn, lse, h_mid, rstd_mid, gate_up}; }
+  std::array<at::Tensor, 15> all() const {
+    return {h_in, rstd_in, qkv_raw, q_rstd, k_rstd, qkv, attn, lse, attn_branch.out, attn_branch.rstd, h_mid, rstd_mid, gate_up, mlp_branch.out, mlp_branch.rstd};
+  }
 };
 
 }  // namespace nemo_rl::model

@@ -1,11 +1,14 @@
 #include "model/parameters.h"
 
+#include <stdexcept>
+
 #include "common/check.h"
 
 namespace nemo_rl::model {
 namespace {
 
 constexpr std::int64_t kAlignment = 64;  // elements: a cache line of bfloat16 and more
+constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.norm.weight", kLmHead = "lm_head.weight", kValueHead = "score.weight";
 
 class LayoutBuilder {
  public:
@@ -28,48 +31,54 @@ class LayoutBuilder {
   ParameterLayout& layout_;
 };
 
-void add_layer(LayoutBuilder& b, const ModelConfig& c, const std::string& prefix) {
-  const std::int64_t D = c.hidden_size, I = c.intermediate_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
-  const std::string attn = prefix + "self_attn.", mlp = prefix + "mlp.";
-  b.add(prefix + "input_layernorm.weight", {D});
-  b.add(attn + "q_proj.weight", {Q, D});
-  b.append(attn + "k_proj.weight", {KV, D});
-  b.append(attn + "v_proj.weight", {KV, D});
-  if (c.qkv_bias) {
-    b.add(attn + "q_proj.bias", {Q});
-    b.append(attn + "k_proj.bias", {KV});
-    b.append(attn + "v_proj.bias", {KV});
-  }
-  if (c.qk_norm) {
-    b.add(attn + "q_norm.weight", {c.head_dim});
-    b.add(attn + "k_norm.weight", {c.head_dim});
-  }
-  b.add(attn + "o_proj.weight", {D, Q});
-  if (c.output_bias) b.add(attn + "o_proj.bias", {D});
-  b.add(prefix + "post_attention_layernorm.weight", {D});
-  b.add(mlp + "gate_proj.weight", {I, D});
-  b.append(mlp + "up_proj.weight", {I, D});
-  if (c.mlp_bias) {
-    b.add(mlp + "gate_proj.bias", {I});
-    b.append(mlp + "up_proj.bias", {I});
-  }
-  b.add(mlp + "down_proj.weight", {D, I});
-  if (c.mlp_bias) b.add(mlp + "down_proj.bias", {D});
-}
-
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
+
+std::vector<std::int64_t> shape_of(std::int64_t rows, std::int64_t columns) {
+  return columns > 0 ? std::vector{rows, columns} : std::vector{rows};
+}
 
 }  // namespace
 
+std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
+  using P = LayerParameters;
+  const std::int64_t D = c.hidden_size, I = c.intermediate_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
+  std::vector<LayerTensor> all;
+  const auto add = [&](bool is_there, at::Tensor P::* field, std::vector<LayerTensor::Part> parts, std::int64_t columns = 0) {
+    if (is_there) all.push_back({field, std::move(parts), columns});
+  };
+  const auto norm = [&](const std::string& name, at::Tensor P::* field) { add(!name.empty(), field, {{name + ".weight", D}}); };
+  norm(c.norms.before_attention, &P::norm_before_attention);
+  add(true, &P::qkv_weight, {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
+  add(c.qkv_bias, &P::qkv_bias, {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}});
+  const bool whole = c.qk_norm == QkNorm::whole;
+  add(c.qk_norm != QkNorm::none, &P::q_norm, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}});
+  add(c.qk_norm != QkNorm::none, &P::k_norm, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}});
+  add(true, &P::o_weight, {{"self_attn.o_proj.weight", D}}, Q);
+  add(c.output_bias, &P::o_bias, {{"self_attn.o_proj.bias", D}});
+  norm(c.norms.after_attention, &P::norm_after_attention);
+  norm(c.norms.before_mlp, &P::norm_before_mlp);
+  add(true, &P::gate_up_weight, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D);
+  add(c.mlp_bias, &P::gate_up_bias, {{"mlp.gate_proj.bias", I}, {"mlp.up_proj.bias", I}});
+  add(true, &P::down_weight, {{"mlp.down_proj.weight", D}}, I);
+  add(c.mlp_bias, &P::down_bias, {{"mlp.down_proj.bias", D}});
+  norm(c.norms.after_mlp, &P::norm_after_mlp);
+  return all;
+}
+
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
   LayoutBuilder b(*this);
-  b.add("model.embed_tokens.weight", {c.vocab_size, c.hidden_size});
-  for (std::int64_t l = 0; l < c.num_layers; ++l) add_layer(b, c, layer_prefix(l));
-  b.add("model.norm.weight", {c.hidden_size});
+  b.add(kEmbedding, {c.vocab_size, c.hidden_size});
+  const auto tensors = layer_tensors(c);
+  for (std::int64_t l = 0; l < c.num_layers; ++l)
+    for (const auto& tensor : tensors) {
+      b.align();
+      for (const auto& part : tensor.parts) b.append(layer_prefix(l) + part.name, shape_of(part.rows, tensor.columns));
+    }
+  b.add(kFinalNorm, {c.hidden_size});
   if (c.value_head) {
-    b.add("score.weight", {1, c.hidden_size});
+    b.add(kValueHead, {1, c.hidden_size});
   } else if (!c.tie_word_embeddings) {
-    b.add("lm_head.weight", {c.vocab_size, c.hidden_size});
+    b.add(kLmHead, {c.vocab_size, c.hidden_size});
   }
   b.align();
 }
@@ -83,34 +92,22 @@ const ParameterSpec& ParameterLayout::find(const std::string& name) const {
 DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout& layout, at::Tensor flat_buffer) : flat(std::move(flat_buffer)) {
   NRL_CHECK(flat.dim() == 1 && flat.numel() == layout.total && flat.is_contiguous(), "a flat buffer of ", layout.total, " elements was expected, got ",
             flat.sizes());
-  const std::int64_t D = c.hidden_size, I = c.intermediate_size;
-  auto view = [&](const std::string& name, std::initializer_list<std::int64_t> shape) {
+  const auto view = [&](const std::string& first, const std::vector<std::int64_t>& shape) {
     std::int64_t numel = 1;
     for (auto n : shape) numel *= n;
-    return flat.narrow(0, layout.find(name).offset, numel).view(at::IntArrayRef(shape.begin(), shape.size()));
+    return flat.narrow(0, layout.find(first).offset, numel).view(shape);
   };
-  embedding = view("model.embed_tokens.weight", {c.vocab_size, D});
-  for (std::int64_t l = 0; l < c.num_layers; ++l) {
-    const std::string prefix = layer_prefix(l), attn = prefix + "self_attn.", mlp = prefix + "mlp.";
-    LayerParameters p;
-    p.input_norm = view(prefix + "input_layernorm.weight", {D});
-    p.qkv_weight = view(attn + "q_proj.weight", {c.qkv_size(), D});
-    if (c.qkv_bias) p.qkv_bias = view(attn + "q_proj.bias", {c.qkv_size()});
-    if (c.qk_norm) {
-      p.q_norm = view(attn + "q_norm.weight", {c.head_dim});
-      p.k_norm = view(attn + "k_norm.weight", {c.head_dim});
+  embedding = view(kEmbedding, {c.vocab_size, c.hidden_size});
+  const auto tensors = layer_tensors(c);
+  layers.resize(static_cast<std::size_t>(c.num_layers));
+  for (std::int64_t l = 0; l < c.num_layers; ++l)
+    for (const auto& tensor : tensors) {
+      std::int64_t rows = 0;
+      for (const auto& part : tensor.parts) rows += part.rows;
+      layers[static_cast<std::size_t>(l)].*tensor.field = view(layer_prefix(l) + tensor.parts.front().name, shape_of(rows, tensor.columns));
     }
-    p.o_weight = view(attn + "o_proj.weight", {D, c.query_size()});
-    if (c.output_bias) p.o_bias = view(attn + "o_proj.bias", {D});
-    p.post_norm = view(prefix + "post_attention_layernorm.weight", {D});
-    p.gate_up_weight = view(mlp + "gate_proj.weight", {2 * I, D});
-    if (c.mlp_bias) p.gate_up_bias = view(mlp + "gate_proj.bias", {2 * I});
-    p.down_weight = view(mlp + "down_proj.weight", {D, I});
-    if (c.mlp_bias) p.down_bias = view(mlp + "down_proj.bias", {D});
-    layers.push_back(std::move(p));
-  }
-  final_norm = view("model.norm.weight", {D});
-  lm_head = c.value_head ? view("score.weight", {1, D}) : c.tie_word_embeddings ? embedding : view("lm_head.weight", {c.vocab_size, D});
+  final_norm = view(kFinalNorm, {c.hidden_size});
+  lm_head = c.value_head ? view(kValueHead, {1, c.hidden_size}) : c.tie_word_embeddings ? embedding : view(kLmHead, {c.vocab_size, c.hidden_size});
 }
 
 }  // namespace nemo_rl::model

@@ -19,27 +19,42 @@ struct ParameterSpec {
   std::int64_t numel = 0;
 };
 
+/// The tensors of one layer as views of a flat buffer; undefined where the model has none.
+struct LayerParameters {
+  at::Tensor norm_before_attention;  ///< [D]
+  at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
+  at::Tensor qkv_bias;               ///< [(N+2K)·H]
+  at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H]
+  at::Tensor o_weight;               ///< [D, N·H]
+  at::Tensor o_bias;                 ///< [D]
+  at::Tensor norm_after_attention;   ///< [D]
+  at::Tensor norm_before_mlp;        ///< [D]
+  at::Tensor gate_up_weight;         ///< [2I, D]
+  at::Tensor gate_up_bias;           ///< [2I]
+  at::Tensor down_weight;            ///< [D, I]
+  at::Tensor down_bias;              ///< [D]
+  at::Tensor norm_after_mlp;         ///< [D]
+};
+
+/// One tensor of a layer: which field of LayerParameters it is, and the tensors of the checkpoint that lie in it side by side.
+struct LayerTensor {
+  struct Part {
+    std::string name;    ///< behind "model.layers.N."
+    std::int64_t rows;
+  };
+  at::Tensor LayerParameters::* field;
+  std::vector<Part> parts;
+  std::int64_t columns = 0;  ///< 0: a vector
+};
+/// All tensors of a layer of this architecture, in the order in which they lie in memory. Names are written here and nowhere else.
+std::vector<LayerTensor> layer_tensors(const ModelConfig& config);
+
 /// Names, shapes and offsets; parameters that are not fused start at multiples of 64 elements.
 struct ParameterLayout {
   explicit ParameterLayout(const ModelConfig& config);
   std::vector<ParameterSpec> specs;
   std::int64_t total = 0;  ///< length of the flat buffer, gaps included (they stay zero)
   const ParameterSpec& find(const std::string& name) const;
-};
-
-/// The tensors of one layer as views of a flat buffer; undefined where the model has none.
-struct LayerParameters {
-  at::Tensor input_norm;      ///< [D]
-  at::Tensor qkv_weight;      ///< [(N+2K)·H, D]
-  at::Tensor qkv_bias;        ///< [(N+2K)·H]
-  at::Tensor q_norm, k_norm;  ///< [H]
-  at::Tensor o_weight;        ///< [D, N·H]
-  at::Tensor o_bias;          ///< [D]
-  at::Tensor post_norm;       ///< [D]
-  at::Tensor gate_up_weight;  ///< [2I, D]
-  at::Tensor gate_up_bias;    ///< [2I]
-  at::Tensor down_weight;     ///< [D, I]
-  at::Tensor down_bias;       ///< [D]
 };
 
 /// A flat buffer seen as a decoder's parameters (weights, a rounded copy of them, or their gradients).

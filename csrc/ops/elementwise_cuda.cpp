@@ -117,19 +117,19 @@ void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const
   });
 }
 
-void swiglu_forward_on_cuda(const at::Tensor& gate_up, const at::Tensor& act) {
+void swiglu_forward_on_cuda(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   const CudaLaunch launch(act, "swiglu_forward");
   dispatch_cuda(act.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    launch.check(kernels::swiglu_forward_launch(ptr<T>(gate_up), mutable_ptr<T>(act), act.size(1), act.size(0), launch.stream));
+    launch.check(kernels::swiglu_forward_launch(ptr<T>(gate_up), mutable_ptr<T>(act), act.size(1), act.size(0), activation, launch.stream));
   });
 }
 
-void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up) {
+void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, kernels::Gate activation) {
   const CudaLaunch launch(d_act, "swiglu_backward");
   dispatch_cuda(d_act.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    launch.check(kernels::swiglu_backward_launch(ptr<T>(d_act), ptr<T>(gate_up), mutable_ptr<T>(d_gate_up), d_act.size(1), d_act.size(0), launch.stream));
+    launch.check(kernels::swiglu_backward_launch(ptr<T>(d_act), ptr<T>(gate_up), mutable_ptr<T>(d_gate_up), d_act.size(1), d_act.size(0), activation, launch.stream));
   });
 }
 

@@ -7,8 +7,8 @@
 
 namespace nemo_rl::ops {
 
-CudaSlot<void(const at::Tensor&, const at::Tensor&)> swiglu_forward_cuda("swiglu_forward");
-CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> swiglu_backward_cuda("swiglu_backward");
+CudaSlot<void(const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_forward_cuda("swiglu_forward");
+CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_backward_cuda("swiglu_backward");
 
 namespace {
 
@@ -25,35 +25,35 @@ void over_rows(const at::Tensor& act, F&& f) {
 
 }  // namespace
 
-void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act) {
+void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   check(gate_up, act);
-  if (act.is_cuda()) return swiglu_forward_cuda.get(act)(gate_up, act);
+  if (act.is_cuda()) return swiglu_forward_cuda.get(act)(gate_up, act, activation);
   const std::int64_t I = act.size(1);
   dispatch_floating(act.scalar_type(), "swiglu_forward", [&](auto tag) {
     using T = decltype(tag);
     over_rows(act, [&](std::int64_t begin, std::int64_t end) {
       const T* in = ptr<T>(gate_up);
       T* out = mutable_ptr<T>(act);
-      if constexpr (std::is_same_v<T, float>) kernels::swiglu_forward_f32(in, out, I, begin, end);
-      if constexpr (std::is_same_v<T, double>) kernels::swiglu_forward_f64(in, out, I, begin, end);
-      if constexpr (std::is_same_v<T, bfloat16>) kernels::swiglu_forward_bf16(in, out, I, begin, end);
+      if constexpr (std::is_same_v<T, float>) kernels::swiglu_forward_f32(in, out, I, activation, begin, end);
+      if constexpr (std::is_same_v<T, double>) kernels::swiglu_forward_f64(in, out, I, activation, begin, end);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::swiglu_forward_bf16(in, out, I, activation, begin, end);
     });
   });
 }
 
-void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up) {
+void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, kernels::Gate activation) {
   check(gate_up, d_act);
   check(d_gate_up, d_act);
-  if (d_act.is_cuda()) return swiglu_backward_cuda.get(d_act)(d_act, gate_up, d_gate_up);
+  if (d_act.is_cuda()) return swiglu_backward_cuda.get(d_act)(d_act, gate_up, d_gate_up, activation);
   const std::int64_t I = d_act.size(1);
   dispatch_floating(d_act.scalar_type(), "swiglu_backward", [&](auto tag) {
     using T = decltype(tag);
     over_rows(d_act, [&](std::int64_t begin, std::int64_t end) {
       const T *d = ptr<T>(d_act), *in = ptr<T>(gate_up);
       T* out = mutable_ptr<T>(d_gate_up);
-      if constexpr (std::is_same_v<T, float>) kernels::swiglu_backward_f32(d, in, out, I, begin, end);
-      if constexpr (std::is_same_v<T, double>) kernels::swiglu_backward_f64(d, in, out, I, begin, end);
-      if constexpr (std::is_same_v<T, bfloat16>) kernels::swiglu_backward_bf16(d, in, out, I, begin, end);
+      if constexpr (std::is_same_v<T, float>) kernels::swiglu_backward_f32(d, in, out, I, activation, begin, end);
+      if constexpr (std::is_same_v<T, double>) kernels::swiglu_backward_f64(d, in, out, I, activation, begin, end);
+      if constexpr (std::is_same_v<T, bfloat16>) kernels::swiglu_backward_bf16(d, in, out, I, activation, begin, end);
     });
   });
 }

@@ -32,6 +32,12 @@ void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at
   });
 }
 
+std::vector<std::int64_t> all_rows(std::int64_t T) {
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(T));
+  std::iota(rows.begin(), rows.end(), 0);
+  return rows;
+}
+
 constexpr auto to_padded = [](auto& full, auto& pair) { full = pair; };
 
 void check_result(const at::Tensor& out, const PaddedBatch& batch, at::ScalarType dtype) {
@@ -49,13 +55,20 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   pending_ = options.keep;
   const auto attention = attention_over(packed_.sequences, decoder.attention_heads());
   auto& wanted = packed_.query.rows;
+  auto& workspace = model_->workspace();
+  activations_.reset();
   if (auto nodes = options.keep ? kept_nodes() : std::vector<model::KeptActivations::Node>(); !nodes.empty()) {
     reused_tokens_ += static_cast<std::int64_t>(nodes.size());
-    h_ = decoder.forward_from(model_->kept(), std::move(nodes), packed_.token_ids, packed_.positions, model_->workspace());
+    auto source = std::make_unique<model::KeptSource>(decoder, model_->kept(), std::move(nodes), packed_.token_ids, packed_.positions, workspace);
+    h_ = source->stream_behind();
+    activations_ = std::move(source);
   } else if (options.keep) {
-    h_ = decoder.forward_train(packed_.token_ids, packed_.positions, attention, options.checkpoint, model_->workspace());
+    auto saved = std::make_unique<model::SavedActivations>(decoder, packed_.token_ids, packed_.positions, options.checkpoint, workspace);
+    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, all_rows(packed_.token_ids.numel()), *saved, workspace);
+    activations_ = std::move(saved);
   } else {
-    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, wanted, model_->workspace());
+    model::NothingKept nothing(decoder, packed_.token_ids.numel(), workspace);
+    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, wanted, nothing, workspace);
     std::iota(wanted.begin(), wanted.end(), 0);  // h_ holds these rows alone
   }
 }
@@ -125,9 +138,8 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
   const auto attention = attention_over(whole, decoder.attention_heads());
-  std::vector<std::int64_t> rows(static_cast<std::size_t>(T));
-  std::iota(rows.begin(), rows.end(), 0);
-  const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, rows, model_->workspace());
+  model::NothingKept nothing(decoder, T, model_->workspace());
+  const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, all_rows(T), nothing, model_->workspace());
   const auto normed = at::empty(h.sizes(), h.options().dtype(decoder.compute_dtype()));
   decoder.final_norm(h, normed, at::Tensor());
   auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());
@@ -169,7 +181,9 @@ void Trainer::backward_body(const at::Tensor& dh) {
                                                           at::Tensor& d_qkv) {
     ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
   };
-  decoder.backward(dh, attention, attention_backward, *grad_views_, model_->workspace());
+  NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
+  decoder.backward(*activations_, dh, attention, attention_backward, *grad_views_, model_->workspace());
+  activations_.reset();
 }
 
 const at::Tensor& Trainer::grads() {

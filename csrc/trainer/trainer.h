@@ -79,6 +79,7 @@ class Trainer {
   // of the last forward with keep
   PackedBatch packed_;
   at::Tensor h_;
+  std::unique_ptr<model::ActivationSource> activations_;
   model::TokenScoring scoring_;
   bool has_unfiltered_ = false;
   bool pending_ = false;

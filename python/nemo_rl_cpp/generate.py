@@ -9,10 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+
+_MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -37,20 +42,26 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
+        from nemo_rl_cpp.argument_checks import in_a_line, model_name, whole_number
+        from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
         from nemo_rl_cpp.models.model_folder import read_model_folder
         from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
 
-        if precision not in ("bfloat16", "float32"):
-            raise ValueError(f"precision {precision!r}: expected bfloat16 or float32")
-        folder = resolve_model(find_policy_weights(str(model)), key="the model")
+        if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
+        if num_threads is not None:
+            num_threads = whole_number("num_threads", num_threads, 1, _MOST_THREADS)
+        folder = resolve_model(find_policy_weights(model_name(model)), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_sequence_length(opened.config)
         opened = replace(opened, max_length=self.max_length)
         opened.check_weights()
         opened.print_remarks()
         self.tokenizer = Tokenizer.from_pretrained(folder)
+        self._folder, self._end_token_ids = folder, end_token_ids(folder, opened.config, self.tokenizer)
+        self._chat_settled = False
         native = _native_module()
         if num_threads is not None:
             native.set_num_threads(num_threads)
@@ -69,18 +80,35 @@ class TextGenerator:
         top_k: int | None = None,
         greedy: bool = False,
         seed: int = 42,
-        stop_strings: Sequence[str] = (),
+        stop_strings: str | Sequence[str] | None = (),
         on_text: Callable[[str], None] | None = None,
     ) -> GeneratedText:
         """Continues a text, or answers messages ({"role": ..., "content": ...}) by the model's chat template.
 
-        The same seed gives the same text. `on_text` is called with every piece of text as soon as it is complete (a
+        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text. One stop string may be given
+        as it is. `on_text` is called with every piece of text as soon as it is complete (a
         character may take several tokens). The text ends at a token that ends generation, behind a stop string, after
-        `max_new_tokens`, or where the model's positions end.
+        `max_new_tokens`, or where the model's positions end. Raises ValueError for arguments that cannot be.
         """
         from tokenizers.decoders import DecodeStream
 
+        from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, check_prompt, in_a_line, number, stop_texts, true_or_false, whole_number
+
+        check_prompt(prompt, "the prompt", may_be_empty=True)
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
+        temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
+        top_p = number("top_p", top_p, SMALLEST, 1)
+        top_k = 0 if top_k is None else max(whole_number("top_k", top_k, -1), 0)
+        seed = whole_number("seed", seed, 0, 2**32 - 1)
+        stop_strings = stop_texts(stop_strings)
+        greedy = true_or_false("greedy", greedy)
+        if on_text is not None and not callable(on_text):
+            raise ValueError(f"on_text must be a function of a piece of text, not {in_a_line(on_text)}")
+        if temperature == 0:
+            greedy, temperature = True, 1.0
         ids = self._encode(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one character")
         if self.max_length and len(ids) >= self.max_length:
             raise ValueError(f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it")
         if stop_strings and not self._knows_bytes:
@@ -91,8 +119,13 @@ class TextGenerator:
         stream, tokens, pieces = DecodeStream(skip_special_tokens=True), [], []
 
         def on_token(token: int) -> None:
+            nonlocal stream
             tokens.append(token)
-            piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            try:
+                piece = stream.step(self.tokenizer.backend_tokenizer, token)
+            except Exception:  # noqa: BLE001 - its kind for bytes that form no character: they are left out
+                stream = DecodeStream(skip_special_tokens=True)
+                piece = stream.step(self.tokenizer.backend_tokenizer, token)
             if piece:
                 pieces.append(piece)
                 if on_text is not None:
@@ -100,15 +133,23 @@ class TextGenerator:
 
         reason = self._model.generate(
             ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k or 0, greedy=greedy, seed=seed,
-            stop_token_ids=self.tokenizer.eos_token_ids, stop_strings=list(stop_strings), on_token=on_token,
+            stop_token_ids=self._end_token_ids, stop_strings=list(stop_strings), on_token=on_token,
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
     def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        from nemo_rl_cpp.data.boundaries import prompt_ids
+
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
+            return prompt_ids(self.tokenizer, prompt)
+        if not self._chat_settled:
+            from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
+
+            for remark in settle_chat_template(self.tokenizer, self._folder):
+                warnings.warn(remark, stacklevel=3)
+            self._chat_settled = True
         text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return prompt_ids(self.tokenizer, text, prompt)
 
 
 def _native_module() -> Any:
@@ -156,7 +197,20 @@ def _what_it_took(done: GeneratedText, first: float | None, seconds: float) -> s
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the text as it comes; what it took goes to standard error. Returns the exit status."""
+    """Prints the text as it comes; what it took goes to standard error. Returns the exit status: 1 after a mistake, which is
+    told in one sentence, 130 after Ctrl-C."""
+    from nemo_rl_cpp.errors import guarded
+
+    return guarded(partial(_run, arguments), getattr(arguments, "debug", False), _own_options)
+
+
+def _own_options(text: str) -> str:
+    """A sentence that names keys of a configuration, in the words of this command."""
+    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace("policy.model_name", "--model")
+    return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
+
+
+def _run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     first: list[float] = []
 
@@ -165,23 +219,16 @@ def run(arguments: argparse.Namespace) -> int:
             first.append(time.perf_counter())
         print(piece, end="", flush=True)
 
-    try:
-        if arguments.system is not None and not arguments.chat:
-            raise ValueError("--system goes with --chat")
-        prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-        messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-        generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
-        done = generator.generate(
-            [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
-            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-            greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
-        )  # fmt: skip
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print()
-        return 130
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system goes with --chat")
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+    generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+    done = generator.generate(
+        [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
+        greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+    )  # fmt: skip
     print()
     print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)
     return 0
@@ -191,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`."""
     parser = argparse.ArgumentParser(prog="python -m nemo_rl_cpp.generate", description="Text from a model or a checkpoint.")
     add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too, not only where it is")
     return run(parser.parse_args(argv))
 
 

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_cpp.config import load_eval_config
-from nemo_rl_cpp.config.run import run
+from nemo_rl_cpp.utils.interrupts import program, raise_if_interrupted
 
 DEFAULT_CONFIG = "configs/evals/eval.yaml"
 
@@ -15,11 +14,19 @@ DEFAULT_CONFIG = "configs/evals/eval.yaml"
 def _start(config: Any) -> None:
     from nemo_rl_cpp.evals.eval import main as evaluate  # torch loads here, after the configuration is known to be right
 
+    raise_if_interrupted()
     evaluate(config)
 
 
 def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:
-    """Runs the command line `argv`; returns the exit status (2: the configuration has mistakes)."""
+    """Runs the command line `argv`; returns the exit status, see `config.run.run`."""
+    return program(lambda: _main(argv, default_config))
+
+
+def _main(argv: Sequence[str] | None, default_config: str) -> int:
+    from nemo_rl_cpp.config import load_eval_config  # the schema takes a moment to load, in which Ctrl-C counts
+    from nemo_rl_cpp.config.run import run
+
     return run(load_eval_config, _start, argv, default_config, "Evaluate a language model: pass@k or cons@k.")
 
 

@@ -6,22 +6,27 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_cpp.config import load_ppo_config
-from nemo_rl_cpp.config.run import run
+from nemo_rl_cpp.utils.interrupts import program, raise_if_interrupted
 
 DEFAULT_CONFIG = "configs/ppo_math_1B_megatron.yaml"
 
 
 def _start(config: Any) -> None:
-    from nemo_rl_cpp.algorithms.ppo import (
-        main as train,
-    )  # torch loads here, after the configuration is known to be right
+    from nemo_rl_cpp.algorithms.ppo import main as train  # torch loads here, after the configuration is known to be right
 
+    raise_if_interrupted()
     train(config)
 
 
 def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:
-    """Runs the command line `argv`; returns the exit status (2: the configuration has mistakes)."""
+    """Runs the command line `argv`; returns the exit status, see `config.run.run`."""
+    return program(lambda: _main(argv, default_config))
+
+
+def _main(argv: Sequence[str] | None, default_config: str) -> int:
+    from nemo_rl_cpp.config import load_ppo_config  # the schema takes a moment to load, in which Ctrl-C counts
+    from nemo_rl_cpp.config.run import run
+
     return run(load_ppo_config, _start, argv, default_config, "Train a language model with PPO.")
 
 

@@ -140,15 +140,15 @@ Int rope(void* x, Int stride, Int* positions, float* cos, float* sin, Int heads,
   return rope_launch(RopeArgs<float>{static_cast<float*>(x), stride, positions, cos, sin, heads, H, inverse != 0}, tokens, nullptr);
 }
 
-Int swiglu_forward(void* gate_up, void* act, Int I, Int tokens, Int bf16) {
-  if (bf16) return swiglu_forward_launch(static_cast<bfloat16*>(gate_up), static_cast<bfloat16*>(act), I, tokens, nullptr);
-  return swiglu_forward_launch(static_cast<float*>(gate_up), static_cast<float*>(act), I, tokens, nullptr);
+Int swiglu_forward(void* gate_up, void* act, Int I, Int tokens, Int gate, Int bf16) {
+  if (bf16) return swiglu_forward_launch(static_cast<bfloat16*>(gate_up), static_cast<bfloat16*>(act), I, tokens, Gate(gate), nullptr);
+  return swiglu_forward_launch(static_cast<float*>(gate_up), static_cast<float*>(act), I, tokens, Gate(gate), nullptr);
 }
 
-Int swiglu_backward(void* d_act, void* gate_up, void* d_gate_up, Int I, Int tokens, Int bf16) {
+Int swiglu_backward(void* d_act, void* gate_up, void* d_gate_up, Int I, Int tokens, Int gate, Int bf16) {
   if (bf16)
-    return swiglu_backward_launch(static_cast<bfloat16*>(d_act), static_cast<bfloat16*>(gate_up), static_cast<bfloat16*>(d_gate_up), I, tokens, nullptr);
-  return swiglu_backward_launch(static_cast<float*>(d_act), static_cast<float*>(gate_up), static_cast<float*>(d_gate_up), I, tokens, nullptr);
+    return swiglu_backward_launch(static_cast<bfloat16*>(d_act), static_cast<bfloat16*>(gate_up), static_cast<bfloat16*>(d_gate_up), I, tokens, Gate(gate), nullptr);
+  return swiglu_backward_launch(static_cast<float*>(d_act), static_cast<float*>(gate_up), static_cast<float*>(d_gate_up), I, tokens, Gate(gate), nullptr);
 }
 
 Int bias_rows(void* bias, void* y, Int stride, Int rows, Int N, Int accumulate, Int bias_bf16, Int y_bf16) {

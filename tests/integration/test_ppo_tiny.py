@@ -4,6 +4,9 @@ import pytest
 import tiny
 import torch
 
+from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
+
 SMALL = (
     "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
     "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",
@@ -51,6 +54,16 @@ def test_metrics_of_exact_steps(tmp_path):
         assert row["critic/grad_norm"] > 0 and row["grad_norm"] > 0
     assert run.history[0]["critic/values_max"] == 0.0  # a fresh critic
     assert len({row["weights/digest"] for row in run.history}) == 4
+
+
+def test_a_step_without_a_token_to_train_on_ends_the_run(tmp_path):
+    """Every response is cut off after its first token, and overlong filtering masks what was cut off."""
+    run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
+                    config="ppo_tiny.yaml")  # fmt: skip
+    before = run.policy.weight_digest(), run.value.weight_digest()
+    with pytest.raises(NothingToTrainOnError, match="all 32 samples of this step are masked, 32 of them were cut off; raise policy.generation.max_new"):
+        run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
+    assert (run.policy.weight_digest(), run.value.weight_digest()) == before
 
 
 def test_no_policy_weight_changes_in_the_warm_up_and_explained_variance_rises(tmp_path):

@@ -19,6 +19,7 @@ MODES = {
     "dapo": ("grpo.dynamic_sampling_keep_surplus=true", "policy.train_global_batch_size=16"),
     "prorlv2": ("policy.train_global_batch_size=16",),
     "rloo": (),
+    "grpo": (),
 }
 
 
@@ -27,7 +28,7 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("rloo", 1)])
+@pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("rloo", 1), ("grpo", 1)])
 def test_killed_runs_end_like_an_unbroken_one(mode, kills):
     assert kill_resume.check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 

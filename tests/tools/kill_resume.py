@@ -3,6 +3,11 @@
     python tests/tools/kill_resume.py --kills 20
     python tests/tools/kill_resume.py --config configs/ppo_tiny.yaml --kills 20
     python tests/tools/kill_resume.py --config configs/grpo_arithmetic_smollm2.yaml --kills 3 --steps 6 grpo.max_val_samples=16
+    python tests/tools/kill_resume.py --algorithms --kills 75
+
+With `--algorithms` GRPO, DAPO (with groups kept for the next step), PPO and ProRLv2 are tried one after another on their tiny
+configurations, `--kills` times each. With `--fork` a run is a forked child of this process, which has everything imported:
+it is killed in the same way, and starts in a fraction of the time.
 
 Equal by SHA-256 must be: weights, optimizer state, position in the data, training state, and the metrics of every step
 but for times and memory. Exit status 1 if anything differs.
@@ -10,15 +15,18 @@ but for times and memory. Exit status 1 if anything differs.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +43,21 @@ def command(config: str, folder: Path, steps: int, overrides: list[str]) -> list
         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}",
         "checkpointing.save_period=2", *overrides,
     ]  # fmt: skip
+
+
+SMALL = {
+    section: (
+        f"{section}.num_prompts_per_step=8", f"{section}.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+        f"{section}.val_period=4", f"{section}.max_val_samples=20",
+    )
+    for section in ("grpo", "ppo")
+}  # fmt: skip
+ALGORITHMS = {
+    "GRPO": ("configs/grpo_tiny.yaml", SMALL["grpo"]),
+    "DAPO": ("configs/dapo_tiny.yaml", (*SMALL["grpo"], "grpo.dynamic_sampling_keep_surplus=true")),
+    "PPO": ("configs/ppo_tiny.yaml", (*SMALL["ppo"], "ppo.policy_training_start_step=3")),
+    "ProRLv2": ("configs/prorlv2_tiny.yaml", SMALL["grpo"]),
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +102,52 @@ def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, 
         process.stdout.close()
 
 
-def start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen:
+class Forked:
+    """A run in a forked child, with what `subprocess.Popen` offers of it."""
+
+    def __init__(self, argv: list[str]) -> None:
+        reading, writing = os.pipe()
+        self.stdout = os.fdopen(reading)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                os.close(reading)
+                for stream in (1, 2):
+                    os.dup2(writing, stream)
+                sys.stdout = os.fdopen(1, "w", buffering=1)
+                os.chdir(ROOT)
+                status = importlib.import_module(argv[2]).main(argv[3:])
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status or 0)
+        os.close(writing)
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is not None:
+            return self.returncode
+        if timeout is not None:
+            descriptor = os.pidfd_open(self.pid)
+            ended, _, _ = select.select([descriptor], [], [], timeout)
+            os.close(descriptor)
+            if not ended:
+                raise subprocess.TimeoutExpired("run", timeout)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+FORK = False
+
+
+def start(argv: list[str], environment: dict[str, str]) -> "subprocess.Popen | Forked":
+    if FORK:
+        return Forked(argv)
     return subprocess.Popen(
         argv, cwd=ROOT, env=environment | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -163,15 +231,27 @@ def check(
 
 
 def main() -> int:
+    global FORK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo_tiny.yaml")
+    parser.add_argument("--algorithms", action="store_true")
+    parser.add_argument("--fork", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
-    problems = check(arguments.config, arguments.steps, arguments.kills, overrides, arguments.seed)
-    print("equal by SHA-256: weights, optimizer, data position, state, metrics, rollouts" if not problems else f"DIFFERENT: {', '.join(problems)}")
-    return 1 if problems else 0
+    FORK = arguments.fork
+    if FORK:
+        import nemo_rl_cpp.run_grpo_math, nemo_rl_cpp.run_ppo  # noqa: E401
+        import nemo_rl_cpp.algorithms.grpo, nemo_rl_cpp.algorithms.ppo, nemo_rl_cpp.models.policy.lm_policy  # noqa: E401
+    tried = ALGORITHMS if arguments.algorithms else {"": (arguments.config, ())}
+    different = False
+    for name, (config, own) in tried.items():
+        problems = check(config, arguments.steps, arguments.kills, [*own, *overrides], arguments.seed)
+        equal = "equal by SHA-256: weights, optimizer, data position, state, metrics, rollouts"
+        print(f"{name} {arguments.kills} kills: ".lstrip() + (equal if not problems else f"DIFFERENT: {', '.join(problems)}"), flush=True)
+        different |= bool(problems)
+    return 1 if different else 0
 
 
 if __name__ == "__main__":

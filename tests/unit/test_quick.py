@@ -1,5 +1,9 @@
 """train_grpo: the forms of prompts and rewards, overrides, what comes back."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -103,6 +107,28 @@ def test_a_checkpoint_folder_resumes(tmp_path):
         ({"prompts": [{"question": "1="}]}, "row 0 of prompts has no key 'prompt', it has \\['question'\\]"),
         ({"reward": None}, "reward_funcs is missing"),
         ({"prompts": ["1" * 40]}, "prompt 0 has 40 tokens, which leaves no room to answer within max_length=16"),
+        ({"prompts": "missing.jsonl"}, "prompts names the file missing.jsonl, which does not exist"),
+        ({"prompts": None}, "prompts is missing"),
+        ({"dataset": ROWS}, "prompts and dataset are the same thing"),
+        ({"validation": [1]}, "row 0 of validation is 1"),
+        ({"reward": 3}, "reward_funcs is 3"),
+        ({"reward_weights": [1, 2]}, "1 reward functions and 2 weights"),
+        ({"num_generations": 1}, "^argument num_generations: grpo.num_generations_per_prompt is 1: .* set at least 2"),
+        ({"num_generations": "4"}, "^argument num_generations: grpo.num_generations_per_prompt must be an integer, not '4'$"),
+        ({"num_prompts_per_step": 0}, "^argument num_prompts_per_step: grpo.num_prompts_per_step must be at least 1, not 0$"),
+        ({"learning_rate": "1e-5"}, "^argument learning_rate: policy.optimizer.kwargs.lr must be a number, not '1e-5'"),
+        ({"temperature": 0}, "^argument temperature: policy.generation.temperature cannot be 0 in training"),
+        ({"seed": -1}, "^argument seed: grpo.seed must be at least 0, not -1$"),
+        ({"stop_strings": [""]}, "^argument stop_strings: policy.generation.stop_strings holds an empty string"),
+        ({"seed": 3, "grpo__seed": 4}, "^seed and grpo__seed are the same thing: give one of them$"),
+        ({"loss_fn__ratio_clip_mx": 1}, "^argument loss_fn__ratio_clip_mx: loss_fn.ratio_clip_mx is unknown; did you mean ratio_clip_max"),
+        ({"learnig_rate": 1e-5}, "^learnig_rate is unknown; did you mean learning_rate"),
+        ({"max_completion_length": 5}, "^max_completion_length is unknown; here it is max_new_tokens$"),
+        ({"beta": 0.1}, "^beta is unknown; here it is loss_fn__reference_policy_kl_penalty$"),
+        ({"peft_config": object()}, "^peft_config is unknown; what it asks for is not supported: leave it out$"),
+        ({"train_dataset": ROWS}, "^train_dataset is unknown; here it is prompts$"),
+        ({"log_dir": 3}, "log_dir is 3; it must be the path of a folder"),
+        ({"checkpoint_dir": ""}, "checkpoint_dir is ''; it must be the path of a folder"),
         ({"use_dynamic_samplin": True}, "use_dynamic_samplin is unknown; did you mean use_dynamic_sampling"),
         ({"num_generations": 0}, "num_generations_per_prompt"),
     ],
@@ -112,9 +138,107 @@ def test_mistakes_are_named(tmp_path, arguments, words):
         run(tmp_path, **arguments)
 
 
+@pytest.mark.parametrize("model", [None, "", 3, b"m", "a\0b", object()])
+def test_a_model_is_a_name_or_a_folder(model):
+    with pytest.raises(ValueError, match="it must be a folder, a packaged model, or a name on the hub"):
+        nemo_rl_cpp.train_grpo(model, ROWS, share_right)
+
+
+def test_a_mistake_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ValueError):
+        nemo_rl_cpp.train_grpo("tiny-random", ROWS, share_right, seed=-1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_preflight_finds_is_said_before_the_model(tmp_path, monkeypatch, capsys):
+    from nemo_rl_cpp import quick
+    from nemo_rl_cpp.preflight import Finding
+
+    findings = [Finding("error", "policy.model_name", "has no weights"), Finding("warning", "", "slow"), Finding("error", "data.train", "is not ours")]
+    monkeypatch.setattr(quick, "preflight", lambda config: findings)
+    monkeypatch.setattr(quick, "_train", lambda *parts: "trained")
+    with pytest.raises(ValueError, match="^policy.model_name has no weights$"):
+        run(tmp_path)
+    del findings[0]
+    assert run(tmp_path) == "trained" and "warning: slow\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["\n", ["\n", "é", "${x}", "\\n"], None, ("###",)])
+def test_stop_strings_are_what_was_given(tmp_path, monkeypatch, given):
+    from nemo_rl_cpp import quick
+
+    monkeypatch.setattr(quick, "_train", lambda config, *parts: config)
+    held = run(tmp_path, stop_strings=given).policy.generation.stop_strings
+    assert held == (None if given is None else [given] if isinstance(given, str) else list(given))
+
+
+def test_a_stop_string_stops(tmp_path):
+    lengths = []
+
+    def reward(completions):
+        lengths.extend(map(len, completions))
+        return [float(len(text)) for text in completions]
+
+    result = run(tmp_path, ["1="] * 2, reward, num_steps=1, stop_strings=list("0123456789="), max_new_tokens=6)
+    assert set(lengths) == {1} and result.config.policy.generation.stop_strings == list("0123456789=")
+
+
+def test_a_file_of_rows(tmp_path):
+    import json
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    seen = []
+
+    def reward(prompts, completions, answer):
+        seen.extend(zip(prompts, answer))
+        return [0.0] * len(completions)
+
+    run(tmp_path / "logs", str(tmp_path / "rows.jsonl"), reward, num_steps=1)
+    assert set(seen) <= {(row["prompt"], row["answer"]) for row in ROWS} and len(set(seen)) == 4
+
+
+def test_a_result_is_one_line(tmp_path):
+    result = run(tmp_path, num_steps=1)
+    assert repr(result) == f"TrainResult('tiny-random', 1 step, reward {result.rewards[0]:.3f} -> {result.rewards[0]:.3f}, log_dir={str(result.log_dir)!r})"
+
+
+def test_answers_by_temperature(tmp_path):
+    result = run(tmp_path, num_steps=0)
+    greedy = result.generate(["12="] * 8)
+    assert len(set(greedy)) == 1 and result.generate(["12="] * 8, temperature=0) == greedy
+    assert len(set(result.generate(["12="] * 8, temperature=1.0))) > 1
+    assert result.generate(["12="] * 8, temperature=1e-6) == greedy  # of a model without ties
+    assert len(result.generate("12=", max_new_tokens=1)[0]) <= 1 and result.config.policy.generation.max_new_tokens == 3
+    assert result.generate([]) == []
+    for options, words in (
+        ({"temperature": -1}, "temperature must be at least 0, not -1"),
+        ({"temperature": 1e-40}, "temperature must lie between 1e-38 and 1e\\+38, or be 0 for greedy decoding"),
+        ({"temperature": "1"}, "temperature must be a number, not '1'"),
+        ({"greedy": 1}, "greedy must be True or False, not 1"),
+        ({"greedy": True, "temperature": 0.5}, "greedy=True takes no temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"prompts": 3}, "prompts is 3; give a text, a conversation, or a list of these"),
+        ({"prompts": [3]}, "prompt 0: the prompt is 3"),
+        ({"prompts": ["1="] + ["1" * 40]}, "prompt 1 has 40 tokens, which leaves no room to answer within 16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            result.generate(**{"prompts": ["12="]} | options)
+    assert result.generate(["12="] * 8) == greedy
+
+
 def test_a_reward_function_that_fails_says_so(tmp_path):
     def broken(completions):
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         run(tmp_path, reward=broken)
+
+
+def test_a_temporary_log_folder_goes_with_its_process(tmp_path):
+    program = (
+        "import os, sys\nfrom nemo_rl_cpp.quick import _temporary_folder\nfolder = _temporary_folder()\n(folder / 'x').write_text('')\n"
+        "child = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\nprint((folder / 'x').exists())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.stdout == "True\n" and list(tmp_path.glob("nemo_rl_cpp_*")) == []

@@ -7,18 +7,30 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-template <class T>
+/// The slope of z.
+template <Gate G, class Real, class V>
+NRL_VEC_INLINE V gate_slope(V x) {
+  return x * x * static_cast<Real>(3 * kGeluCubic * kGeluScale) + static_cast<Real>(kGeluScale);
+}
+
+template <Gate G, class T>
 NRL_VEC_INLINE void backward_lanes(const T* d_act, const T* gate, const T* up, T* d_gate, T* d_up) {
-  const f32x16 d = load16(d_act), g = load16(gate), u = load16(up), s = sigmoid16(g);
-  store16(d_gate, d * u * s * (1.0f + g * (1.0f - s)));
+  const f32x16 d = load16(d_act), g = load16(gate), u = load16(up), s = sigmoid16(gate_argument<G, float>(g));
+  f32x16 rest = g * (1.0f - s);
+  if constexpr (G != Gate::silu) rest = rest * gate_slope<G, float>(g);
+  store16(d_gate, d * u * s * (1.0f + rest));
   store16(d_up, d * g * s);
 }
+template <Gate G>
 NRL_VEC_INLINE void backward_lanes(const double* d_act, const double* gate, const double* up, double* d_gate, double* d_up) {
   double s[kLanes];
-  sigmoids(gate, s);
+  for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);
+  sigmoids(s, s);
   for (int k = 0; k < kLanes; ++k) {
     const double g = gate[k], u = up[k], d = d_act[k];  // d_gate and d_up may be gate and up
-    d_gate[k] = d * u * s[k] * (1.0 + g * (1.0 - s[k]));
+    double rest = g * (1.0 - s[k]);
+    if constexpr (G != Gate::silu) rest = rest * gate_slope<G, double>(g);
+    d_gate[k] = d * u * s[k] * (1.0 + rest);
     d_up[k] = d * g * s[k];
   }
 }
@@ -30,42 +42,52 @@ struct Padded {
   T v[kLanes] = {};
 };
 
-template <class T>
+template <Gate G, class T>
 void forward(const T* gate_up, T* act, std::int64_t I, std::int64_t begin, std::int64_t end) {
   for (std::int64_t t = begin; t < end; ++t) {
     const T *gate = gate_up + t * 2 * I, *up = gate + I;
     T* const out = act + t * I;
     std::int64_t i = 0;
-    for (; i + kLanes <= I; i += kLanes) forward_lanes(gate + i, up + i, out + i);
+    for (; i + kLanes <= I; i += kLanes) forward_lanes<G>(gate + i, up + i, out + i);
     if (i == I) continue;
     T last[kLanes];
-    forward_lanes(Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last);
+    forward_lanes<G>(Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last);
     std::memcpy(out + i, last, static_cast<std::size_t>(I - i) * sizeof(T));
   }
 }
 
-template <class T>
+template <Gate G, class T>
 void backward(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t begin, std::int64_t end) {
   for (std::int64_t t = begin; t < end; ++t) {
     const T *d = d_act + t * I, *gate = gate_up + t * 2 * I, *up = gate + I;
     T *const d_gate = d_gate_up + t * 2 * I, *const d_up = d_gate + I;
     std::int64_t i = 0;
-    for (; i + kLanes <= I; i += kLanes) backward_lanes(d + i, gate + i, up + i, d_gate + i, d_up + i);
+    for (; i + kLanes <= I; i += kLanes) backward_lanes<G>(d + i, gate + i, up + i, d_gate + i, d_up + i);
     if (i == I) continue;
     T last_gate[kLanes], last_up[kLanes];
-    backward_lanes(Padded<T>(d + i, I - i).v, Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last_gate, last_up);
+    backward_lanes<G>(Padded<T>(d + i, I - i).v, Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last_gate, last_up);
     std::memcpy(d_gate + i, last_gate, static_cast<std::size_t>(I - i) * sizeof(T));
     std::memcpy(d_up + i, last_up, static_cast<std::size_t>(I - i) * sizeof(T));
   }
 }
 
+template <class T>
+void forward_of(Gate gate, const T* gate_up, T* act, std::int64_t I, std::int64_t begin, std::int64_t end) {
+  gate == Gate::silu ? forward<Gate::silu>(gate_up, act, I, begin, end) : forward<Gate::gelu_tanh>(gate_up, act, I, begin, end);
+}
+
+template <class T>
+void backward_of(Gate gate, const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t begin, std::int64_t end) {
+  gate == Gate::silu ? backward<Gate::silu>(d_act, gate_up, d_gate_up, I, begin, end) : backward<Gate::gelu_tanh>(d_act, gate_up, d_gate_up, I, begin, end);
+}
+
 }  // namespace
 
-void swiglu_forward_f32(const float* g, float* a, std::int64_t I, std::int64_t b, std::int64_t e) { forward(g, a, I, b, e); }
-void swiglu_forward_f64(const double* g, double* a, std::int64_t I, std::int64_t b, std::int64_t e) { forward(g, a, I, b, e); }
-void swiglu_forward_bf16(const bfloat16* g, bfloat16* a, std::int64_t I, std::int64_t b, std::int64_t e) { forward(g, a, I, b, e); }
-void swiglu_backward_f32(const float* d, const float* g, float* o, std::int64_t I, std::int64_t b, std::int64_t e) { backward(d, g, o, I, b, e); }
-void swiglu_backward_f64(const double* d, const double* g, double* o, std::int64_t I, std::int64_t b, std::int64_t e) { backward(d, g, o, I, b, e); }
-void swiglu_backward_bf16(const bfloat16* d, const bfloat16* g, bfloat16* o, std::int64_t I, std::int64_t b, std::int64_t e) { backward(d, g, o, I, b, e); }
+void swiglu_forward_f32(const float* g, float* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { forward_of(f, g, a, I, b, e); }
+void swiglu_forward_f64(const double* g, double* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { forward_of(f, g, a, I, b, e); }
+void swiglu_forward_bf16(const bfloat16* g, bfloat16* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { forward_of(f, g, a, I, b, e); }
+void swiglu_backward_f32(const float* d, const float* g, float* o, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { backward_of(f, d, g, o, I, b, e); }
+void swiglu_backward_f64(const double* d, const double* g, double* o, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { backward_of(f, d, g, o, I, b, e); }
+void swiglu_backward_bf16(const bfloat16* d, const bfloat16* g, bfloat16* o, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { backward_of(f, d, g, o, I, b, e); }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

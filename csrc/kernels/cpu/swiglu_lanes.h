@@ -1,8 +1,9 @@
-// silu(gate) · up for kLanes values, as every path computes it.
+// f(gate) · up for kLanes values, as every path computes it.
 #pragma once
 #include <cmath>
 
 #include "kernels/cpu/vec_math.h"
+#include "kernels/swiglu.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {  // nothing here may be shared between capabilities
@@ -12,14 +13,23 @@ NRL_VEC_INLINE void sigmoids(const double* x, double* out) {
   for (int i = 0; i < kLanes; ++i) out[i] = 1.0 / (1.0 + std::exp(-x[i]));
 }
 
-template <class T>
+/// z of kernels/swiglu.h. V: double or f32x16; Real: its numbers.
+template <Gate G, class Real, class V>
+NRL_VEC_INLINE V gate_argument(V x) {
+  if constexpr (G == Gate::silu) return x;
+  return x * static_cast<Real>(kGeluScale) * (x * x * static_cast<Real>(kGeluCubic) + static_cast<Real>(1));
+}
+
+template <Gate G = Gate::silu, class T>
 NRL_VEC_INLINE void forward_lanes(const T* gate, const T* up, T* act) {
   const f32x16 g = load16(gate);
-  store16(act, g * sigmoid16(g) * load16(up));
+  store16(act, g * sigmoid16(gate_argument<G, float>(g)) * load16(up));
 }
+template <Gate G = Gate::silu>
 NRL_VEC_INLINE void forward_lanes(const double* gate, const double* up, double* act) {
   double s[kLanes];
-  sigmoids(gate, s);
+  for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);
+  sigmoids(s, s);
   for (int k = 0; k < kLanes; ++k) act[k] = gate[k] * s[k] * up[k];
 }
 

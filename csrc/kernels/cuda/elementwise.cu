@@ -28,7 +28,14 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> p, std::int6
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
 
-template <class T>
+/// sigmoid(z(x)) of kernels/swiglu.h.
+template <Gate G>
+__device__ __forceinline__ float gate_sigmoid(float x) {
+  if constexpr (G == Gate::silu) return sigmoid(x);
+  return sigmoid(x * static_cast<float>(kGeluScale) * (x * x * static_cast<float>(kGeluCubic) + 1.0f));
+}
+
+template <Gate G, class T>
 __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, bool vectors) {
   const std::int64_t chunks = (I + kEight - 1) / kEight, items = tokens * chunks;
   for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
@@ -37,13 +44,13 @@ __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(const T* gate_
     load8(gate_up + t * 2 * I + i, n, vectors, g);
     load8(gate_up + t * 2 * I + I + i, n, vectors, u);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) g[k] = g[k] * sigmoid(g[k]) * u[k];
+    for (int k = 0; k < kEight; ++k) g[k] = g[k] * gate_sigmoid<G>(g[k]) * u[k];
     store8(act + t * I + i, n, vectors, g);
   }
 }
 
 /// d_gate_up may be gate_up: a thread reads its values before it writes them.
-template <class T>
+template <Gate G, class T>
 __global__ void __launch_bounds__(kThreads)
     swiglu_backward_kernel(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, bool vectors) {
   const std::int64_t chunks = (I + kEight - 1) / kEight, items = tokens * chunks;
@@ -55,8 +62,10 @@ __global__ void __launch_bounds__(kThreads)
     load8(gate_up + t * 2 * I + I + i, n, vectors, u);
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      const float s = sigmoid(g[k]), d_up = d[k] * g[k] * s;
-      g[k] = d[k] * u[k] * s * (1.0f + g[k] * (1.0f - s));
+      const float s = gate_sigmoid<G>(g[k]), d_up = d[k] * g[k] * s;
+      float rest = g[k] * (1.0f - s);
+      if constexpr (G != Gate::silu) rest *= g[k] * g[k] * static_cast<float>(3 * kGeluCubic * kGeluScale) + static_cast<float>(kGeluScale);
+      g[k] = d[k] * u[k] * s * (1.0f + rest);
       u[k] = d_up;
     }
     store8(d_gate_up + t * 2 * I + i, n, vectors, g);
@@ -105,20 +114,22 @@ cudaError_t rope_launch(const RopeArgs<T>& p, std::int64_t tokens, cudaStream_t 
 }
 
 template <class T>
-cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, cudaStream_t stream) {
+cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, Gate gate, cudaStream_t stream) {
   const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors = vectorizable(gate_up, I) && vectorizable(act, I);
-  swiglu_forward_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(gate_up, act, I, tokens, vectors);
+  const auto kernel = gate == Gate::silu ? swiglu_forward_kernel<Gate::silu, T> : swiglu_forward_kernel<Gate::gelu_tanh, T>;
+  kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(gate_up, act, I, tokens, vectors);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, cudaStream_t stream) {
+cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, Gate gate, cudaStream_t stream) {
   const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors = vectorizable(d_act, I) && vectorizable(gate_up, I) && vectorizable(d_gate_up, I);
-  swiglu_backward_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(d_act, gate_up, d_gate_up, I, tokens, vectors);
+  const auto kernel = gate == Gate::silu ? swiglu_backward_kernel<Gate::silu, T> : swiglu_backward_kernel<Gate::gelu_tanh, T>;
+  kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(d_act, gate_up, d_gate_up, I, tokens, vectors);
   return cudaGetLastError();
 }
 
@@ -142,9 +153,9 @@ template cudaError_t bias_rows_launch(const bfloat16*, float*, std::int64_t, std
 template cudaError_t bias_rows_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
 template cudaError_t rope_launch(const RopeArgs<float>&, std::int64_t, cudaStream_t);
 template cudaError_t rope_launch(const RopeArgs<bfloat16>&, std::int64_t, cudaStream_t);
-template cudaError_t swiglu_forward_launch(const float*, float*, std::int64_t, std::int64_t, cudaStream_t);
-template cudaError_t swiglu_forward_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, cudaStream_t);
-template cudaError_t swiglu_backward_launch(const float*, const float*, float*, std::int64_t, std::int64_t, cudaStream_t);
-template cudaError_t swiglu_backward_launch(const bfloat16*, const bfloat16*, bfloat16*, std::int64_t, std::int64_t, cudaStream_t);
+template cudaError_t swiglu_forward_launch(const float*, float*, std::int64_t, std::int64_t, Gate, cudaStream_t);
+template cudaError_t swiglu_forward_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, Gate, cudaStream_t);
+template cudaError_t swiglu_backward_launch(const float*, const float*, float*, std::int64_t, std::int64_t, Gate, cudaStream_t);
+template cudaError_t swiglu_backward_launch(const bfloat16*, const bfloat16*, bfloat16*, std::int64_t, std::int64_t, Gate, cudaStream_t);
 
 }  // namespace nemo_rl::kernels

@@ -7,6 +7,7 @@
 #include "kernels/adamw.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
+#include "kernels/swiglu.h"
 
 namespace nemo_rl::kernels {
 
@@ -17,9 +18,9 @@ inline constexpr std::int64_t kSquaresPerPart = 16384;  ///< entries whose squar
 template <class T>
 cudaError_t rope_launch(const RopeArgs<T>& args, std::int64_t tokens, cudaStream_t stream);
 template <class T>
-cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, cudaStream_t stream);
+cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, Gate gate, cudaStream_t stream);
 template <class T>
-cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, cudaStream_t stream);
+cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, Gate gate, cudaStream_t stream);
 /// y[r, :] = bias, or y[r, :] + bias where `accumulate`: what a product with a bias is then added to.
 template <class T, class O>
 cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate, cudaStream_t stream);

@@ -1,40 +1,11 @@
-"""Loss and estimator classes accept their settings as a pydantic model, a dataclass, any object or a mapping."""
+"""Loss and estimator classes accept their settings as a section of the configuration, a dataclass, any object or a mapping."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel
+from nemo_rl_cpp.config.sections import as_model, check_names
 
-M = TypeVar("M", bound=BaseModel)
-
-
-class ConfigModel(BaseModel):
-    """Settings read and written as `config.key` or, as in scripts that hold plain dictionaries, `config["key"]`."""
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self:
-            return getattr(self, key)
-        raise KeyError(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self, key, value)
-
-    def __contains__(self, key: object) -> bool:
-        return key in type(self).model_fields or key in (self.model_extra or {})
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` when there is no such key."""
-        return getattr(self, key) if key in self else default
-
-
-def as_model(config: Any, model: type[M]) -> M:
-    """`config` as `model`; fields it does not have keep their defaults."""
-    if isinstance(config, model):
-        return config
-    if isinstance(config, Mapping):
-        return model(**config)
-    return model(**{name: getattr(config, name) for name in model.model_fields if hasattr(config, name)})
-
+__all__ = ["MissingSetting", "as_model", "check_names", "setting"]
 
 def setting(config: Any, name: str, *default: Any) -> Any:
     """One field of a mapping or an object; without a default a missing one is a MissingSetting that names it."""

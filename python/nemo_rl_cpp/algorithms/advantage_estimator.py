@@ -8,24 +8,18 @@ the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or b
 from typing import Any
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import ConfigModel, setting
+from nemo_rl_cpp.algorithms._config import check_names, setting
 from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
+from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.config.ppo import GAEConfig
 
 
-class AdvEstimatorConfig(ConfigModel):
-    """The `adv_estimator` section of a GRPO configuration."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = "grpo"
-    normalize_rewards: bool = True
-    use_leave_one_out_baseline: bool = True
-    reward_weights: list[float] | None = None
-    minus_baseline: bool = True
+def _check(estimator_config: Any) -> None:
+    """ConfigError for a key that no estimator knows; NeMo RL hands every estimator the whole section."""
+    check_names(estimator_config, AdvEstimatorConfig, GAEConfig)
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
@@ -40,6 +34,7 @@ class GRPOAdvantageEstimator:
     """reward - baseline of the group, over the group's std if normalize_rewards; the same on every token."""
 
     def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+        _check(estimator_config)
         self.use_leave_one_out_baseline = setting(estimator_config, "use_leave_one_out_baseline", True)
         self.normalize_rewards = setting(estimator_config, "normalize_rewards", True)
         self.last_metrics: dict[str, float] = {}
@@ -92,6 +87,7 @@ class ReinforcePlusPlusAdvantageEstimator:
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
 
     def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+        _check(estimator_config)
         self.minus_baseline = setting(estimator_config, "minus_baseline", True)
         self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
         self.kl_coef = setting(loss_config, "reference_policy_kl_penalty", 0.0)
@@ -125,6 +121,7 @@ class RawRewardAdvantageEstimator:
     """The reward itself on every token, whitened over the valid tokens if normalize_advantages; no returns."""
 
     def __init__(self, estimator_config: Any, loss_config: Any):
+        _check(estimator_config)
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
         self.last_metrics: dict[str, float] = {}
 
@@ -138,6 +135,7 @@ class GeneralizedAdvantageEstimator:
     """GAE (arXiv:1506.02438) with carry-forward masking, VAPO's decoupled and length-adaptive lambdas, and whitening."""
 
     def __init__(self, estimator_config: Any, loss_config: Any):
+        _check(estimator_config)
         self.gae_lambda = setting(estimator_config, "gae_lambda")
         self.gae_gamma = setting(estimator_config, "gae_gamma")
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
@@ -187,6 +185,7 @@ class OPDAdvantageEstimator:
     """On-policy distillation (arXiv:2601.02780): teacher minus student log-prob of each token, 0 at masked positions."""
 
     def __init__(self, estimator_config: Any, loss_config: Any):
+        _check(estimator_config)
         self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(

@@ -1,26 +1,43 @@
-"""What a checkpoint of a training run holds, and how a run goes on from one.
+"""What a checkpoint of a training run holds, when it is written, and how a run goes on from one.
 
     step_N/
       policy/weights/           Hugging Face folder with the tokenizer
       policy/optimizer/         with checkpointing.save_optimizer
       value/...                 the same of PPO's critic
       train_dataloader.json     position in the data
-      trainer_state/sampler.pt  prompt groups kept for the next step, if there are any
+      trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
+      trainer_state/identity.json   which model, tokenizer and rows these are, see `algorithms/resume.py`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
 Nothing else has a state: every random number is a function of the seed and of what is saved here.
 """
 
+import json
+import pickle
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from nemo_rl_cpp.models.weights import named_views
+from nemo_rl_cpp.preflight.resumed import IDENTITY
+from nemo_rl_cpp.utils.access import to_json
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
+from nemo_rl_cpp.utils.durable import disk_trouble
+from nemo_rl_cpp.utils.folder_lock import FolderError
+from nemo_rl_cpp.utils.plain_state import read_state, write_state
 
-SAMPLER_STATE = Path("trainer_state") / "sampler.pt"
+SAMPLER_STATE = Path("trainer_state") / "sampler"
+
+
+class NotSavedError(FolderError):
+    """The last checkpoint of a run could not be written for want of space."""
 
 
 class Resume(NamedTuple):
@@ -38,14 +55,41 @@ class Resume(NamedTuple):
             load_dataloader_state(loader, str(self.path), data_config)
 
     def load_sampler(self, sampler: Any) -> None:
-        if self.path is not None and (self.path / SAMPLER_STATE).is_file():
-            # written by this program beside the weights; holds message logs, which are not plain tensors
-            sampler.load_state_dict(torch.load(self.path / SAMPLER_STATE, weights_only=False))
+        """Prompt groups that the last step left for the next one. They are dropped, and that is said, when the sampler is
+        set to keep none or to make groups of another size: they would be no groups of this run."""
+        if self.path is None or (kept := _kept_groups(self.path)) is None:
+            return
+        if kept["cache"] is not None and not sampler.takes(kept["cache"]):
+            print("The prompt groups that the checkpoint kept for the next step are left out: the settings of dynamic sampling changed.")
+        else:
+            sampler.load_state_dict(kept)
+
+
+def _kept_groups(checkpoint: Path) -> dict[str, Any] | None:
+    file = checkpoint / SAMPLER_STATE
+    if file.with_suffix(".json").is_file():
+        return read_state(file)
+    pickled = file.with_suffix(".pt")
+    if not pickled.is_file():
+        return None
+    try:
+        return torch.load(pickled, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ResumeError(
+            f"{pickled} holds more than plain data, which could run code, so it is not read: move it away to sample the prompt groups "
+            "that it keeps for the next step anew"
+        ) from error
 
 
 def find_resume(checkpoints: CheckpointManager | None) -> Resume:
-    """The newest whole checkpoint of `checkpointing.checkpoint_dir`, every file verified; a fresh state if there is none."""
+    """The newest whole checkpoint of `checkpointing.checkpoint_dir`, every file verified; a fresh state if there is none.
+
+    ResumeError (a ValueError) where `checkpointing.resume` forbids what is found, and where there are checkpoints but none
+    is whole: beginning again would bury what can perhaps be saved.
+    """
     path = checkpoints.get_latest_checkpoint_path() if checkpoints is not None and checkpoints.enabled else None
+    if checkpoints is not None and checkpoints.enabled:
+        checkpoints.check_resume_mode(path)
     if path is None:
         return Resume(None, TrainState())
     return Resume(Path(path), TrainState.from_training_info(checkpoints.load_training_info(path)))
@@ -63,8 +107,129 @@ def save_checkpoint(parts: Any, config: Any, state: TrainState, metric: dict[str
             optimizer = folder / name / "optimizer" if checkpoints.save_optimizer else None
             model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=config.checkpointing)
         save_dataloader_state(parts.prompts.loader, folder)
-        kept = parts.sampler.state_dict()
-        if kept:
-            (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
-            torch.save(kept, folder / SAMPLER_STATE)
+        (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
+        if kept := parts.sampler.state_dict():
+            write_state(folder / SAMPLER_STATE, kept)
+        if checkpoints.identity:
+            (folder / IDENTITY).write_text(json.dumps(checkpoints.identity, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return Path(folder).with_name(f"step_{state.step}")
+
+
+def save_if_due(parts: Any, config: Any, state: TrainState, metric: Any, **reasons: bool) -> None:
+    """A checkpoint after step `state.step`, if one is due by `CheckpointManager.save_reason(**reasons)`, or is owed because
+    an earlier one found no space and there is space again. `metric()` gives the checkpoint metric.
+
+    A save that fails for want of space is said once; the run goes on. At its end that is an error (NotSavedError). Weights
+    that are not finite are never saved: NonFiniteError names the first bad parameter.
+    """
+    checkpoints = parts.run.checkpoints
+    reason = checkpoints.save_reason(state.step, **reasons)
+    if reason is None and not (checkpoints.owed and _free(checkpoints) > _size(parts)):
+        return
+    check_weights(parts, state)
+    with parts.run.timer("checkpointing"):
+        try:
+            save_checkpoint(parts, config, state, metric())
+        except Exception as error:
+            if (trouble := disk_trouble(error)) is None:
+                raise
+            _not_saved(parts, state, trouble, error)
+        else:
+            if checkpoints.owed:
+                _say(parts, f"step {state.step} is saved: {checkpoints.checkpoint_dir} has space again")
+            checkpoints.owed = False
+
+
+def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | None) -> None:
+    """ValueError when `checkpointing.metric_name` is none of the metrics that there are: asked after the first step, and after
+    the first validation (before a step: `report` None), so that no save finds out. Nothing once the name was seen."""
+    checkpoints = parts.run.checkpoints
+    kind, _, name = ((checkpoints and checkpoints.metric_name) or "").partition(":")
+    if not name or not checkpoints.enabled or checkpoints.metric_seen or (kind == "train" and report is None):
+        return
+    if kind == "train":
+        known: Any = report.metrics
+    elif val_metrics is not None:
+        known = val_metrics
+    else:
+        known = parts.validator.gives(report.rollout_names, parts.rollouts.task_to_env) if parts.validator is not None else None
+        if known is None or name in known:
+            return  # the first validation tells
+    if name not in known:
+        raise ValueError(
+            f"checkpointing.metric_name={checkpoints.metric_name!r}: the {kind} metrics have no {name!r}; there are {', '.join(sorted(known))}"
+        )
+    checkpoints.metric_seen = True
+
+
+def metric_of(parts: Any, metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False) -> dict[str, float]:
+    """The metric that ranks a checkpoint. None, and that is said once a run (unless `quiet`), where no validation ran on this
+    step or where a metric that was there before is missing."""
+    checkpoints = parts.run.checkpoints
+    kind, _, name = (checkpoints.metric_name or "").partition(":")
+    there = val_metrics if kind == "val" else metrics
+    if not name or (there and (name in there or not checkpoints.metric_seen)):
+        return checkpoints.checkpoint_metric(metrics, val_metrics)
+    if not quiet and not checkpoints.metric_missed:
+        checkpoints.metric_missed = True
+        why = f"this step's {kind} metrics have no {name!r}" if there else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
+        _say(parts, f"warning: the checkpoint is saved without checkpointing.metric_name={checkpoints.metric_name}, by which it would be ranked ({why})")
+    return {}
+
+
+def _not_saved(parts: Any, state: TrainState, trouble: str, error: Exception) -> None:
+    checkpoints = parts.run.checkpoints
+    text = (
+        f"step {state.step} could not be saved in {checkpoints.checkpoint_dir} ({trouble}): {size_text(_free(checkpoints))} are free there, a "
+        f"checkpoint takes about {size_text(_size(parts))}"
+    )
+    if state.finished:
+        raise NotSavedError(
+            f"{text}. This was the run's last save: free space and start it again (it goes on from the newest checkpoint there), or "
+            "change checkpointing.checkpoint_dir"
+        ) from error
+    if not checkpoints.owed:
+        _say(parts, f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end")
+    checkpoints.owed = True
+
+
+def _say(parts: Any, text: str) -> None:
+    if parts.run.progress is not None:
+        parts.run.progress.print(text)
+    else:
+        warnings.warn(text, stacklevel=2)
+
+
+def _free(checkpoints: CheckpointManager) -> int:
+    return shutil.disk_usage(checkpoints.checkpoint_dir).free
+
+
+def _size(parts: Any) -> int:
+    """Bytes of a checkpoint's tensors; 0 for models that do not say."""
+    total = 0
+    for trained in parts.models.values():
+        if hasattr(trained, "model"):
+            total += trained.model.compute.nbytes
+            if parts.run.checkpoints.save_optimizer:
+                total += sum(tensor.nbytes for tensor in trained._optimizer_tensors().values())
+    return total
+
+
+def check_weights(parts: Any, state: TrainState) -> None:
+    """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
+    for name, trained in parts.models.items():
+        model = getattr(trained, "model", None)
+        for flat in () if model is None else {t.data_ptr(): t for t in (model.compute, model.masters) if t is not None}.values():
+            if bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
+                continue
+            bad = [n for n, view in named_views(model.layout, flat).items() if not bool(torch.isfinite(view).all())]
+            raise NonFiniteError(
+                f"{name}: after step {state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, earlier "
+                f"checkpoints are untouched. The learning rate is {to_json(trained.learning_rate)}: lower it"
+            )
+
+
+__all__ = [
+    "NotSavedError", "Resume", "ResumeError", "check_metric_name", "check_weights", "find_resume", "metric_of", "save_checkpoint",
+    "save_if_due",
+]  # fmt: skip

@@ -13,6 +13,7 @@ from nemo_rl_cpp.utils.logger import Logger
 from nemo_rl_cpp.utils.memory import PhaseMemory
 from nemo_rl_cpp.utils.progress import Progress
 from nemo_rl_cpp.utils.report import ReportWriter
+from nemo_rl_cpp.utils.report.alerts import Alerts
 from nemo_rl_cpp.utils.timer import TimeoutChecker, Timer
 
 
@@ -26,6 +27,7 @@ class RunServices:
         report: writes report.html; None: no page.
         history: one dictionary a step of this process: `step`, the metrics, `seconds` and rates.
         validations: one dictionary a validation of this process: `step` and its metrics.
+        alerts: what is serious about the run so far, for the terminal.
     """
 
     logger: Logger | None
@@ -39,6 +41,7 @@ class RunServices:
     timeout: TimeoutChecker = field(default_factory=lambda: TimeoutChecker(None))
     history: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    alerts: Alerts = field(default_factory=Alerts)
 
     def __post_init__(self) -> None:
         for observer in (self.progress, self.memory, self.trace):

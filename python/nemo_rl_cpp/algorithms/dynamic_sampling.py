@@ -3,14 +3,17 @@
 A group of generations with equal rewards has advantages of zero: it costs a training step's time and teaches nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.train_batch import sample_mask
+from nemo_rl_cpp.utils.plain_state import check_state
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec
@@ -42,15 +45,24 @@ def mixed_rows(batch: Mapping[str, Any]) -> torch.Tensor:
     return (lowest != highest)[groups]
 
 
-def _extremes(groups: torch.Tensor, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest reward of every group."""
+def _extremes(
+    groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest reward of every group, among `voters` bool [B]; both 0 where a group has none."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
+    if voters is not None:
+        groups, values = groups[voters], values[voters]
     return (
         empty.scatter_reduce(0, groups, values, "amin", include_self=False),
         empty.scatter_reduce(0, groups, values, "amax", include_self=False),
     )
+
+
+def unmasked_rows(rollouts: Mapping[str, Any], overlong_filtering: bool) -> torch.Tensor:
+    """bool [B]: rows that will get a gradient, see `sample_mask`."""
+    return sample_mask(rollouts, overlong_filtering) != 0
 
 
 def dynamic_sampling(
@@ -156,11 +168,14 @@ class GroupSampler:
         enabled: whether groups with equal rewards are dropped.
         max_gen_batches: batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
+        voters: bool [B], the rows of a batch whose rewards count in whether a group's differ; by default all do.
+        group_size: samples of a group, by which groups of a checkpoint are told from those of another run; None: any.
     """
 
     def __init__(
-        self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False
-    ) -> None:
+        self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
+        voters: Callable[[Mapping[str, Any]], torch.Tensor] | None = None, group_size: int | None = None,
+    ) -> None:  # fmt: skip
         if enabled and max_gen_batches < 1:
             raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
         if num_groups < 1:
@@ -169,9 +184,12 @@ class GroupSampler:
         self.enabled = enabled
         self.max_gen_batches = max_gen_batches
         self.keep_surplus = keep_surplus
+        self._voters = voters
+        self.group_size = group_size
         self.metrics: dict[str, float] = {}
         """of the step last taken"""
         self._cache: BatchedDataDict | None = None
+        self._checked = False
         self._start_step()
 
     @classmethod
@@ -181,11 +199,14 @@ class GroupSampler:
         def get(key: str, default: Any) -> Any:
             return section.get(key, default) if isinstance(section, Mapping) else getattr(section, key, default)
 
+        exclude = get("masked_reward_policy", "include") == "exclude"
         return cls(
             num_groups=get("num_prompts_per_step", 1),
             enabled=bool(get("use_dynamic_sampling", False)),
             max_gen_batches=get("dynamic_sampling_max_gen_batches", 10),
             keep_surplus=bool(get("dynamic_sampling_keep_surplus", False)),
+            voters=partial(unmasked_rows, overlong_filtering=bool(get("overlong_filtering", False))) if exclude else None,
+            group_size=get("num_generations_per_prompt", None),
         )
 
     def _start_step(self) -> None:
@@ -216,9 +237,13 @@ class GroupSampler:
         _check_finite(rewards)
         rollouts = rollouts.copy()
         rollouts["group_id"] = groups = group_numbers(rollouts)
+        if self.enabled and self.keep_surplus and not self._checked:  # a checkpoint will hold them: say so in the first step
+            check_state(dict(rollouts.data), "rollouts")
+            self._checked = True
         if "weight_version" not in rollouts:
             rollouts["weight_version"] = torch.full((len(groups),), weight_version, dtype=torch.long)
-        lowest, highest = _extremes(groups, rewards)
+        voters = None if self._voters is None else self._voters(rollouts)
+        lowest, highest = _extremes(groups, rewards, voters)
         mixed = lowest != highest
         self._batches += 1
         self._samples += len(rewards)
@@ -301,6 +326,11 @@ class GroupSampler:
             "reward_sum": self._reward_sum,
             "samples": self._samples,
         }
+
+    def takes(self, cache: Mapping[str, Any]) -> bool:
+        """Whether kept groups of a checkpoint are groups of this sampler: it keeps some, and of the same size."""
+        sizes = torch.bincount(cache["group_id"]).unique().tolist()
+        return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken."""

@@ -17,6 +17,7 @@ from nemo_rl_cpp.algorithms.components import GRPOComponents
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
+from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.run import run_to_end
@@ -27,9 +28,10 @@ from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
-from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig
+from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig
+from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner, aggregate_rollout_metrics
@@ -79,7 +81,7 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
                 metrics |= add_logprobs(parts.policy, batch, needs, weight_version=state.step)
                 metrics |= mask_by_logprob_error(batch, grpo.seq_logprob_error_threshold)
             with timer("advantage_calculation"):
-                batch["advantages"] = _clip_grpo_advantages(compute_advantages(parts, batch), grpo)
+                batch["advantages"] = _clip_grpo_advantages(compute_advantages(parts, batch, grpo.masked_reward_policy), grpo)
             with timer("policy_training"):
                 parts.policy.prepare_for_training()
                 result = parts.policy.train(batch, parts.loss_fn, timer=timer)
@@ -92,13 +94,16 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
         observe(parts, config, grpo, state, report)
 
 
-def compute_advantages(parts: GRPOComponents, batch: Any) -> torch.Tensor:
-    """[B, S], by the estimator. Groups go by `group_id`: two equal prompts of a batch are two groups."""
+def compute_advantages(parts: GRPOComponents, batch: Any, masked_reward_policy: str = "include") -> torch.Tensor:
+    """[B, S], by the estimator. Groups go by `group_id`: two equal prompts of a batch are two groups. With `masked_reward_policy`
+    exclude the samples that get no gradient have no say in their group's statistics."""
+    voters = (batch["sample_mask"] != 0).float() if masked_reward_policy == "exclude" else None
     return parts.advantage_estimator.compute_advantage(
         prompt_ids=batch["input_ids"],
         group_id=batch["group_id"],
         rewards=batch["rewards"],
         mask=valid_mask(batch),
+        valid_mask=voters,
         repeated_batch=batch,
         logprobs_policy=batch.get("prev_logprobs", batch["generation_logprobs"]),
         logprobs_reference=batch.get("reference_policy_logprobs"),
@@ -126,6 +131,7 @@ def _create_advantage_estimator(master_config: GRPOMasterConfig) -> Any:
 def main(config: GRPOMasterConfig) -> None:
     """A whole run: data, environments, policy, engine, training (resumed where it was), summary. What
     `run_grpo_math.py` calls. A model or data set that cannot be had ends the program with one sentence."""
+    config = checked(config, GRPOMasterConfig)
     with build.run_data(config, config.grpo.seed) as (tokenizer, data):
         policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, config, *_ = setup(
             config, tokenizer, data.train, data.validation
@@ -147,22 +153,24 @@ def setup(
     """Everything that `grpo_train` takes but the environments, in NeMo RL's order: (policy, generation, None, (cluster,
     cluster), loader, validation loader, loss, logger, checkpoints, state, configuration, {}, {}).
 
-    Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. `policy_factory` makes the policy instead of
-    `Policy`, with its arguments. `processor` (images, sound) is not supported.
+    Locks checkpointing.checkpoint_dir until `CheckpointManager.shutdown` and goes on from the newest whole checkpoint there, as
+    checkpointing.resume says; ResumeError (a ValueError) where it is of another run. `policy_factory` makes the policy instead of
+    `Policy`, with its arguments. `processor` (images, sound) is not supported. The configuration may be a
+    mapping, too; however it was made, it is checked as a file would be (ConfigError).
     """
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")
-    config, loop = master_config, master_config.grpo
-    checkpoints = build.make_checkpoints(config)
-    resume = find_resume(checkpoints)
-    state = resume.state
-    loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
-    resume.load_data_position(loader, config.data)
-    val_loader = build.make_val_dataloader(val_dataset, loop)
-    cluster = build.make_cluster(config)
-    policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
-    generation = policy.create_generation(config.policy.generation, seed=loop.seed)
-    logger = build.make_logger(config, state)
+    config = checked(master_config, GRPOMasterConfig)
+    loop = config.grpo
+    with opened(config, loop, tokenizer, dataset, val_dataset) as (checkpoints, resume):
+        state = resume.state
+        loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
+        resume.load_data_position(loader, config.data)
+        val_loader = build.make_val_dataloader(val_dataset, loop)
+        cluster = build.make_cluster(config)
+        policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
+        generation = policy.create_generation(config.policy.generation, seed=loop.seed)
+        logger = build.make_logger(config, state)
     return (
         policy, generation, None, (cluster, cluster), loader, val_loader, ClippedPGLossFn(config.loss_fn), logger, checkpoints,
         state, config, {}, {},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_cpp.algorithms.checkpointing import save_checkpoint
+from nemo_rl_cpp.algorithms.checkpointing import check_metric_name, check_weights, metric_of, save_if_due
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult, reached_target
 from nemo_rl_cpp.utils.step_metrics import performance_metrics
@@ -18,12 +18,14 @@ class StepReport:
         table: columns of train_data_step<N>.jsonl.
         histograms: name -> values, logged as `train/<name>/histogram`.
         generated_tokens: tokens of all responses of the step, those filtered out included.
+        rollout_names: names of the metrics that rollouts and environments gave; validation has these too.
     """
 
     metrics: dict[str, Any]
     table: dict[str, list[Any]] = field(default_factory=dict)
     histograms: dict[str, list[float]] = field(default_factory=dict)
     generated_tokens: float | None = None
+    rollout_names: frozenset[str] = frozenset()
 
 
 def observe_start(parts: Any, state: TrainState) -> None:
@@ -32,6 +34,7 @@ def observe_start(parts: Any, state: TrainState) -> None:
     if parts.validator is not None and parts.validator.due_at_start(state.step) and not state.finished:
         result = validate_now(parts, state)
         log_validation(parts, state, result)
+        check_metric_name(parts, None, result.metrics)
 
 
 def observe(parts: Any, config: Any, loop: Any, state: TrainState, report: StepReport) -> None:
@@ -57,13 +60,14 @@ def observe(parts: Any, config: Any, loop: Any, state: TrainState, report: StepR
     if validation is not None:
         log_validation(parts, state, validation)
     if run.checkpoints is not None:
-        reason = run.checkpoints.save_reason(
-            step, is_last=state.finished, early_stop=target, timeout=timed_out, interrupted=interrupted
-        )
-        if reason is not None:
-            with run.timer("checkpointing"):
-                metric = run.checkpoints.checkpoint_metric(report.metrics, validation.metrics if validation else None)
-                save_checkpoint(parts, config, state, metric)
+        val_metrics = validation.metrics if validation else None
+        check_metric_name(parts, report, val_metrics)
+        save_if_due(
+            parts, config, state, lambda: metric_of(parts, report.metrics, val_metrics, quiet=interrupted),
+            is_last=state.finished, early_stop=target, timeout=timed_out, interrupted=interrupted,
+        )  # fmt: skip
+    if state.finished and (run.checkpoints is None or not run.checkpoints.enabled):
+        check_weights(parts, state)
     log_times(parts, state, report)
 
 
@@ -80,6 +84,7 @@ def validate_now(parts: Any, state: TrainState) -> ValidationResult:
 def log_validation(parts: Any, state: TrainState, result: ValidationResult) -> None:
     run = parts.run
     run.validations.append({"step": state.step, **result.metrics})
+    run.alerts.validation(state.step, result.metrics)
     if run.logger is not None:
         run.logger.log_metrics(result.metrics, state.step, prefix="validation")
         run.logger.log_metrics(result.timings, state.step, prefix="timing/validation")
@@ -122,7 +127,10 @@ def log_times(parts: Any, state: TrainState, report: StepReport) -> None:
             run.logger.log_metrics(run.memory.step_metrics(), step, prefix="memory")
         run.logger.log_metrics(timing, step, prefix="timing/train", step_finished=True)
     run.history[-1] |= {"seconds": timing.get("total_step_time", 0.0), **performance}
+    serious = run.alerts.step(step, report.metrics)
     if run.progress is not None:
         run.progress.step(step, report.metrics | performance)
+        for line in serious:
+            run.progress.print(line)
     if run.report is not None:
         run.report.update()

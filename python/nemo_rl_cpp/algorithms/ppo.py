@@ -10,25 +10,26 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.advantage_estimator import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
-from nemo_rl_cpp.algorithms.checkpointing import find_resume
 from nemo_rl_cpp.algorithms.components import PPOComponents
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic, critic_metrics
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
+from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.run import run_to_end
-from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, shape_rewards, valid_mask
+from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, shape_rewards, valid_mask
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs, training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.logger import LoggerConfig as PPOLoggerConfig
 from nemo_rl_cpp.config.master import PPOMasterConfig
 from nemo_rl_cpp.config.ppo import AsyncPPOConfig, PPOConfig
 from nemo_rl_cpp.config.ppo import GAEConfig as AdvEstimatorConfig
+from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.train_batch import build_train_batch, spoken_by_assistant
 
 __all__ = [
-    "AdvEstimatorConfig", "AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState", "dynamic_sampling",
+    "AdvEstimatorConfig", "AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState", "async_ppo_train", "dynamic_sampling",
     "main", "make_components", "ppo_loop", "ppo_train", "setup", "validate",
 ]  # fmt: skip
 
@@ -41,8 +42,8 @@ _compute_critic_metrics = critic_metrics
 
 
 def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -> None:
-    """Each turn takes one batch of rollouts from version `state.step` of the policy, and trains critic and policy on it
-    `ppo_epochs` times."""
+    """Each turn takes one batch of rollouts from version `state.step` of the policy, and trains the policy on it `ppo_epochs`
+    times and the critic `critic_ppo_epochs` times, in turns."""
     ppo = config.ppo
     needs = LogprobNeeds.of(config.loss_fn, ppo.seq_logprob_error_threshold)
     observe_start(parts, state)
@@ -72,13 +73,17 @@ def ppo_loop(parts: PPOComponents, config: PPOMasterConfig, state: TrainState) -
                 parts.refit.verify_before_training()
                 metrics |= add_logprobs(parts.policy, batch, needs, weight_version=state.step)
                 metrics |= mask_by_logprob_error(batch, ppo.seq_logprob_error_threshold)
+                require_valid_tokens(samples, batch, "ppo")
             with timer("advantage_calculation"):
                 add_advantages(parts, batch)
             epochs = []
-            for _ in range(ppo.ppo_epochs):
-                with timer("value_training"):
-                    epochs.append(parts.critic.train(batch, timer))
-                if state.step >= ppo.policy_training_start_step:
+            critic_epochs = ppo.critic_ppo_epochs or ppo.ppo_epochs
+            for epoch in range(max(ppo.ppo_epochs, critic_epochs)):
+                epochs.append({})
+                if epoch < critic_epochs:
+                    with timer("value_training"):
+                        epochs[-1] |= parts.critic.train(batch, timer)
+                if epoch < ppo.ppo_epochs and state.step >= ppo.policy_training_start_step:
                     with timer("policy_training"):
                         epochs[-1] |= train_policy(parts, batch, timer)
             with timer("metrics"):
@@ -129,6 +134,7 @@ def _create_advantage_estimator(master_config: PPOMasterConfig) -> Any:
 def main(config: PPOMasterConfig) -> None:
     """A whole run: data, environments, policy, critic, engine, training (resumed where it was), summary. What
     `run_ppo.py` calls. A model or data set that cannot be had ends the program with one sentence."""
+    config = checked(config, PPOMasterConfig)
     with build.run_data(config, config.ppo.seed) as (tokenizer, data):
         policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, config = setup(
             config, tokenizer, data.train, data.validation
@@ -150,23 +156,25 @@ def setup(
     """Everything that `ppo_train` takes but the environments, in NeMo RL's order: (policy, generation, value model,
     (cluster, cluster), loader, validation loader, policy loss, value loss, logger, checkpoints, state, configuration).
 
-    Goes on from the newest whole checkpoint of checkpointing.checkpoint_dir. With the estimator `raw_reward` the value
-    model is None. `processor` (images, sound) is not supported.
+    Locks checkpointing.checkpoint_dir until `CheckpointManager.shutdown` and goes on from the newest whole checkpoint there, as
+    checkpointing.resume says; ResumeError (a ValueError) where it is of another run. With the estimator `raw_reward` the value
+    model is None. `processor` (images, sound) is not supported. The configuration may be a
+    mapping, too; however it was made, it is checked as a file would be (ConfigError).
     """
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")
-    config, loop = master_config, master_config.ppo
-    checkpoints = build.make_checkpoints(config)
-    resume = find_resume(checkpoints)
-    state = resume.state
-    loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
-    resume.load_data_position(loader, config.data)
-    val_loader = build.make_val_dataloader(val_dataset, loop)
-    cluster = build.make_cluster(config)
-    policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
-    value = build.make_value(config, tokenizer, resume, cluster, loop) if loop.adv_estimator.name == "gae" else None
-    generation = policy.create_generation(config.policy.generation, seed=loop.seed)
-    logger = build.make_logger(config, state)
+    config = checked(master_config, PPOMasterConfig)
+    loop = config.ppo
+    with opened(config, loop, tokenizer, dataset, val_dataset) as (checkpoints, resume):
+        state = resume.state
+        loader = build.make_dataloader(config.data, dataset, build.prompts_per_round(loop), loop.seed)
+        resume.load_data_position(loader, config.data)
+        val_loader = build.make_val_dataloader(val_dataset, loop)
+        cluster = build.make_cluster(config)
+        policy = build.make_policy(config, tokenizer, resume, cluster, loop, policy_factory)
+        value = build.make_value(config, tokenizer, resume, cluster, loop) if loop.adv_estimator.name == "gae" else None
+        generation = policy.create_generation(config.policy.generation, seed=loop.seed)
+        logger = build.make_logger(config, state)
     return (
         policy, generation, value, (cluster, cluster), loader, val_loader, ClippedPGLossFn(config.loss_fn),
         MseValueLossFn(config.value_loss_fn), logger, checkpoints, state, config,
@@ -195,6 +203,14 @@ def ppo_train(
         val_task_to_env, logger, checkpointer, ppo_save_state, master_config,
     )  # fmt: skip
     run_to_end(ppo_loop, parts, master_config, ppo_save_state, f"PPO {master_config.policy.model_name}")
+
+
+def async_ppo_train(*args: Any, **kwargs: Any) -> None:
+    """NeMo RL's training beside generation; always an error here."""
+    raise NotImplementedError(
+        "training while generating (ppo.async_ppo.enabled) is not supported: policy and engine share one set of weights. "
+        "Set ppo.async_ppo.enabled=false and call ppo_train"
+    )
 
 
 def make_components(

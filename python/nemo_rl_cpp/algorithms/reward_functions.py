@@ -3,24 +3,10 @@
 from typing import Any
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms._config import ConfigModel, as_model
-
-
-class RewardShapingConfig(ConfigModel):
-    """The `reward_shaping` section. With `stop_properly_penalty_coef` set the overlong keys are ignored, unless
-    `compose` is true: then the coefficient is applied first and the overlong penalty after it."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = False
-    overlong_buffer_length: int | None = None
-    overlong_buffer_penalty: float | None = None
-    max_response_length: int | None = None
-    stop_properly_penalty_coef: float | None = None
-    compose: bool = False
+from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.config.rewards import RewardShapingConfig
 
 
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")

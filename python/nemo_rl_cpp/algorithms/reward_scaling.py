@@ -3,21 +3,9 @@
 from typing import Any
 
 import torch
-from pydantic import ConfigDict
 
-from nemo_rl_cpp.algorithms._config import ConfigModel
-
-
-class RewardScalingConfig(ConfigModel):
-    """The `reward_scaling` section: rewards are clamped to [source_min, source_max] and mapped to [target_min, target_max]."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = False
-    source_min: float = 0.0
-    source_max: float = 1.0
-    target_min: float = 0.0
-    target_max: float = 1.0
+from nemo_rl_cpp.algorithms._config import as_model
+from nemo_rl_cpp.config.rewards import RewardScalingConfig
 
 
 def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) -> Any:
@@ -27,11 +15,11 @@ def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) 
     rewards were clamped. Equal source bounds give infinite or NaN rewards, as in NeMo RL; the configuration loader
     rejects them.
     """
-    cfg = reward_scaling_cfg
-    if not _of(cfg, "enabled"):
+    cfg = as_model(reward_scaling_cfg, RewardScalingConfig)
+    if not cfg.enabled:
         return repeated_batch
-    low, high = float(_of(cfg, "source_min")), float(_of(cfg, "source_max"))
-    target_low, target_high = float(_of(cfg, "target_min")), float(_of(cfg, "target_max"))
+    low, high = float(cfg.source_min), float(cfg.source_max)
+    target_low, target_high = float(cfg.target_min), float(cfg.target_max)
     keys = ["total_reward", *(k for k in repeated_batch.keys() if str(k).startswith("reward/"))]
     for key in keys:
         rewards = torch.as_tensor(repeated_batch[key])
@@ -41,9 +29,3 @@ def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) 
         span = torch.tensor(high - low, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
         repeated_batch[key] = target_low + (rewards.clamp(low, high) - low) / span * (target_high - target_low)
     return repeated_batch
-
-
-def _of(cfg: Any, name: str) -> Any:
-    from nemo_rl_cpp.algorithms._config import ConfigModel, setting
-
-    return setting(cfg, name, RewardScalingConfig.model_fields[name].default)

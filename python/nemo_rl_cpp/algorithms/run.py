@@ -5,15 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
+from nemo_rl_cpp.utils.access import to_plain
 from nemo_rl_cpp.utils.memory import startup_objects_frozen
 from nemo_rl_cpp.utils.report.page import duration
 
 
 def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config: Any, state: TrainState, title: str) -> None:
     """`loop(parts, config, state)` with Ctrl-C ending it at a step boundary; then the last page of the report, the end of
-    the logs, and a summary table. An exception leaves the report saying what it was, and goes on to the caller."""
+    the logs, and a summary table. An exception leaves the report saying what it was, and goes on to the caller; one from
+    the user's own code (a reward function, an environment, a loss) says so (`errors.in_user_code`)."""
     run, began, first = parts.run, time.monotonic(), state.step
     status, message = "failed", ""
+    run.stop.saves = run.checkpoints is not None and run.checkpoints.enabled
+    run.alerts.history.settings = to_plain(config)
+    if run.logger is not None:
+        tracebacks_go_to(run.logger.log_dir)
     if run.report is not None:
         run.report.start()
     try:
@@ -24,8 +31,11 @@ def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config:
         status, message = "interrupted", "stopped at once, in the middle of a step"
         raise
     except BaseException as error:
-        message = f"{type(error).__name__}: {error}"
-        raise
+        told = in_user_code(error)
+        message = one_sentence(told or error)
+        if told is None:
+            raise
+        raise told from error
     finally:
         if run.report is not None:
             run.report.finish(status, message)
@@ -34,7 +44,11 @@ def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config:
         if run.checkpoints is not None:
             run.checkpoints.shutdown()
         if run.progress is not None:
-            run.progress.finish(summary(parts, state, first, time.monotonic() - began), title=f"{title}: {status}")
+            run.progress.finish(summary(parts, state, first, time.monotonic() - began), title=_title(title, status, run.alerts.learned_nothing))
+
+
+def _title(title: str, status: str, learned_nothing: bool) -> str:
+    return f"{title}: {status}" + (", but nothing was learned" if learned_nothing else "")
 
 
 def summary(parts: Any, state: TrainState, first_step: int, seconds: float) -> dict[str, Any]:
@@ -53,6 +67,7 @@ def summary(parts: Any, state: TrainState, first_step: int, seconds: float) -> d
             table[name] = _validation_text(row[0])
     if run.history:
         table |= _health(run.history)
+    table |= run.alerts.table()
     if run.checkpoints is not None and run.checkpoints.enabled and state.step:
         latest = run.checkpoints.checkpoint_dir / f"step_{state.step}"
         if latest.is_dir():

@@ -15,8 +15,9 @@ def compute_and_apply_seq_logprob_error_masking(
     """Metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
     with a threshold, sample_mask becomes 0 (in place) where e_b exceeds it.
 
-    Returns max_, mean_ and min_seq_mult_prob_error over valid sequences (0 if none), the same with `_after_mask` over
-    those still valid, num_masked_seqs, and masked_correct_pct: the share of the masked ones with reward 1.
+    Returns max_, mean_ and min_seq_mult_prob_error over valid sequences, those with a trained token (0 if none), the same
+    with `_after_mask` over those still valid, num_masked_seqs, and masked_correct_pct: the share of the masked ones with
+    reward 1.
     """
     sample_mask: Tensor = train_data["sample_mask"]
     token_mask = train_data["token_mask"][:, 1:]
@@ -24,16 +25,17 @@ def compute_and_apply_seq_logprob_error_masking(
     gap = (train_data["generation_logprobs"][:, 1:] - train_data["prev_logprobs"][:, 1:]).abs()
     gap = torch.where(mask != 0, gap, torch.zeros_like(gap))
     error = (torch.exp(gap * mask) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    metrics = _extrema(error, sample_mask != 0, "")
+    measured = mask.sum(-1) != 0  # a sequence without a trained token has no error
+    metrics = _extrema(error, measured, "")
     masked, correct = 0, 0.0
     if seq_logprob_error_threshold is not None:
-        drop = (error > seq_logprob_error_threshold) & (sample_mask != 0)
+        drop = (error > seq_logprob_error_threshold) & measured
         masked = int(drop.sum())
         if masked:
             correct = float((torch.as_tensor(rewards, device=drop.device).reshape(-1)[drop] == 1).float().mean())
             sample_mask = torch.where(drop, torch.zeros_like(sample_mask), sample_mask)
             train_data["sample_mask"] = sample_mask
-    metrics |= _extrema(error, sample_mask != 0, "_after_mask")
+    metrics |= _extrema(error, measured & (sample_mask != 0), "_after_mask")
     return metrics | {"num_masked_seqs": masked, "masked_correct_pct": correct}
 
 

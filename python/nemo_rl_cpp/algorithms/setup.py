@@ -4,7 +4,8 @@ The order matters in two places: environments start their worker processes befor
 threads, and the checkpoint to resume from is known before the model is loaded.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.components import RunServices
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
@@ -23,11 +25,10 @@ from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_dev
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.models.sources import SourceError
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
-from nemo_rl_cpp.utils.interrupts import GracefulStop
+from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
+from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.utils.memory import PhaseMemory
 from nemo_rl_cpp.utils.progress import Progress
@@ -59,24 +60,26 @@ def make_tokenizer(policy: Any) -> Any:
 
 def make_data(config: Any, tokenizer: Any) -> RunData:
     """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
-    return RunData(*setup_response_data(tokenizer, config.data, config.env))
+    limit = config.policy.max_total_sequence_length
+    return RunData(*setup_response_data(tokenizer, config.data, config.env, max_total_sequence_length=limit))
 
 
 @contextmanager
 def run_data(config: Any, seed: int) -> Iterator[tuple[Any, RunData]]:
-    """Tokenizer and data of a run; its environments end with the block. A model or data set that cannot be had and a loss
-    or gradient that is not finite end the program with one sentence, in the block too."""
+    """Tokenizer and data of a run; its environments end with the block. Where the user has ended the run at once, an
+    environment that hangs is waited for no longer than `GRACE_SECONDS`."""
     set_seed(seed)
-    data = None
+    data, patience = None, None
     try:
         tokenizer = make_tokenizer(config.policy)
         data = make_data(config, tokenizer)
         yield tokenizer, data
-    except (SourceError, NonFiniteError) as error:
-        raise SystemExit(f"error: {error}") from None
+    except (KeyboardInterrupt, SystemExit):
+        patience = GRACE_SECONDS
+        raise
     finally:
         if data is not None:
-            shutdown_environments(data.task_to_env, data.val_task_to_env)
+            shutdown_environments(data.task_to_env, data.val_task_to_env, patience)
 
 
 def make_dataloader(data_config: Any, dataset: Any, num_prompts: int, seed: int) -> Any:
@@ -107,10 +110,9 @@ def prompts_per_round(loop: Any) -> int:
 
 
 def make_cluster(config: Any) -> RayVirtualCluster:
-    """The devices of the section `cluster`: one. ValueError where `cluster.device` asks for a GPU that cannot be used."""
-    cluster = config.cluster
-    use_gpus = check_device(cluster.device) == "cuda"
-    return RayVirtualCluster([cluster.gpus_per_node] * cluster.num_nodes, use_gpus=use_gpus, name="train_cluster")
+    """One device, whatever sizes the configuration was written for (`config/fold.py`). ValueError where `cluster.device` asks for a GPU that cannot be used."""
+    use_gpus = check_device(config.cluster.device) == "cuda"
+    return RayVirtualCluster([1], use_gpus=use_gpus, name="train_cluster")
 
 
 def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None) -> Any:
@@ -135,17 +137,33 @@ def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop:
 
 
 def make_value(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any) -> Any:
-    """PPO's critic with the weights and optimizer of the checkpoint, or those of value.model_name."""
+    """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
+    value.model_name."""
     from nemo_rl_cpp.models.value.lm_value import Value
 
     weights, optimizer = resume.model_paths("value")
+    if weights is None and loop.warm_start_value_checkpoint is not None:
+        weights = warm_start_weights(loop.warm_start_value_checkpoint)
+        print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     return Value(
-        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, total_steps=train_calls(loop), seed=loop.seed
+        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
+        total_steps=loop.max_num_steps * (loop.critic_ppo_epochs or loop.ppo_epochs),
     )
 
 
+def warm_start_weights(checkpoint: str) -> Path:
+    """The folder of the critic's weights in a checkpoint step_N; ValueError where there are none."""
+    weights = Path(checkpoint).expanduser() / "value" / "weights"
+    if not weights.is_dir():
+        raise ValueError(
+            f"ppo.warm_start_value_checkpoint is {checkpoint}, but {weights} is not there: name a folder step_N that a PPO run with a "
+            "critic has saved, or write null"
+        )
+    return weights
+
+
 def train_calls(loop: Any) -> int:
-    """`train` calls of a whole run, of which each is one step of the learning-rate schedule."""
+    """`train` calls of the policy in a whole run, of which each is one step of the learning-rate schedule."""
     return loop.max_num_steps * getattr(loop, "ppo_epochs", 1)
 
 
@@ -162,11 +180,19 @@ def resume_of(checkpoints: CheckpointManager | None, state: TrainState) -> Resum
 
 
 def make_logger(config: Any, state: TrainState) -> Logger:
-    """Logs into the folder that the checkpoint names, cut back to its step; or into the next exp_NNN of logger.log_dir."""
-    folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir})
-    logger = Logger({**config.logger.model_dump(), "log_dir": folder})
-    if state.log_dir is not None:
-        logger.truncate_after(state.step)
+    """Logs below logger.log_dir: into the folder exp_NNN of this very run, cut back to the checkpoint's step, or into the next
+    new one. The folder is this run's until the logger's `finish`."""
+    saves = config.checkpointing.enabled
+    home = Path(config.checkpointing.checkpoint_dir)
+    try:
+        make_folder(Path(config.logger.log_dir), "logger.log_dir")
+        folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
+        logger = Logger({**config.logger.model_dump(), "log_dir": folder})
+        logger.claim(home if saves else None)
+        if state.log_dir is not None:
+            logger.truncate_after(state.step)
+    except OSError as error:
+        raise FolderError(f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})") from error
     state.log_dir = folder
     logger.log_hyperparams(config)
     return logger
@@ -213,19 +239,30 @@ def shared_components(
     if warning := shaping_warning(loop.reward_shaping):
         print(warning, flush=True)
     keep_bad_batches(policy, logger)
+    if logger is not None and checkpoints is not None:
+        checkpoints.facts["run"] = logger.run_id
     engine = config.policy.generation
     generation = generation or policy.create_generation(engine, seed=loop.seed)
     return {
         "policy": policy,
         "generation": generation,
         "tokenizer": tokenizer,
-        "refit": create_weight_synchronizer(policy, generation, engine.backend, engine.colocated.enabled),
+        "refit": create_weight_synchronizer(policy, generation, "native", colocated=True),
         "prompts": PromptSource(loader, loop.num_generations_per_prompt, state),
-        "rollouts": RolloutRunner(generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns),
+        "rollouts": RolloutRunner(
+            generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns,
+            length_penalty_of(loop, tokenizer),
+        ),
         "sampler": GroupSampler.from_config(loop),
         "validator": make_validator(config, loop, generation, val_loader, tokenizer, val_task_to_env or task_to_env, logger),
         "run": make_services(config, loop, state, logger, checkpoints, title),
     }
+
+
+def length_penalty_of(loop: Any, tokenizer: Any) -> Callable[[Any], dict[str, float]] | None:
+    """What `grpo.length_penalty` does to finished rollouts; None where it is not given."""
+    penalty = getattr(loop, "length_penalty", None)
+    return None if penalty is None else lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)
 
 
 def keep_bad_batches(model: Any, logger: Any) -> None:
@@ -240,19 +277,24 @@ def limited(state: TrainState, loop: Any) -> TrainState:
     return state
 
 
-def shutdown_environments(task_to_env: dict[str, Any] | None, val_task_to_env: dict[str, Any] | None) -> None:
-    """Ends the processes of all environments, each once."""
+def shutdown_environments(
+    task_to_env: dict[str, Any] | None, val_task_to_env: dict[str, Any] | None, patience: float | None = None
+) -> None:
+    """Ends the processes of all environments, each once; one that does not answer for `patience` seconds is left behind."""
     from nemo_rl_cpp.distributed.futures import get
     from nemo_rl_cpp.environments.remote import call_remote
 
     environments = {id(env): env for group in (task_to_env, val_task_to_env) for env in (group or {}).values()}
     for environment in environments.values():
         if hasattr(environment, "shutdown"):
-            get(call_remote(environment, "shutdown"))
+            try:
+                get(call_remote(environment, "shutdown"), patience)
+            except TimeoutError:
+                print("an environment hangs and is left behind", file=sys.stderr)
 
 
 __all__ = [
     "RunData", "find_resume", "keep_bad_batches", "limited", "make_checkpoints", "make_cluster", "make_data", "make_dataloader", "make_logger",
     "make_policy", "make_services", "make_tokenizer", "make_val_dataloader", "make_validator", "make_value", "prompts_per_round",
-    "resume_of", "run_data", "shared_components", "shutdown_environments", "train_calls",
+    "resume_of", "run_data", "shared_components", "shutdown_environments", "train_calls", "warm_start_weights",
 ]  # fmt: skip

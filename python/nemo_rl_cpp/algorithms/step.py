@@ -23,6 +23,21 @@ def valid_mask(batch: Any) -> torch.Tensor:
     return batch["token_mask"] * batch["sample_mask"][:, None]
 
 
+class NothingToTrainOnError(RuntimeError):
+    """A batch without a single token to train on."""
+
+
+def require_valid_tokens(samples: Any, batch: Any, section: str) -> None:
+    """Raises NothingToTrainOnError where every token is masked: an optimizer step would only shrink the weights."""
+    if bool(valid_mask(batch).any()):
+        return
+    cut = int(samples["truncated"].sum())
+    raise NothingToTrainOnError(
+        f"no token is left to train on: all {len(batch['sample_mask'])} samples of this step are masked, {cut} of them were cut off; raise "
+        f"policy.generation.max_new_tokens, or look at {section}.overlong_filtering, {section}.seq_logprob_error_threshold and the prompts' lengths"
+    )
+
+
 def mask_by_logprob_error(batch: Any, threshold: float | None) -> dict[str, float]:
     """Drops sequences by `seq_logprob_error_threshold`; nothing to measure where generation is the training forward."""
     if "prev_logprobs" not in batch:
@@ -49,4 +64,5 @@ def report_step(parts: TrainingComponents, loop: Any, samples: Any, batch: Any, 
         table=rollout_table(samples, batch),
         histograms=histograms,
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
+        rollout_names=frozenset(rollout_metrics),
     )

@@ -83,6 +83,12 @@ def batch_metrics(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[
         }
     else:
         metrics |= dict.fromkeys(("advantages/sum", "advantages/mean", "advantages/max", "advantages/min"), 0.0)
+    cut = float((torch.as_tensor(samples["loss_multiplier"]) == 0).float().mean()) if "loss_multiplier" in samples else 0.0
+    if cut:  # see data.max_input_seq_length
+        metrics["cut_prompts_rate"] = cut
+    truncated = torch.as_tensor(samples["truncated"]).bool() if "truncated" in samples else torch.zeros(0, dtype=torch.bool)
+    if truncated.any():
+        metrics["reward_of_truncated"] = float(batch["rewards"][truncated].mean())
     if "mask_sample" in samples:
         metrics["num_mask_sample_filtered"] = int(torch.as_tensor(samples["mask_sample"]).sum())
     return metrics

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,10 @@ class ValidationResult(NamedTuple):
 
     metrics: dict[str, Any]
     timings: dict[str, float]
+
+
+OWN_METRICS = ("accuracy", "avg_length", "num_samples", "accuracy_ci95_low", "accuracy_ci95_high", "pass_k")
+"""what every validation may give, whatever its environments give besides"""
 
 
 class Interval(NamedTuple):
@@ -60,6 +64,13 @@ class Validator:
         self._greedy = policy.generation.val_temperature == 0
         self._logger = logger
         self._num_samples_to_print = num_samples_to_print
+
+    def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Any]) -> list[str] | None:
+        """The names of a validation's metrics, by those of a training step's rollouts; None where they cannot be known, because
+        other environments score it."""
+        mine, theirs = ({id(env) for env in envs.values()} for envs in (self._task_to_env, task_to_env))
+        mine_types, their_types = ({type(env) for env in envs.values()} for envs in (self._task_to_env, task_to_env))
+        return sorted({*rollout_names, *OWN_METRICS}) if mine <= theirs or mine_types <= their_types else None
 
     def due_at_start(self, step: int) -> bool:
         """Before the first step of a new run."""

@@ -1,6 +1,10 @@
-"""Keys that the guides call by two names: both are accepted, in files and overrides; different values are an error."""
+"""Keys that NeMo RL calls by two names: both are accepted, in files and overrides; different values are an error."""
 
-ALIASES: list[tuple[str, str]] = [
+from __future__ import annotations
+
+from .backends import DTensorConfig
+
+SPELLINGS: list[tuple[str, str]] = [
     (f"{section}.{spelling}", f"{section}.{canonical}")
     for section in ("grpo", "ppo")
     for spelling, canonical in (
@@ -12,4 +16,14 @@ ALIASES: list[tuple[str, str]] = [
 ] + [
     ("policy.generation.max_model_len", "policy.generation.vllm_cfg.max_model_len"),
     ("generation.max_model_len", "generation.vllm_cfg.max_model_len"),
+    ("policy.automodel_cfg", "policy.dtensor_cfg"),
+    ("value.automodel_cfg", "value.dtensor_cfg"),
 ]
+"""(another name, the key), of keys and of whole sections."""
+
+ALIASES: list[tuple[str, str]] = SPELLINGS + [
+    (f"{model}.automodel_cfg.{info.alias or name}", f"{model}.dtensor_cfg.{info.alias or name}")
+    for model in ("policy", "value")
+    for name, info in DTensorConfig.model_fields.items()
+]
+"""The same with each key of a section, as overrides and interpolations name them."""

@@ -12,8 +12,10 @@ from .base import Fraction, Int, Positive, Real, Section, key, no_effect, only, 
 from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
 
 _NO_LORA = "LoRA is not supported: all weights are trained"
-_NO_OFFLOAD = "offloading is not supported yet"
-_NO_PIPELINE = "there are no pipeline stages"
+_OFFLOAD = "on a CPU everything lies in its memory anyway; an error with cluster.device cuda"
+_FOLDED = "how the model is cut, not what is computed: folded onto one device, see cluster.strict_sizes"
+_ONE_DEVICE = "on one device it makes no difference"
+_NO_EXPERTS = "no mixture of experts"
 _NO_MTP = "multi-token prediction is not supported"
 
 
@@ -30,6 +32,7 @@ class LoraConfig(Section):
     dropout_position: str = no_effect("post")
     lora_A_init: str = no_effect("xavier")
     use_triton: bool = no_effect(True)
+    restore_from: str | None = no_effect(None)
 
 
 class DTensorConfig(Section):
@@ -38,13 +41,19 @@ class DTensorConfig(Section):
     enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
     v2: bool = no_effect(True, alias="_v2")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    tensor_parallel_size: Positive = key(1, "only 1 is supported yet")
-    context_parallel_size: Positive = key(1, "only 1 is supported yet")
-    cpu_offload: bool = only(False, why=_NO_OFFLOAD)
-    sequence_parallel: bool = no_effect(False, "without tensor parallelism it makes no difference")
-    custom_parallel_plan: Any = only(None, why="tensor parallelism is not supported yet")
+    tensor_parallel_size: Positive = key(1, _FOLDED)
+    context_parallel_size: Positive = key(1, _FOLDED)
+    expert_parallel_size: Positive = key(1, _FOLDED)
+    cpu_offload: bool = no_effect(False, _OFFLOAD)
+    sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
+    custom_parallel_plan: Any = no_effect(None, _ONE_DEVICE)
     automodel_kwargs: dict[str, Any] = no_effect({})
     lora_cfg: LoraConfig = section(LoraConfig, "LoRA (not supported)")
+    moe_parallelizer: dict[str, Any] | None = no_effect(None, _NO_EXPERTS)
+    model_save_format: str | None = no_effect("safetensors", "checkpoints are always whole Hugging Face folders")
+    save_consolidated: Any = no_effect("false", "checkpoints are always whole Hugging Face folders")
+    single_rank_consolidation: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
+    consolidation_timeout_minutes: Int = no_effect(30, "checkpoints are always whole Hugging Face folders")
     env_vars: dict[str, Any] | None = no_effect(None)
     clear_cache_every_n_steps: Int | None = no_effect(None)
 
@@ -83,6 +92,7 @@ class DDPConfig(Section):
     overlap_grad_reduce: bool = no_effect(True)
     overlap_param_gather: bool = no_effect(True)
     use_custom_fsdp: bool = no_effect(False)
+    average_in_collective: bool = no_effect(True)
     data_parallel_sharding_strategy: str = no_effect("optim_grads_params")
 
 
@@ -100,11 +110,11 @@ class MegatronConfig(Section):
 
     enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    tensor_model_parallel_size: Positive = key(1, "only 1 is supported yet")
-    pipeline_model_parallel_size: Positive = key(1, "only 1 is supported yet")
-    context_parallel_size: Positive = key(1, "only 1 is supported yet")
-    expert_tensor_parallel_size: Positive = key(1, "only 1 is supported yet")
-    expert_model_parallel_size: Positive = key(1, "only 1 is supported yet")
+    tensor_model_parallel_size: Positive = key(1, _FOLDED)
+    pipeline_model_parallel_size: Positive = key(1, _FOLDED)
+    context_parallel_size: Positive = key(1, _FOLDED)
+    expert_tensor_parallel_size: Positive = key(1, _FOLDED)
+    expert_model_parallel_size: Positive = key(1, _FOLDED)
     optimizer: MegatronOptimizerConfig = section(MegatronOptimizerConfig, "optimizer")
     scheduler: MegatronSchedulerConfig = section(
         MegatronSchedulerConfig, "learning rate and weight decay over the steps"
@@ -123,24 +133,41 @@ class MegatronConfig(Section):
     empty_unused_memory_level: Int = no_effect(1)
     cuda_graph_impl: str = no_effect("none")
     cuda_graph_modules: list = no_effect([])
+    cuda_graph_scope: str | list | None = no_effect(None)
     cuda_graph_warmup_steps: Int = no_effect(3)
-    fine_grained_activation_offloading: bool = only(False, why=_NO_OFFLOAD)
+    fine_grained_activation_offloading: bool = no_effect(False, _OFFLOAD)
     offload_modules: list | None = no_effect(None)
     recompute_granularity: str | None = no_effect("full")
     recompute_modules: list | None = no_effect(None)
-    num_layers_in_first_pipeline_stage: Int | None = only(None, why=_NO_PIPELINE)
-    num_layers_in_last_pipeline_stage: Int | None = only(None, why=_NO_PIPELINE)
+    recompute_num_layers: Int | None = no_effect(None)
+    recompute_method: str | None = no_effect(None)
+    num_layers_in_first_pipeline_stage: Int | None = no_effect(None, _ONE_DEVICE)
+    num_layers_in_last_pipeline_stage: Int | None = no_effect(None, _ONE_DEVICE)
+    virtual_pipeline_model_parallel_size: Int | None = no_effect(None, _ONE_DEVICE)
+    account_for_embedding_in_pipeline_split: bool = no_effect(False, _ONE_DEVICE)
+    account_for_loss_in_pipeline_split: bool = no_effect(False, _ONE_DEVICE)
+    pipeline_model_parallel_layout: Any = no_effect(None, _ONE_DEVICE)
+    dynamic_context_parallel: dict[str, Any] | None = no_effect(None, _ONE_DEVICE)
     pipeline_dtype: str | None = no_effect(None)
-    sequence_parallel: bool = no_effect(False, "without tensor parallelism it makes no difference")
+    sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
     freeze_moe_router: bool = no_effect(True, "no mixture of experts")
-    moe_router_dtype: str | None = no_effect("fp64")
-    moe_router_load_balancing_type: str = no_effect("none")
-    moe_router_bias_update_rate: Real = no_effect(0.0)
-    moe_permute_fusion: bool = no_effect(True)
-    moe_per_layer_logging: bool = no_effect(False)
-    moe_enable_deepep: bool = no_effect(False)
-    moe_token_dispatcher_type: str = no_effect("alltoall")
-    moe_shared_expert_overlap: bool = no_effect(False)
+    moe_router_dtype: str | None = no_effect("fp64", _NO_EXPERTS)
+    moe_router_load_balancing_type: str = no_effect("none", _NO_EXPERTS)
+    moe_router_bias_update_rate: Real = no_effect(0.0, _NO_EXPERTS)
+    moe_router_enable_expert_bias: bool = no_effect(False, _NO_EXPERTS)
+    moe_router_fusion: bool = no_effect(False, _NO_EXPERTS)
+    moe_aux_loss_coeff: Real = no_effect(0.0, _NO_EXPERTS)
+    moe_grouped_gemm: bool = no_effect(True, _NO_EXPERTS)
+    moe_permute_fusion: bool = no_effect(True, _NO_EXPERTS)
+    moe_per_layer_logging: bool = no_effect(False, _NO_EXPERTS)
+    track_moe_metrics: bool = no_effect(False, _NO_EXPERTS)
+    moe_enable_deepep: bool = no_effect(False, _NO_EXPERTS)
+    moe_flex_dispatcher_backend: str | None = no_effect(None, _NO_EXPERTS)
+    moe_hybridep_num_sms: Int | None = no_effect(None, _NO_EXPERTS)
+    moe_hybridep_prepad_packed_inputs: bool = no_effect(False, _NO_EXPERTS)
+    moe_token_dispatcher_type: str = no_effect("alltoall", _NO_EXPERTS)
+    moe_shared_expert_overlap: bool = no_effect(False, _NO_EXPERTS)
+    batch_invariant_mode: Any = no_effect(False, "results never depend on the batch here")
     apply_rope_fusion: bool = no_effect(True)
     bias_activation_fusion: bool = no_effect(True)
     gradient_accumulation_fusion: bool = no_effect(False)
@@ -159,7 +186,7 @@ class MegatronConfig(Section):
 
 
 PARALLEL_SIZES = {
-    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size"),
+    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
     "megatron_cfg": (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, KeysView
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, stop_text_fault
+
+from . import python_values
 
 
-class Section(BaseModel):
+class _Made(type(BaseModel)):  # type: ignore[misc]
+    """`Section(key=value)` raises ConfigError, as the loader does; what the loader reads is not made through here."""
+
+    def __call__(cls, *given: Any, **values: Any) -> Any:
+        return python_values.make(cls, super().__call__, given, values)
+
+
+class Section(BaseModel, metaclass=_Made):
     """One mapping of the configuration, read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
 
     Unknown keys are errors. A key marked by `only` takes no value but the listed ones, because the feature behind it is
-    not supported; a key marked by `no_effect` is known and makes no difference here.
+    not supported; a key marked by `no_effect` is known and makes no difference here. Made in Python or assigned to, a
+    section holds the values that it was given: a text is not read as a number, nor a number as a text. Raises ConfigError.
     """
 
     model_config = ConfigDict(
+        strict=True,  # the loader asks for less: texts of ${oc.env:...} are numbers there
+        validate_assignment=True,
         extra="forbid",
         populate_by_name=True,
         protected_namespaces=(),
@@ -36,7 +50,15 @@ class Section(BaseModel):
         extra = self.model_extra or {}
         if key in extra:
             return extra[key]
+        if key in type(self).__private_attributes__:
+            return getattr(self, key)
         raise KeyError(key)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):  # of the program, not of the file
+            super().__setattr__(name, value)
+        else:
+            python_values.assign(self, super().__setattr__, name, value)
 
     def __setitem__(self, key: str, value: Any) -> None:
         setattr(self, _field_name(type(self), key) or key, value)
@@ -61,7 +83,8 @@ class Section(BaseModel):
 def _field_name(model: type[BaseModel], key: str) -> str | None:
     if key in model.model_fields:
         return key
-    return next((name for name, info in model.model_fields.items() if info.alias == key), None)
+    key = dict(python_values.aliases_of(model)).get(key, key)
+    return next((name for name, info in model.model_fields.items() if key in (name, info.alias)), None)
 
 
 def _number(value: Any) -> Any:
@@ -70,12 +93,49 @@ def _number(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_number)]
-Positive = Annotated[int, BeforeValidator(_number), Field(ge=1)]
-Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+def _whole_number(value: Any) -> Any:
+    value = _number(value)
+    if isinstance(value, float) and value.is_integer():  # 1e3 is the number 1000
+        value = int(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("must be an integer of at most 64 bits")
+    return value
+
+
+def _items(value: Any) -> Any:
+    """A single item is a list of one."""
+    return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else value
+
+
+def _stop_texts(texts: list[str]) -> list[str]:
+    if fault := stop_text_fault(texts):
+        raise ValueError(fault)
+    return texts
+
+
+def _divisor(value: float) -> float:
+    if value != 0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"must lie between {SMALLEST:g} and {LARGEST:g}, or be 0 for greedy decoding, not {value:g}")
+    return value
+
+
+def _share(value: float) -> float:
+    if value < SMALLEST:
+        raise ValueError(f"must be at least {SMALLEST:g}, not {value:g}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_whole_number)]
+Positive = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
 Real = Annotated[float, BeforeValidator(_number)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**32)]
+Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0), AfterValidator(_divisor)]
+TopP = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1), AfterValidator(_share)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_stop_texts)]
+StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
 def key(default: Any, doc: str, **options: Any) -> Any:

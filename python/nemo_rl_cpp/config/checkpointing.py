@@ -12,6 +12,11 @@ class CheckpointingConfig(Section):
 
     enabled: bool = key(True, "write checkpoints")
     checkpoint_dir: str = key("results/grpo", "folder of the run; the same folder resumes it")
+    resume: Literal["auto", "never", "must"] = key(
+        "auto",
+        "auto: go on from the newest whole checkpoint of checkpoint_dir, or begin; never: begin, and refuse a folder that holds "
+        "checkpoints; must: refuse a folder that holds none",
+    )
     metric_name: str | None = key(
         "val:accuracy", "metric that ranks checkpoints, train:NAME or val:NAME; null: newest win"
     )
@@ -30,3 +35,5 @@ class CheckpointingConfig(Section):
     is_peft: bool = only(False, why="LoRA is not supported")
     peft_config: Any = only(None, why="LoRA is not supported")
     is_async: bool = no_effect(False)
+    save_data_plane: bool = no_effect(True)
+    resume_if_exists: bool = only(True, why="a run goes on from the newest checkpoint of checkpoint_dir; name another folder to start anew")

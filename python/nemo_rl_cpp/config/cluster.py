@@ -10,9 +10,13 @@ from .base import Int, Positive, Section, key, no_effect
 class ClusterConfig(Section):
     """How many devices, and who runs them."""
 
-    gpus_per_node: Positive = key(1, "devices of a machine; only 1 is supported yet (a CPU counts as one)")
+    gpus_per_node: Positive = key(1, "devices of a machine that the file was written for; they are folded onto the one at hand, see strict_sizes")
     device: Literal["cpu", "cuda"] = key("cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU")
-    num_nodes: Positive = key(1, "machines; only 1 is supported yet")
+    num_nodes: Positive = key(1, "machines that the file was written for; folded likewise")
+    strict_sizes: bool = key(
+        False,
+        "true: device counts and parallel sizes above 1 are errors; false: they are folded onto the one device with a notice",
+    )
     executor: Literal["auto", "in_process", "ray"] = key(
         "auto", "in_process: everything in this process; ray is not supported yet"
     )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, SerializerFunctionWrapHandler, Tag, model_serializer
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
-from .base import Int, Positive, Section, key, no_effect, section
+from .base import Int, Positive, Section, key, no_effect, only, section
 
 # Keys of each data set beyond the common ones; a name with a dot is a class of the user's and takes any keys.
 _HUB = ("split", "repeat")
@@ -18,8 +28,14 @@ DATASET_KEYS: dict[str, tuple[str, ...]] = {
     "DeepScaler": _HUB,
     "AIME2024": _HUB,
     "AIME2025": _HUB,
+    "AIME2026": _HUB,
     "GSM8K": _HUB,
+    "math": _HUB,
     "math500": _HUB,
+    "gpqa": _HUB,
+    "gpqa_diamond": _HUB,
+    "mmlu": _HUB,
+    "mmlu_pro": _HUB,
     "ResponseDataset": ("data_path", "input_key", "output_key", "subset", "split"),
     "arithmetic": (*_GENERATED, "max_number", "num_shots"),
     "reverse_digits": (*_GENERATED, "num_digits"),
@@ -29,11 +45,35 @@ DATASET_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+DATASET_ALIASES = {"gsm8k": "GSM8K", "aime2024": "AIME2024", "aime2025": "AIME2025", "aime2026": "AIME2026", "openmathinstruct2": "OpenMathInstruct-2"}
+"""Further names of NeMo RL's guides for the same data sets."""
+
+
+def is_class_name(dataset_name: str) -> bool:
+    """Whether a name is a class of the user's, package.module.Name: identifiers joined by dots."""
+    return "." in dataset_name and all(part.isidentifier() for part in dataset_name.split("."))
+
+
+def takes(dataset_name: str, key: str) -> bool:
+    """Whether a data set reads a key beyond the common ones; a class of the user's reads any."""
+    return is_class_name(dataset_name) or key in DATASET_KEYS.get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
+
+
+def defaults_for(section: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `data.default` a section of data.train or data.validation takes: the common keys and those of its data set."""
+    name = section.get("dataset_name", default.get("dataset_name"))
+    common = DatasetConfig.model_fields
+    return {key: value for key, value in default.items() if key in common or name is None or takes(name, key)}
+
+
 class DatasetDefaults(Section):
-    """What every data set may set; `data.default` fills in what a data set leaves out."""
+    """What every data set may set; `data.default` fills in what a data set leaves out, the keys of its dataset_name included."""
 
     model_config = ConfigDict(extra="allow")
 
+    dataset_name: str | None = key(
+        None, "known name, ResponseDataset with data_path, or a class package.module.Name; null: data.default.dataset_name"
+    )
     prompt_file: str | None = key(None, "text with {} for the question")
     system_prompt_file: str | None = key(None, "text of the system message")
     processor: str | None = key(None, "registered processor that makes a sample (math_hf_data_processor)")
@@ -64,7 +104,6 @@ HeldOut = Annotated[Any, AfterValidator(_held_out)]
 class DatasetConfig(DatasetDefaults):
     """One data set. Further keys depend on dataset_name."""
 
-    dataset_name: str = key(..., "known name, ResponseDataset with data_path, or a class package.module.Name")
     split_validation_size: HeldOut = key(
         None, "held out for validation: a share below 1, or a number of samples; null or 0: nothing"
     )
@@ -96,13 +135,35 @@ class DataConfig(Section):
     use_multiple_dataloader: bool = key(False, "a loader of its own for each data set")
     num_prompts_per_dataloader: Positive | None = key(None, "prompts from each loader when there are several")
     custom_dataloader: str | None = no_effect(None)
+    prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
+    system_prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
+
+
+_FILES = (".csv", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class EvalDataConfig(DatasetConfig):
-    """The data set of an evaluation."""
+    """The data set of an evaluation. As in NeMo RL, dataset_name may be a file or a data set of the hub, with `problem_key`
+    and `solution_key`: ResponseDataset with data_path, input_key and output_key."""
 
     max_input_seq_length: Positive | None = key(None, "prompts of this many tokens or more are cut; null: no limit")
     repeat: Positive = key(1, "times that the data set is repeated")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_a_file(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        name = data.get("dataset_name")
+        if isinstance(name, str) and ("/" in name or PurePath(name).suffix in _FILES):
+            data |= {"dataset_name": "ResponseDataset", "data_path": name}
+        if data.get("dataset_name") == "ResponseDataset":
+            for theirs, ours in (("problem_key", "input_key"), ("solution_key", "output_key")):
+                if theirs in data:
+                    data.setdefault(ours, data.pop(theirs))
+            data.pop("file_format", None)  # the file's name says it
+        return data
 
 
 def datasets_of(value: Any, dotted: str) -> list[tuple[str, DatasetConfig]]:

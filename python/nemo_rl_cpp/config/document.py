@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from .aliases import ALIASES
+from .aliases import SPELLINGS
 from .base import Section
 from .data import DATASET_KEYS
 from .env import KNOWN_ENVIRONMENTS
@@ -113,7 +113,7 @@ def _section(model: type[Section], name: str, lines: list[str]) -> None:
 def document() -> str:
     """The whole page."""
     lines = [_INTRODUCTION, "Two names of one key:", "", "| also known as | key |", "|---|---|"]
-    lines += [f"| `{spelling}` | `{canonical}` |" for spelling, canonical in ALIASES]
+    lines += [f"| `{spelling}` | `{canonical}` |" for spelling, canonical in SPELLINGS]
     lines += ["", "## A GRPO, DAPO or ProRLv2 run", ""]
     shown_sections: set[str] = set()
     titles = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Int, Positive, Real, Section, key
+from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
 
 
 class VerifierPoolConfig(Section):
@@ -27,7 +27,16 @@ class MathEnvConfig(VerifierPoolConfig):
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = key(
         "math", "kind of answer"
     )
-    stop_strings: list[str] | None = key(None, "texts that end a response of the next turn")
+    stop_strings: StopStrings | None = key(None, "texts that end a response of the next turn")
+
+
+class MultiRewardEnvConfig(Section):
+    """Correctness, an integer as answer and the format, each a part of the reward (for adv_estimator gdpo)."""
+
+    num_workers: Positive = no_effect(1, "scored in this process")
+    math_verify_impl: Literal["hf_math_verify"] | None = no_effect("hf_math_verify", "answers are compared letter for letter")
+    verifier_type: Literal["math"] | None = no_effect("math")
+    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
@@ -60,13 +69,14 @@ class GuessNumberEnvConfig(Section):
     max_guesses: Positive = key(3, "turns of a game; grpo.max_rollout_turns must allow them")
     higher: str = key(" higher\n", "what the environment says after a guess that is too low")
     lower: str = key(" lower\n", "what it says after one that is too high")
-    stop_strings: list[str] | None = key(None, "texts that end the next guess; null: those of the generation")
+    stop_strings: StopStrings | None = key(None, "texts that end the next guess; null: those of the generation")
 
 
 # Environments of this package; others (registered or by dotted class name) take any keys.
 KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
     "math": MathEnvConfig,
     "math_default": MathEnvConfig,
+    "math_multi_reward": MultiRewardEnvConfig,
     "arithmetic": PlainEnvConfig,
     "reverse_digits": PlainEnvConfig,
     "reasoning_gym": ReasoningGymEnvConfig,

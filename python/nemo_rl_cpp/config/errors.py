@@ -15,7 +15,8 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        subject = f"{self.key} " if self.key else ""
+        name = self.key if self.key.isprintable() else self.key.encode("unicode_escape").decode()
+        subject = f"{name} " if self.key else ""
         return f"{place}{subject}{self.message}"
 
 

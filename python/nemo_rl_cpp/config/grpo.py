@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from pydantic import ConfigDict
+
+from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, no_effect, only, section
+from .length_penalty import LengthPenaltyConfig
 from .rewards import RewardScalingConfig, RewardShapingConfig
 
 
 class AdvEstimatorConfig(Section):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus"] = key(
-        "grpo", "grpo: against the group's mean; reinforce_plus_plus: whitened over the batch's tokens"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = key(
+        "grpo",
+        "grpo: against the group's mean; gdpo: that for each part of the reward, their weighted sum whitened; "
+        "reinforce_plus_plus: whitened over the batch's tokens",
     )
-    normalize_rewards: bool = key(True, "grpo: divide by the group's standard deviation")
-    use_leave_one_out_baseline: bool = key(True, "grpo: a sample's baseline is the mean of the others of its group")
-    reward_weights: list[Real] | None = only(None, why="several reward components (GDPO) are not supported")
+    normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
+    use_leave_one_out_baseline: bool = key(True, "grpo, gdpo: a sample's baseline is the mean of the others of its group")
+    reward_weights: list[Real] | None = key(
+        None, "gdpo: one factor a part of the reward, in the order of the parts' names; null: 1 each"
+    )
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
 
 
@@ -65,7 +72,15 @@ class GRPOConfig(Section):
     )
     dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
     skip_reference_policy_logprobs_calculation: bool = key(False, "no reference model; needs a KL weight of 0")
-    seed: Int = key(42, "seed of data order and sampling")
+    masked_reward_policy: Literal["include", "exclude"] = key(
+        "include",
+        "whether samples without a gradient (overlong_filtering, masked by the environment, prompts too long) vote in their group's "
+        "baseline and deviation, and in whether dynamic sampling keeps it",
+    )
+    length_penalty: LengthPenaltyConfig | None = key(
+        None, "bonuses and penalties on length within each group, before reward_scaling and reward_shaping; null: none"
+    )
+    seed: Seed = key(42, "seed of data order and sampling")
     seq_logprob_error_threshold: NonNegative | None = key(
         None, "sequences whose mean multiplicative probability error is above this get no gradient"
     )
@@ -93,7 +108,9 @@ class RewardPenaltyConfig(Section):
 class DataPlaneConfig(Section):
     """Transfer queues between Ray workers; data stays in one process here."""
 
-    enabled: bool = only(False, why="there is no transfer queue: data stays in one process")
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = no_effect(False, "data stays in one process")
     impl: str = no_effect("transfer_queue")
     backend: str = no_effect("simple")
     storage_capacity: Int = no_effect(1000000)
@@ -101,7 +118,3 @@ class DataPlaneConfig(Section):
     claim_meta_poll_interval_s: Real = no_effect(0.5)
     global_segment_size: Int = no_effect(549755813888)
     local_buffer_size: Int = no_effect(68719476736)
-
-    @property
-    def is_active(self) -> bool:
-        return self.enabled

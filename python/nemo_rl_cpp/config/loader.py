@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,52 +15,75 @@ from . import rules
 from .aliases import ALIASES
 from .base import Section
 from .env import KNOWN_ENVIRONMENTS
+from .environment import environment_values
 from .errors import ConfigError, Problem, Report
+from .free_keys import additions
+from .given_values import GivenValues
 from .locate import find_config
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
-from .messages import dotted_key, known_keys, sentence, shown, unknown_key
+from .messages import dotted_key, known_keys, sentence, takes_own_keys, unknown_key
+from .python_values import check_marks
+from .written import KINDS, explained, of_another_kind
 
 Master = TypeVar("Master", bound=MasterConfig)
 
 
 def load_grpo_config(
-    path: str | os.PathLike[str] = "grpo_math_1B.yaml", overrides: Sequence[str] = ()
+    path: str | os.PathLike[str] = "grpo_math_1B.yaml",
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> GRPOMasterConfig:
     """The checked configuration of a GRPO, DAPO or ProRLv2 run.
 
     `path` is a YAML file, or the name of a shipped one; `overrides` are Hydra's ("policy.optimizer.kwargs.lr=1e-6").
+    `values` are Python values by dotted key, which come last and are taken as they are: no text of theirs is an
+    interpolation, a number or an escape. `places` says how messages name such a key ("argument learning_rate").
     Raises ConfigError (a ValueError) that lists every mistake with file, line, key and remedy. Does not import torch.
     """
-    return _load(path, overrides, GRPOMasterConfig, rules.check_grpo)
+    return _load(path, overrides, GRPOMasterConfig, _given(values, places, GRPOMasterConfig))
 
 
 def load_ppo_config(
-    path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml", overrides: Sequence[str] = ()
+    path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml",
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
     """The checked configuration of a PPO run; see `load_grpo_config`."""
-    return _load(path, overrides, PPOMasterConfig, rules.check_ppo)
+    return _load(path, overrides, PPOMasterConfig, _given(values, places, PPOMasterConfig))
 
 
 def load_eval_config(
-    path: str | os.PathLike[str] = "evals/eval.yaml", overrides: Sequence[str] = ()
+    path: str | os.PathLike[str] = "evals/eval.yaml",
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
     """The checked configuration of an evaluation; see `load_grpo_config`."""
-    return _load(path, overrides, EvalMasterConfig, rules.check_eval)
+    return _load(path, overrides, EvalMasterConfig, _given(values, places, EvalMasterConfig))
 
 
-def _load(
-    path: str | os.PathLike[str], overrides: Sequence[str], model: type[Master], check: Callable[[Master, Report], None]
-) -> Master:
+def _given(values: Mapping[str, Any] | None, places: Mapping[str, str] | None, model: type[MasterConfig]) -> GivenValues:
+    return GivenValues(values or {}, places or {}, model)
+
+
+def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Master], given: GivenValues) -> Master:
     file = find_config(path)
+    every = [*additions(_texts(overrides), model), *given.overrides]
     try:
-        data, positions, problems = _config.load(str(file), list(overrides), ALIASES, set(known_keys(model)))
+        data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)))
     except _config.LoadError as error:
-        raise ConfigError([Problem("", "", str(error))]) from None
+        raise ConfigError([Problem("", "", explained(str(error)))]) from None
+    if (other := of_another_kind(_sections(positions), _own_section(model))) is not None:
+        raise ConfigError([Problem(positions[other[0]], *other)])
     report = Report(positions, _short(file))
+    report.problems += given.problems
     for kind, key, where, message in problems:
+        where = given.place_of(where)
         text = unknown_key(key, model) if kind == "unknown_key" else message
-        if kind == "unknown_key":
-            text += f" (to add a key of your own write {_with_plus(where)})" if "did you mean" not in text else ""
+        if kind == "unknown_key" and takes_own_keys(key, model):
+            text += f" (to add a key of your own write {_with_plus(where)})"
         report.problems.append(Problem(where, key, text))
         if kind == "interpolation":
             _remove(data, tuple(key.split(".")))
@@ -68,16 +91,36 @@ def _load(
         report.problems.append(
             Problem(report.where(key), key, "is '???': it must be given, in the file or on the command line")
         )
+    given.restore(data, positions)
     config = _validate(data, model, report)
     if config is not None:
         config.fill_defaults()
-        _check_marks(config, "", report)
-        check(config, report)
+        check_marks(config, "", report)
+        rules.check(config, report)
     if report.problems:
         raise ConfigError(report.problems)
     assert config is not None
     config._positions = positions
+    config._environment = environment_values(file, overrides)
     return config
+
+
+def _texts(overrides: Sequence[str]) -> list[str]:
+    """The overrides; a bare text is one."""
+    texts = [overrides] if isinstance(overrides, str) else list(overrides)
+    wrong = next((text for text in texts if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise ConfigError([Problem("", "", f"an override is a text such as 'grpo.seed=1', not {type(wrong).__name__}; Python values go into `values`")])
+    return texts
+
+
+def _sections(positions: dict[str, str]) -> set[str]:
+    """The sections that files give; an override of one does not make a file another kind."""
+    return {key for key, where in positions.items() if "." not in key and not where.startswith("override ")}
+
+
+def _own_section(model: type[MasterConfig]) -> str:
+    return next(name for name in KINDS if name in model.model_fields)
 
 
 def _short(file: Path) -> str:
@@ -114,12 +157,12 @@ def _validate_part(
     first = True
     for _ in range(4):  # a repair may uncover a mistake, at most one a level
         try:
-            return part.model_validate(data)
+            return part.model_validate(data, strict=False)
         except ValidationError as failure:
             for error in failure.errors(include_url=False):
                 key = dotted_key(prefix + error["loc"])
                 if first and not report.has_problem(key):
-                    report.problems.append(Problem(report.where(key), key, sentence(error, key, model)))
+                    report.problems.append(Problem(report.where(key), key, sentence(error, key, model, report.where(key))))
                 _repair(data, error)
             first = False
     return None
@@ -168,34 +211,11 @@ def _remove_in_list(items: list[Any], rest: tuple[str, ...], parent: dict[str, A
         del parent[name]
 
 
-def _check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Keys of unsupported features must be at the value that switches the feature off."""
-    if not section.is_active:
-        return
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        key = prefix + (info.alias or name)
-        mark = info.json_schema_extra
-        if (
-            isinstance(mark, dict)
-            and "only" in mark
-            and not any(value == ok and type(value) is type(ok) for ok in mark["only"])
-        ):
-            allowed = " or ".join(shown(ok) for ok in mark["only"])
-            report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
-        if isinstance(value, Section):
-            _check_marks(value, f"{key}.", report)
-        elif isinstance(value, list):
-            for i, item in enumerate(value):
-                if isinstance(item, Section):
-                    _check_marks(item, f"{key}.{i}.", report)
-
-
 def kind_of(path: str | os.PathLike[str]) -> str:
     """ "grpo", "ppo" or "eval", by the sections of a file."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file))
     except _config.LoadError as error:
-        raise ConfigError([Problem("", "", str(error))]) from None
+        raise ConfigError([Problem("", "", explained(str(error)))]) from None
     return "ppo" if "ppo" in data else "eval" if "eval" in data else "grpo"

@@ -48,10 +48,13 @@ def find_config(path: str | os.PathLike[str]) -> Path:
     raise ConfigError([Problem("", "", _not_found(str(path), relative))])
 
 
+def shipped_configs() -> list[str]:
+    """Names of the shipped configurations, as --config takes them."""
+    return sorted({str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")})
+
+
 def _not_found(given: str, relative: Path) -> str:
-    known = sorted(
-        {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
-    )
+    known = shipped_configs()
     stems = {name.removesuffix(".yaml"): name for name in known}  # what all of them end in says nothing
     near = [stems[stem] for stem in difflib.get_close_matches(str(relative.with_suffix("")), list(stems), 3, 0.6)]
     near += [name for name in known if Path(name).name == relative.name and name not in near]

@@ -25,6 +25,7 @@ class MasterConfig(Section):
     """Common to all: the plain tree and where each key was written."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
+    _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -35,6 +36,11 @@ class MasterConfig(Section):
     def positions(self) -> dict[str, str]:
         """Dotted key -> "file.yaml:line" or "override '...'", for the keys that a file or the command line sets."""
         return self._positions
+
+    @property
+    def environment_values(self) -> dict[str, str]:
+        """Dotted key -> the text with `${oc.env:...}` that its value was made from, see `utils.access.written`."""
+        return self._environment
 
     def fill_defaults(self) -> None:
         """Values that follow from others, where the file leaves them out."""
@@ -52,7 +58,11 @@ class GRPOMasterConfig(MasterConfig):
     logger: LoggerConfig = section(LoggerConfig, "logs")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
-    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues (not supported)")
+    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
+    async_rl: Any = only(None, why="training while generating (SingleController) is not supported")
+    rollout_checkpointing: Any = only(None, why="it belongs to training while generating, which is not supported")
+    rollout_recovery: Any = only(None, why="it belongs to training while generating, which is not supported")
+    token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
     on_policy_distillation: Any = only(None, why="distillation is not supported")
 
     def fill_defaults(self) -> None:
@@ -73,7 +83,11 @@ class PPOMasterConfig(MasterConfig):
     logger: LoggerConfig = section(LoggerConfig, "logs")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
-    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues (not supported)")
+    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
+    async_rl: Any = only(None, why="training while generating (SingleController) is not supported")
+    rollout_checkpointing: Any = only(None, why="it belongs to training while generating, which is not supported")
+    rollout_recovery: Any = only(None, why="it belongs to training while generating, which is not supported")
+    token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
     on_policy_distillation: Any = only(None, why="distillation is not supported")
 
     def fill_defaults(self) -> None:
@@ -97,3 +111,5 @@ class EvalMasterConfig(MasterConfig):
         fill(generation, max_new_tokens=generation.vllm_cfg.max_model_len, val_temperature=generation.temperature)
         fill(generation, val_top_p=generation.top_p, val_top_k=generation.top_k)
         fill(self.tokenizer, name=generation.model_name)
+        if len(self.env) == 1:
+            fill(self.data, env_name=next(iter(self.env)))

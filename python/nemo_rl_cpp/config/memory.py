@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from re import findall
 from typing import Any
 
 from nemo_rl_cpp.models.hf_config import read_config_file
@@ -62,7 +64,8 @@ class Phase:
 
 
 def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes | None:
-    """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine."""
+    """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine, or its file
+    cannot be read or says nothing sensible (which other checks report)."""
     known: dict[str, Any] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():
         try:
@@ -81,7 +84,8 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
         }
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if any(not isinstance(known.get(name), int) or known[name] < 1 for name in needed):
+    optional = (known.get(name) for name in ("num_key_value_heads", "head_dim"))
+    if not all(_is_size(known.get(name)) for name in needed) or not all(_is_size(value) for value in optional if value):
         return None
     heads = known["num_attention_heads"]
     return ModelSizes(
@@ -90,6 +94,10 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
         head_dim=known.get("head_dim") or known["hidden_size"] // heads,
         tie_word_embeddings=bool(known.get("tie_word_embeddings", False)),
     )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
@@ -150,6 +158,23 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
             )
         )
     return phases
+
+
+def checkpoint_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+    """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
+    model. None when the model's sizes are not known on this machine."""
+    trained = [(config.policy, "policy")]
+    if isinstance(config, PPOMasterConfig) and config.ppo.adv_estimator.name == "gae":
+        trained.append((config.value, "value"))
+    total = 0.0
+    for model, name in trained:
+        sizes = model_sizes(model.model_name, model.hf_config_overrides)
+        if sizes is None:
+            return None
+        parameters = sizes.parameters if name == "policy" else sizes.backbone_parameters
+        resting = _resting(model, parameters, name)
+        total += sum(size for _, size in (resting if config.checkpointing.save_optimizer else resting[:1]))
+    return total
 
 
 def _width(model: TrainedModelConfig) -> int:
@@ -222,6 +247,93 @@ def _fused_logits(sizes: ModelSizes) -> float:
     return min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
+def forecast_summary(config: Any) -> str | None:
+    """The forecast's peak against this machine's memory, in a few words; None for an evaluation."""
+    if not hasattr(config, "policy"):
+        return None
+    machine = machine_memory() if config.cluster.device == "cpu" else None
+    has = f", this machine has {size_text(machine)}" if machine else ""
+    phases = forecast(config)
+    if phases is not None:
+        peak = max(phases, key=lambda phase: phase.total)
+        return f"{size_text(peak.total)} at the peak, in {peak.name}{has}"
+    billions = _parameters_by_name(config.policy.model_name)
+    if billions is None:
+        return f"not known, the sizes of {config.policy.model_name} are not on this machine"
+    least = size_text(billions * 1e9 * _BYTES_OF_TRAINING)
+    return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
+
+
+def certain_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+    """What a run cannot do without: weights, master weights, gradients and AdamW's moments; None where sizes are not known."""
+    phases = forecast(config)
+    if phases is None:
+        return None
+    kept = ("weights", "optimizer", "gradients")
+    return max(
+        sum(size for name, size in phase.parts if name.endswith(kept) and not name.startswith("packed")) for phase in phases
+    )
+
+
+def fit_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
+    """Whether the forecast fits into the memory of this machine, in words; what to change where it does not."""
+    if config.cluster.device != "cpu":
+        return "of the GPU's memory, which is not looked at here"
+    amount = machine_memory()
+    if fits(config) is not False:
+        return f"fits into this machine's {size_text(amount)}" if amount else "this machine's memory is not known"
+    phase = max(forecast(config) or [], key=lambda phase: phase.total)
+    largest = max(phase.parts, key=lambda part: part[1])[0]
+    remedy = {
+        "activations": "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size",
+        "logits": "set policy.generation.max_batch_size",
+        "KV cache": "set policy.generation.kv_cache_gb, or lower policy.max_total_sequence_length",
+    }.get(largest, "take a smaller model, or a machine with more memory")
+    return f"does not fit into this machine's {size_text(amount or 0)}; most of it is {largest} in {phase.name}: {remedy}"
+
+
+def fits(config: GRPOMasterConfig | PPOMasterConfig) -> bool | None:
+    """Whether the forecast's peak is below this machine's memory; None where one of the two is not known."""
+    phases, amount = forecast(config), machine_memory()
+    if phases is None or amount is None or config.cluster.device != "cpu":
+        return None
+    return max(phase.total for phase in phases) <= amount
+
+
+def machine_memory() -> float | None:
+    """Bytes of memory that this process may use: the machine's, or its control group's if that is less. None: not known."""
+    try:
+        amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    except (ValueError, OSError):
+        return None
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            amounts.append(float(text))
+    return min(amounts)
+
+
+def swap_memory() -> float:
+    """Bytes of this machine's swap; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+_BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient and two moments
+
+
+def _parameters_by_name(model_name: str) -> float | None:
+    """Billions of parameters that a name such as Llama-3.1-8B-Instruct says; of 30B-A3B the 30, of which all are trained."""
+    found = findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
+    return max(map(float, found), default=None)
+
+
 def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     """The forecast as a table for the terminal."""
     phases = forecast(config)
@@ -232,9 +344,9 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
         )
     lines = ["Peak memory by phase (estimate; libraries and Python come on top):"]
     for phase in phases:
-        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in phase.parts)
-        lines.append(f"  {phase.name:<18} {_bytes(phase.total):>9}   {parts}")
-    lines.append(f"  {'peak':<18} {_bytes(max(phase.total for phase in phases)):>9}")
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in phase.parts)
+        lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")
+    lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}   {fit_text(config)}")
     kept = config.policy.kept_activations_gb
     if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
@@ -242,7 +354,8 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     return "\n".join(lines)
 
 
-def _bytes(size: float) -> str:
+def size_text(size: float) -> str:
+    """Bytes in the unit that suits them: "1.8 GB", "300 kB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import in_a_line
+
 from .aliases import ALIASES
 from .base import Section
 from .data import DATASET_KEYS
+from .dead_keys import dead_key
 from .env import KNOWN_ENVIRONMENTS
+from .foreign_names import own_name
+from .written import quotes_advice
 
 _UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
 
@@ -62,6 +67,8 @@ SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
     """Sentence for a key that is not in the schema, with the nearest one."""
+    if (dead := dead_key(dotted)) is not None:
+        return dead
     section = dotted.partition(".")[0]
     if section in SCRIPTS and section not in model.model_fields:
         own = next((f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields), "")
@@ -69,6 +76,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     parent, _, name = dotted.rpartition(".")
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"
+    if (own := own_name(name, known_keys(model))) is not None:
+        return f"is unknown here: other trainers' {name} is {own}"
     prefix = f"{parent}." if parent else ""
     every = known_keys(model) | {spelling for spelling, canonical in ALIASES if canonical in known_keys(model)}
     here = sorted(
@@ -80,10 +89,22 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     same = sorted((key for key in every if key.rpartition(".")[2] == name), key=lambda key: (key.count("."), key))
     if same:
         return f"is unknown here; did you mean {same[0]}?"
-    far = difflib.get_close_matches(dotted, sorted(every), 1, 0.8)
+    far = difflib.get_close_matches(dotted, sorted(key for key in every if not dotted.startswith(key + ".")), 1, 0.8)
     if far:
         return f"is unknown; did you mean {far[0]}?"
     return f"is unknown; {parent or 'the file'} knows {', '.join(here)}" if here else "is unknown"
+
+
+def takes_own_keys(dotted: str, model: type[Section]) -> bool:
+    """Whether a key that the schema does not know may be added there: in a free mapping, or a section that takes any keys."""
+    name, _, rest = dotted.partition(".")
+    info = dict(fields_of(model)).get(name)
+    if info is None or not rest:
+        return model.model_config.get("extra") == "allow"
+    if name == "env" and "env" in model.model_fields:
+        return rest.partition(".")[0] not in KNOWN_ENVIRONMENTS
+    inner = section_type(info.annotation)
+    return takes_own_keys(rest, inner) if inner is not None else True
 
 
 def dotted_key(location: tuple[Any, ...]) -> str:
@@ -96,12 +117,11 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return in_a_line(value)
 
 
-def sentence(error: dict[str, Any], dotted: str, model: type[Section]) -> str:
-    """What to say about one pydantic error."""
+def sentence(error: dict[str, Any], dotted: str, model: type[Section], where: str = "") -> str:
+    """What to say about one pydantic error. `where`: the place of the key, at which the value is looked up as written."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)
@@ -118,7 +138,7 @@ def sentence(error: dict[str, Any], dotted: str, model: type[Section]) -> str:
     expected = _EXPECTED.get(kind)
     if expected is None:
         return f"{error['msg'][0].lower()}{error['msg'][1:]} (given: {shown(value)})"
-    hint = f" (write '{value}' in quotes)" if kind == "string_type" and isinstance(value, (int, float)) else ""
+    hint = quotes_advice(where, dotted) if kind == "string_type" and isinstance(value, (int, float)) else ""
     return f"must be {expected}, not {shown(value)}{hint}"
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from .base import Count, Fraction, NonNegative, Positive, Real, Section, key, no_effect, only
 
@@ -14,6 +14,19 @@ SCHEDULER_KWARGS: dict[str, dict[str, Any]] = {  # torch's names and defaults; N
     "ConstantLR": {"factor": 1.0 / 3, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": None, "eta_min": 0.0},
 }
+
+
+def _moment_dtype(value: Any) -> Any:
+    name = str(value).removeprefix("torch.")
+    if name in ("float32", "fp32", "float"):
+        return "float32"
+    raise ValueError(
+        f"cannot be {value}: AdamW's state is float32 here (8 bytes a weight); set it to float32 or leave it out, and "
+        "expect the memory that --dry-run forecasts"
+    )
+
+
+MomentDtype = Annotated[Literal["float32"], BeforeValidator(_moment_dtype)]
 
 
 class OptimizerKwargs(Section):
@@ -30,6 +43,10 @@ class OptimizerKwargs(Section):
     foreach: bool | None = no_effect(None, "the optimizer is one fused C++ kernel")
     fused: bool | None = no_effect(None, "the optimizer is one fused C++ kernel")
     capturable: bool = no_effect(False)
+    exp_avg_dtype: MomentDtype = key("float32", "the first moment is kept in float32; nothing else is supported")
+    exp_avg_sq_dtype: MomentDtype = key("float32", "the second moment is kept in float32; nothing else is supported")
+    master_weights: bool = no_effect(True, "bfloat16 models always have float32 master weights")
+    store_param_remainders: bool = no_effect(False, "master weights are whole")
     differentiable: bool = no_effect(False)
 
 
@@ -42,7 +59,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_kwargs(cls, data: Any) -> Any:
-        return {**data, "kwargs": data.get("kwargs") or {}} if isinstance(data, dict) else data
+        return {**data, "kwargs": {}} if isinstance(data, dict) and data.get("kwargs") is None else data
 
 
 class SchedulerStage(Section):
@@ -91,9 +108,14 @@ class MegatronOptimizerConfig(Section):
     bf16: bool = no_effect(True, "the precision is policy.precision")
     fp16: bool = only(False, why="float16 is not supported; use policy.precision bfloat16 or float32")
     sgd_momentum: Real = no_effect(0.9)
+    exp_avg_dtype: MomentDtype = key("float32", "the first moment is kept in float32; nothing else is supported")
+    exp_avg_sq_dtype: MomentDtype = key("float32", "the second moment is kept in float32; nothing else is supported")
+    main_grads_dtype: MomentDtype = key("float32", "gradients are summed in float32; nothing else is supported")
+    main_params_dtype: MomentDtype = key("float32", "master weights are float32; nothing else is supported")
+    store_param_remainders: bool = no_effect(False, "master weights are whole")
     use_distributed_optimizer: bool = no_effect(True)
     use_precision_aware_optimizer: bool = no_effect(True)
-    optimizer_cpu_offload: bool = only(False, why="offloading the optimizer is not supported yet")
+    optimizer_cpu_offload: bool = no_effect(False, "on a CPU everything lies in its memory anyway; an error with cluster.device cuda")
     optimizer_offload_fraction: Fraction = no_effect(0.0)
     overlap_cpu_optimizer_d2h_h2d: bool = no_effect(False)
 

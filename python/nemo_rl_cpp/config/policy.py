@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, model_validator
 
 from .backends import DTensorConfig, MegatronConfig
 from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
@@ -23,7 +23,7 @@ from .optimizer import (
 
 
 def _precision(value: Any) -> Any:
-    if value == "float16":
+    if isinstance(value, str) and value == "float16":
         raise ValueError(
             "float16 is not supported: its range is too small without loss scaling; use bfloat16 or float32"
         )
@@ -34,6 +34,13 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
+def _packing(value: Any) -> Any:
+    return "modified_first_fit_decreasing" if value == "modified_ffd" else value  # the name of older recipes
+
+
+PackingAlgorithm = Annotated[
+    Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"], BeforeValidator(_packing)
+]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(_as_list)]
 
@@ -72,11 +79,10 @@ class SequencePackingConfig(Section):
     logprob_mb_tokens: Positive | None = key(
         None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
     )
-    algorithm: Literal[
-        "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
-    ] = key("modified_first_fit_decreasing", "how sequences are put into bins")
+    algorithm: PackingAlgorithm = key("modified_first_fit_decreasing", "how sequences are put into bins")
     microbatch_order: Literal["packer", "largest_first"] | None = key("packer", "order of the bins")
     sequence_length_round: Positive = no_effect(64, "there is no padding")
+    fuse_loss: bool = no_effect(False, "the head and the loss are always one")
 
 
 class DraftConfig(Section):
@@ -87,6 +93,18 @@ class DraftConfig(Section):
     loss_weight: Real = no_effect(0.1)
     num_layers: Int | None = no_effect(None)
     aux_layer_indices: list[Int] | None = no_effect(None)
+
+    @property
+    def is_active(self) -> bool:
+        return self.enabled
+
+
+class RouterReplayConfig(Section):
+    """Replay of the routing of mixtures of experts."""
+
+    enabled: bool = only(False, why="there is no mixture of experts whose routing could be replayed")
+
+    model_config = ConfigDict(extra="allow")
 
     @property
     def is_active(self) -> bool:
@@ -208,6 +226,11 @@ class PolicyConfig(TrainedModelConfig):
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
     reward_model_cfg: dict[str, Any] | None = no_effect(None)
+    quant_cfg: Any = only(None, why="quantised training is not supported, it changes results")
+    router_replay: RouterReplayConfig | None = section(RouterReplayConfig, "replay of expert routing (not supported)")
+    shared_prefix_training: Any = no_effect(None, "the prompt of a group is always computed once, see share_prompt_prefix")
+    megatron_recipe: str | None = no_effect(None, "how Megatron builds the same model")
+    zero_train_gen_mismatch: Any = no_effect(None, "generation and training are always the same computation")
 
     @classmethod
     def of(cls, config: PolicyConfig | dict[str, Any]) -> PolicyConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
+from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, no_effect, only, section
 from .rewards import RewardScalingConfig, RewardShapingConfig
 
 
@@ -51,8 +51,12 @@ class PPOConfig(Section):
     max_rollout_turns: Positive = key(1, "turns of generation and environment (1 for math)")
     max_num_epochs: Positive = key(100000, "passes over the data; training ends at this or at max_num_steps")
     max_num_steps: Count = key(100000, "steps; training ends at this or at max_num_epochs")
-    ppo_epochs: Positive = key(4, "passes of critic and actor over each rollout batch")
+    ppo_epochs: Positive = key(4, "passes of the actor, and of the critic unless critic_ppo_epochs says otherwise, over each rollout batch")
+    critic_ppo_epochs: Positive | None = key(None, "passes of the critic over each rollout batch; null: ppo_epochs")
     policy_training_start_step: Count = key(0, "until this step only the critic is trained")
+    warm_start_value_checkpoint: str | None = key(
+        None, "folder step_N of a run whose critic's weights a fresh run begins with; its optimizer and schedule begin anew; null: none"
+    )
     val_period: Int = key(20, "steps between validations; 0 or less: none")
     val_at_start: bool = key(True, "validate before the first step")
     val_at_end: bool = key(False, "validate after the last step")
@@ -70,7 +74,7 @@ class PPOConfig(Section):
     )
     dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
     skip_reference_policy_logprobs_calculation: bool = key(True, "no reference model; needs a KL weight of 0")
-    seed: Int = key(42, "seed of data order and sampling")
+    seed: Seed = key(42, "seed of data order and sampling")
     seq_logprob_error_threshold: NonNegative | None = key(
         None, "sequences whose mean multiplicative probability error is above this get no gradient"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Count, NonNegative, Positive, Real, Section, key
+from .base import Count, Positive, Real, Section, key
 
 
 class RewardScalingConfig(Section):
@@ -28,14 +28,14 @@ class RewardShapingConfig(Section):
     overlong_buffer_length: Count | None = key(
         None, "DAPO: tokens before max_response_length in which the penalty grows"
     )
-    overlong_buffer_penalty: NonNegative | None = key(
+    overlong_buffer_penalty: Real | None = key(
         None, "DAPO: penalty at the end of the buffer; it keeps growing beyond"
     )
     max_response_length: Positive | None = key(
         None, "DAPO: response length in tokens at which the full penalty is reached"
     )
     stop_properly_penalty_coef: Real | None = key(
-        None, "factor in [0, 1] on the reward of truncated samples; null switches it off", ge=0, le=1
+        None, "factor in [0, 1] on the reward of truncated samples; null switches it off"
     )
     compose: bool = key(False, "apply stop-properly and the overlong penalty both, instead of stop-properly alone")
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import rules_data, rules_loss, rules_model
+from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
 from .grpo import GRPOConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from .ppo import PPOConfig
+
+
+def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report: Report) -> None:
+    """All rules of a configuration."""
+    if isinstance(config, GRPOMasterConfig):
+        check_grpo(config, report)
+    elif isinstance(config, PPOMasterConfig):
+        check_ppo(config, report)
+    else:
+        check_eval(config, report)
 
 
 def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
@@ -35,6 +45,8 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
         report,
     )
     _check_force_on_policy(config, report)
+    _check_group(config, report)
+    _check_gdpo(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
     _check_run(config, loop, "grpo", report)
@@ -53,6 +65,12 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
         rules_model.check_trained_model(config.value, "value", report)
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
         _check_value_length(config, report)
+    elif loop.warm_start_value_checkpoint is not None:
+        report.add(
+            "ppo.warm_start_value_checkpoint",
+            "must be null with adv_estimator raw_reward: there is no critic to begin with weights",
+            "ppo.adv_estimator.name",
+        )
     elif loop.policy_training_start_step > 0:
         report.add(
             "ppo.policy_training_start_step",
@@ -81,12 +99,11 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         )
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
-    rules_model.check_generation_backend(generation, "generation", report)
+    rules_engine.check_engine(generation, "generation", report)
+    rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
     rules_data.check_eval_data(config.data, config.env, report)
-    if config.data.env_name is None:
-        report.add("data.env_name", "is missing: which environment scores the responses? Name an entry of env")
 
 
 def _check_run(
@@ -103,6 +120,8 @@ def _check_run(
             "policy.max_total_sequence_length",
         )
     rules_model.check_cluster(config.cluster, report)
+    rules_engine.check_sizes(config, report)
+    rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)
     for name in ("wandb", "mlflow", "swanlab", "trackio"):
         if getattr(config.logger, f"{name}_enabled") and importlib.util.find_spec(name) is None:
@@ -142,6 +161,11 @@ def _check_loop(loop: GRPOConfig | PPOConfig, name: str, report: Report) -> None
 
 def _check_shaping(loop: GRPOConfig | PPOConfig, prefix: str, report: Report) -> None:
     shaping = loop.reward_shaping
+    coefficient, penalty = shaping.stop_properly_penalty_coef, shaping.overlong_buffer_penalty
+    if coefficient is not None and not 0 <= coefficient <= 1:
+        report.add(f"{prefix}.stop_properly_penalty_coef", f"must lie between 0 and 1, or be null, not {coefficient:g}")
+    if penalty is not None and penalty < 0:
+        report.add(f"{prefix}.overlong_buffer_penalty", f"must be at least 0, not {penalty:g}")
     if not shaping.enabled:
         return
     overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
@@ -198,6 +222,41 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
             "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false",
             "loss_fn.force_on_policy_ratio",
         )
+
+
+def _check_group(config: GRPOMasterConfig, report: Report) -> None:
+    """A group of one is its own baseline: rewards teach nothing."""
+    loop, estimator = config.grpo, config.grpo.adv_estimator
+    if loop.num_generations_per_prompt > 1 or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0:
+        return
+    if estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline:
+        return
+    report.add(
+        "grpo.num_generations_per_prompt",
+        "is 1: a response that is alone in its group is its own baseline, so every advantage is 0 and nothing is learnt; "
+        "set at least 2, or take grpo.adv_estimator.name reinforce_plus_plus with minus_baseline false",
+        "grpo.adv_estimator.name",
+    )
+
+
+def _check_gdpo(config: GRPOMasterConfig, report: Report) -> None:
+    loop = config.grpo
+    if loop.adv_estimator.name != "gdpo":
+        if loop.adv_estimator.reward_weights is not None:
+            report.add(
+                "grpo.adv_estimator.reward_weights",
+                f"is read by adv_estimator.name gdpo only, not {loop.adv_estimator.name}; set it to null or change the estimator",
+                "grpo.adv_estimator.name",
+            )
+        return
+    for name, given in (("reward_shaping.enabled", loop.reward_shaping.enabled), ("length_penalty", loop.length_penalty is not None)):
+        if given:
+            report.add(
+                f"grpo.{name}",
+                "changes the total reward, which adv_estimator.name gdpo does not read: it takes the parts of the reward; switch it off or "
+                "change the estimator",
+                "grpo.adv_estimator.name",
+            )
 
 
 def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, model: str, report: Report) -> None:

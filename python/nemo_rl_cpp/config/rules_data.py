@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from .data import DATASET_KEYS, DataConfig, DatasetConfig, DatasetDefaults, EvalDataConfig, datasets_of
+from .data import DATASET_ALIASES, DATASET_KEYS, DataConfig, DatasetConfig, DatasetDefaults, EvalDataConfig, datasets_of, is_class_name, takes
 from .env import GuessNumberEnvConfig
 from .errors import Report
 from .locate import find_prompt
@@ -13,19 +13,24 @@ from .locate import find_prompt
 
 def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str, report: Report) -> None:
     """`turns`: the value of `turns_key`, grpo.max_rollout_turns or ppo.max_rollout_turns."""
+    check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
     default = data.default or DatasetDefaults()
     _check_files(default, "data.default", report)
-    _check_extra_keys(default, "data.default", (), report)
-    used = set()
+    _check_default(default, report)
+    used, names = set(), set()
     for split in ("train", "validation"):
         for dotted, dataset in datasets_of(getattr(data, split), f"data.{split}"):
-            _check_dataset(dataset, dotted, report)
+            _check_dataset(dataset, dotted, report, default)
+            names.add(default.dataset_name if "dataset_name" not in dataset.model_fields_set else dataset.dataset_name)
             inherits = dataset.env_name is None
             name = default.env_name if inherits else dataset.env_name
             _check_env_name(name, "data.default" if inherits else dotted, env, report)
             used.add(name)
+    for key in default.model_extra or {}:
+        if not any(name is not None and takes(name, key) for name in names):
+            report.add(f"data.default.{key}", f"is taken by none of the data sets {', '.join(sorted(map(str, names)))}; remove it")
     if "guess_number" in used & env.keys():
         guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
         if guesses > turns:
@@ -38,29 +43,53 @@ def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str
 
 
 def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -> None:
+    check_env(env, report)
     _check_dataset(data, "data", report)
+    if data.env_name is None and len(env) != 1:
+        report.add("data.env_name", f"is missing: which environment scores the responses? env has {', '.join(env) or 'no entry'}; name one")
     _check_env_name(data.env_name, "data", env, report)
 
 
-def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report) -> None:
+def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default: DatasetDefaults | None = None) -> None:
     _check_files(dataset, dotted, report)
-    name = dataset.dataset_name
-    if "." in name:  # a class of the user's
+    inherits = "dataset_name" not in dataset.model_fields_set and default is not None
+    name = default.dataset_name if inherits else dataset.dataset_name
+    if name is None:
+        report.add(f"{dotted}.dataset_name", "is missing: name a data set, here or in data.default")
         return
-    if name not in DATASET_KEYS:
-        near = difflib.get_close_matches(name, DATASET_KEYS, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_KEYS)}"
-        report.add(
-            f"{dotted}.dataset_name", f"{name} is unknown; {hint} (a class of your own is written package.module.Name)"
-        )
+    if not _is_known(name, "data.default" if inherits else dotted, report) or is_class_name(name):
         return
+    name = DATASET_ALIASES.get(name, name)
     _check_extra_keys(dataset, dotted, DATASET_KEYS[name], report)
-    if name == "ResponseDataset" and "data_path" not in (dataset.model_extra or {}):
+    given = {*(dataset.model_extra or {}), *((default.model_extra or {}) if default is not None else ())}
+    if name == "ResponseDataset" and "data_path" not in given:
         report.add(
             f"{dotted}.data_path",
             "is missing: ResponseDataset reads a file or a data set of the hub",
             f"{dotted}.dataset_name",
         )
+
+
+def _is_known(name: str, dotted: str, report: Report) -> bool:
+    """Whether there is such a data set; reports a name that is neither known nor a class."""
+    if name in DATASET_KEYS or name in DATASET_ALIASES or is_class_name(name):
+        return True
+    near = difflib.get_close_matches(name, [*DATASET_KEYS, *DATASET_ALIASES], 1, 0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_KEYS)}"
+    report.add(
+        f"{dotted}.dataset_name",
+        f"{name} is unknown; {hint} (a data set of the hub is read by dataset_name: ResponseDataset with data_path: OWNER/NAME, "
+        "input_key and output_key; a class of your own is written package.module.Name)",
+    )
+    return False
+
+
+def _check_default(default: DatasetDefaults, report: Report) -> None:
+    """Its keys may be those of any data set: which one takes them is not known here."""
+    name = default.dataset_name
+    if name is not None and (not _is_known(name, "data.default", report) or is_class_name(name)):
+        return
+    _check_extra_keys(default, "data.default", tuple({key for keys in DATASET_KEYS.values() for key in keys}), report)
 
 
 def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], report: Report) -> None:
@@ -83,6 +112,16 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
             report.add(
                 f"{dotted}.{name}", f"names the file {path}, which does not exist; correct the path or write null"
             )
+
+
+def check_env(env: dict[str, Any], report: Report) -> None:
+    """NeMo RL's switches below `env` for what scores or runs the responses elsewhere: they would leave another environment in charge."""
+    instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
+    if env.get("should_use_nemo_gym"):
+        report.add("env.should_use_nemo_gym", f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}")
+    model = env.get("reward_model")
+    if isinstance(model, dict) and model.get("enabled"):
+        report.add("env.reward_model.enabled", f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}")
 
 
 def _check_env_name(name: str | None, dotted: str, env: dict[str, Any], report: Report) -> None:

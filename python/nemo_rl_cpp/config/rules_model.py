@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from .backends import PARALLEL_SIZES
+from . import rules_engine
 from .cluster import ClusterConfig
 from .errors import Report
 from .generation import GenerationConfig
@@ -16,7 +16,7 @@ def check_policy(policy: PolicyConfig, report: Report) -> None:
     if policy.backend == "hf":
         report.add("policy.backend", "hf is not available yet; use native (Llama, Qwen2 and Qwen3)")
     check_trained_model(policy, "policy", report)
-    check_generation_backend(policy.generation, "policy.generation", report)
+    rules_engine.check_engine(policy.generation, "policy.generation", report, policy.hf_config_overrides)
     _check_sampling(policy.generation, report)
 
 
@@ -43,16 +43,6 @@ def _check_backend(model: TrainedModelConfig, name: str, report: Report) -> None
             f"and {name}.dtensor_cfg.enabled are both true; set one of them to false",
             f"{name}.dtensor_cfg.enabled",
         )
-    for backend, sizes in PARALLEL_SIZES.items():
-        config = getattr(model, backend)
-        if not config.enabled:
-            continue
-        for size in sizes:
-            if getattr(config, size) != 1:
-                report.add(
-                    f"{name}.{backend}.{size}",
-                    f"is {getattr(config, size)}: training on several devices is not supported yet; set it to 1",
-                )
 
 
 def _check_batching(model: TrainedModelConfig, name: str, report: Report) -> None:
@@ -108,20 +98,6 @@ def check_tokenizer(tokenizer: TokenizerConfig, name: str, report: Report) -> No
         )
 
 
-def check_generation_backend(generation: GenerationConfig, name: str, report: Report) -> None:
-    if generation.backend == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            report.add(
-                f"{name}.backend",
-                f"is vllm, which is not installed; use the native engine: add the override {name}.backend=native",
-            )
-        else:
-            report.add(
-                f"{name}.backend",
-                f"is vllm, which is not supported yet; use the native engine: add the override {name}.backend=native",
-            )
-
-
 def _check_sampling(generation: GenerationConfig, report: Report) -> None:
     prefix = "policy.generation"
     if generation.temperature == 0:
@@ -136,9 +112,3 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
         installed = importlib.util.find_spec("ray") is not None
         reason = "is not supported yet" if installed else "is not supported yet (and ray is not installed)"
         report.add("cluster.executor", f"ray {reason}; set it to auto or in_process")
-    for name in ("gpus_per_node", "num_nodes"):
-        if getattr(cluster, name) != 1:
-            report.add(
-                f"cluster.{name}",
-                f"is {getattr(cluster, name)}: running on several devices is not supported yet; set it to 1",
-            )

@@ -5,33 +5,62 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.models.sources import TINY_RANDOM, SourceError, resolve_tokenizer
+from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
+from nemo_rl_cpp.environments.loading import search_for_modules
+from nemo_rl_cpp.errors import guarded
+from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.preflight import Finding, preflight
+from nemo_rl_cpp.utils.access import written
+from nemo_rl_cpp.utils.interrupts import raise_if_interrupted
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 from .errors import ConfigError
-from .master import MasterConfig
+from .fold import keys_without_effect_text
+from .locate import find_config, shipped_configs
+from .master import EvalMasterConfig, MasterConfig
 from .memory import forecast_text
 
+_EVAL_KEYS = (
+    ("data.train.dataset_name", "data.dataset_name"),
+    ("policy.model_name", "generation.model_name"),
+    ("configs/grpo_arithmetic_smollm2.yaml", "configs/evals/arithmetic_smollm2.yaml"),
+)
 
-def parse_arguments(
-    argv: Sequence[str] | None, default_config: str, description: str
-) -> tuple[argparse.Namespace, list[str]]:
-    """(--config, --dry-run) and the overrides: everything else on the command line."""
-    parser = argparse.ArgumentParser(
+
+def parse_arguments(argv: Sequence[str] | None, default_config: str, description: str) -> tuple[argparse.Namespace, list[str]]:
+    """(--config, --dry-run, --debug) and the overrides: everything else on the command line. An option that is unknown ends
+    the program with status 2 and the override to write."""
+    parser = OneLineParser(
         description=description,
-        epilog="Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value "
-        "adds one, ~section.key deletes one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_help(default_config),
+        allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)"
+    parser.add_argument("--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop")
+    add_common_options(parser)
+    arguments, overrides = parser.parse_known_args(argv)
+    if message := unknown_option(overrides):
+        parser.error(message)
+    return arguments, overrides
+
+
+def _help(default_config: str) -> str:
+    kind = Path(default_config).parent.name
+    names = [name for name in shipped_configs() if (Path(name).parent.name == "evals") == (kind == "evals") and "recipes" not in name]
+    prefix = "ppo" if "ppo" in default_config else ""
+    shown = [name for name in names if ("ppo" in name or "vapo" in name) == bool(prefix)]
+    return (
+        "Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value\n"
+        "adds one, ~section.key deletes one.\n\n"
+        f"examples:\n  --config {shown[0]}\n  --config {shown[-1]} --dry-run\n"
+        f"  --config my.yaml {'generation' if kind == 'evals' else 'policy.generation'}.temperature=0.7\n\n"
+        "shipped configurations:\n  " + "\n  ".join(shown)
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the resolved configuration and a memory forecast, then stop"
-    )
-    return parser.parse_known_args(argv)
 
 
 def run(
@@ -41,31 +70,49 @@ def run(
     default_config: str,
     description: str,
 ) -> int:
-    """Loads and checks, then starts; exit status 2 for a configuration with mistakes (all of them on stderr), 1 when its
-    tokenizer cannot be had, which is known before torch has loaded."""
-    arguments, overrides = parse_arguments(argv, default_config, description)
+    """Loads and checks, then starts. The exit status: 0 after a run; 2 for a command line or configuration with mistakes (all of
+    them on stderr); 1 after any other error, told in one sentence on stderr with the file of its traceback; 130 or 143 where
+    Ctrl-C or SIGTERM ended it at once."""
+    with plain_warnings():
+        arguments, overrides = parse_arguments(argv, default_config, description)
+        config_file: list[Any] = []  # filled by _run, so that an error can speak in the keys of its kind
+        status = guarded(partial(_run, load, start, arguments, overrides, config_file), arguments.debug, lambda text: own_keys(text, *config_file))
+    return own_the_process(argv, status)
+
+
+def _run(load: Any, start: Callable[[Any], Any], arguments: argparse.Namespace, overrides: list[str], seen: list[Any]) -> int:
     try:
+        file = find_config(arguments.config)
+        search_for_modules(Path.cwd(), file.resolve().parent)
         config = load(arguments.config, overrides)
     except ConfigError as error:
         print_mistakes(error)
         return 2
+    seen.append(config)
     if arguments.dry_run:
-        print(dump_yaml(config.resolved))
         if hasattr(config, "policy"):  # an evaluation holds no more than the model and its cache
-            print(forecast_text(config))  # type: ignore[arg-type]
+            print(forecast_text(config), end="\n\n")
+        print(dump_yaml(written(config)))
+        if (ineffective := keys_without_effect_text(config)) is not None:
+            print(ineffective)
         return 2 if print_findings(preflight(config)) else 0
     if print_findings(preflight(config)):
         return 2
-    try:
-        _find_tokenizer(config)
-    except SourceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    find_tokenizer(config)
+    raise_if_interrupted()
     start(config)
     return 0
 
 
-def _find_tokenizer(config: Any) -> None:
+def own_keys(text: str, config: Any = None) -> str:
+    """A sentence that names keys of a training run, in those of an evaluation where `config` is one."""
+    if isinstance(config, EvalMasterConfig):
+        for theirs, own in _EVAL_KEYS:
+            text = text.replace(theirs, own)
+    return text
+
+
+def find_tokenizer(config: Any) -> None:
     """Fetches the tokenizer's files, if none are here (the run looks for newer ones); SourceError says why not."""
     name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
     if name != TINY_RANDOM:

@@ -1,7 +1,7 @@
 """Chat templates: the jinja programs that turn a list of messages into the text a model was trained on.
 
-They come with model folders, that is from strangers, so they run in jinja's sandbox: a template can read the messages
-and build text, and nothing else.
+They come with model folders, that is from strangers, so they run in jinja's sandbox and for a limited time: a template
+can read the messages and build text, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
+from nemo_rl_cpp.data.time_limit import time_limit
+
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Contents of all messages, one after another, and nothing added: what `chat_template: null` means."""
+
+RENDER_SECONDS = 10.0
+"""How long one conversation may take; templates need a few milliseconds."""
+_LONGEST_PRODUCT = 10_000_000  # characters, items or digits of what one `*` or `**` may make: it cannot be interrupted
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the one templates read first
 
 
 class ChatTemplateError(ValueError):
@@ -36,6 +44,27 @@ class _GenerationBlock(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja's sandbox, in which no single operation runs for ever or takes all memory."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if _size_of(operator, left, right) > _LONGEST_PRODUCT:
+            raise jinja2.exceptions.SecurityError(f"{operator} would make a value of more than {_LONGEST_PRODUCT} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """About how many digits, characters or items a product or power has."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
+            return len(sequence) * times
+    return 0
+
+
 def _refuse(message: str) -> None:
     raise ChatTemplateError(f"the chat template refused the messages: {message}")
 
@@ -51,18 +80,37 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@lru_cache(maxsize=64)
-def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
+@lru_cache(maxsize=1)
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _guarded(what: str, action: Any) -> Any:
+    """`action()`; whatever goes wrong inside is a ChatTemplateError that begins with `what`."""
     try:
-        return environment.from_string(template)
+        with time_limit(RENDER_SECONDS):
+            return action()
+    except ChatTemplateError:
+        raise
     except jinja2.TemplateError as error:
-        raise ChatTemplateError(f"the chat template does not compile: {error}") from error
+        raise ChatTemplateError(f"{what}: {error}") from error
+    except Exception as error:  # a template's own mistakes surface as any error of Python
+        raise ChatTemplateError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _compile(template: str) -> jinja2.Template:
+    return _guarded("the chat template does not compile", lambda: _environment().from_string(template))
+
+
+def uses_messages(template: str) -> bool:
+    """Whether a template reads `messages` at all; ChatTemplateError when it does not compile."""
+    _compile(template)
+    return "messages" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
 
 def render_chat_template(
@@ -75,38 +123,46 @@ def render_chat_template(
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of one conversation.
+    """The text of one conversation, as transformers makes it.
 
+    Keys of a message whose value is None (`content: null` beside tool calls) are as if they were not there.
     `variables` are further names the template may read (special tokens, `chat_template_kwargs`).
     `continue_final_message` cuts the text right after the last message's content, so that the model goes on with it.
-    Raises ChatTemplateError (a ValueError) when the template is wrong or refuses the messages.
+    Raises ChatTemplateError (a ValueError) when the template is wrong, takes too long or refuses the messages.
     """
     if continue_final_message and add_generation_prompt:
-        raise ValueError(
+        raise ChatTemplateError(
             "add_generation_prompt and continue_final_message exclude each other: a text cannot both begin "
             "a new turn and go on with the last one"
         )
     for tool in tools or ():
         if not isinstance(tool, Mapping):
-            raise ValueError(
+            raise ChatTemplateError(
                 f"tools must be JSON schemas (dictionaries), got {type(tool).__name__}: "
                 "describe the function as {'type': 'function', 'function': {...}}"
             )
-    try:
-        text = _compile(template).render(
-            messages=messages,
-            tools=tools,
-            documents=documents,
+    seen = _as_templates_see_them(messages)
+    compiled = _compile(template)
+    text = _guarded(
+        "the chat template failed on these messages",
+        lambda: compiled.render(
+            messages=seen,
+            tools=_plain(tools),
+            documents=_plain(documents),
             add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
-        )
-    except ChatTemplateError:
-        raise
-    except jinja2.TemplateError as error:
-        raise ChatTemplateError(f"the chat template failed on these messages: {error}") from error
-    if not continue_final_message:
-        return text
-    last = str(messages[-1]["content"]).strip()
+            **_plain(variables or {}),
+        ),
+    )
+    return _up_to_the_last_content(text, seen) if continue_final_message else text
+
+
+def _up_to_the_last_content(text: str, messages: list[dict[str, Any]]) -> str:
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, list):
+        content = next((part["text"] for part in reversed(content) if isinstance(part, dict) and "text" in part), None)
+    if content is None:
+        raise ChatTemplateError("continue_final_message: the last message has no content to go on with")
+    last = str(content).strip()
     at = text.rfind(last)
     if at < 0:
         raise ChatTemplateError(
@@ -114,3 +170,41 @@ def render_chat_template(
             "to go on from cannot be found"
         )
     return text[: at + len(last)]
+
+
+def _as_templates_see_them(messages: Any) -> list[dict[str, Any]]:
+    """Copies of plain values, without keys that are None, reasoning under the names that templates read."""
+    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
+        raise ChatTemplateError(
+            f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
+        )
+    seen = []
+    for message in messages:
+        if hasattr(message, "model_dump"):
+            message = message.model_dump()
+        if not isinstance(message, Mapping):
+            raise ChatTemplateError(f"a message is a mapping {{'role', 'content'}}, got {type(message).__name__}")
+        plain = {key: _plain(value) for key, value in message.items() if value is not None}
+        reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        seen.append(plain)
+    return seen
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types only: the sandbox does not know what methods of other objects would do."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value) if type(value) in (list, tuple) else [_plain(item) for item in value]
+    if hasattr(value, "model_dump"):
+        return _plain(value.model_dump())
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return _plain(value.item())
+    return f"<{type(value).__name__}>"

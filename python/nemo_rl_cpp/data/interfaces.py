@@ -88,7 +88,13 @@ class TaskDataSpec:
 
     @staticmethod
     def _read(path: PathLike | None, key: str) -> str | None:
-        return None if path is None else find_file(os.fspath(path), key).read_text(encoding="utf-8")
+        if path is None:
+            return None
+        file = find_file(os.fspath(path), key)
+        try:
+            return file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{key}: {file} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
 
     def copy_defaults(self, from_spec: TaskDataSpec) -> None:
         """Takes prompt and system prompt from another specification where this one has none."""

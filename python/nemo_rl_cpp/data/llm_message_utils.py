@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp.data.interfaces import FlatMessagesType, LLMMessageLogType, TaskDataSpec, TokenizerType
+from nemo_rl_cpp.data.prompt_place import fill_prompt
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -161,7 +162,7 @@ def get_formatted_message_log(
     """
     messages = [dict(message) for message in message_log]
     if task_data_spec.prompt:
-        messages[0] = {"role": "user", "content": task_data_spec.prompt.format(messages[0]["content"])}
+        messages[0] = {"role": "user", "content": fill_prompt(task_data_spec.prompt, messages[0]["content"])}
     if task_data_spec.system_prompt:
         messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
 

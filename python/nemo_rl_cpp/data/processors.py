@@ -6,72 +6,166 @@ Each takes (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and give
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-import torch
-
+from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.chat_template import ChatTemplateError
+from nemo_rl_cpp.data.conversation import Message, split_conversation, tools_of
 from nemo_rl_cpp.data.interfaces import (
     DatumSpec,
-    LLMMessageLogType,
     TaskDataProcessFnCallable,
     TaskDataSpec,
     TokenizerType,
 )
+from nemo_rl_cpp.data.prompt_place import fill_prompt
+from nemo_rl_cpp.data.prompt_rendering import render_prompt, system_part
 
 TokenizerLike = TokenizerType
 
 
-def _message(
-    tokenizer: TokenizerLike, role: str, messages: list[dict[str, str]], add_generation_prompt: bool
-) -> dict[str, Any]:
-    """One entry of a message log from the chat template's text of `messages`."""
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False
-    )
-    return {"role": role, "content": text, "token_ids": _token_ids(tokenizer, text)}
+class Entry(NamedTuple):
+    """One message of a prompt: its role, its piece of the text, its token ids."""
+
+    role: str
+    content: str
+    ids: list[int]
 
 
-def _token_ids(tokenizer: TokenizerLike, text: str) -> torch.Tensor:
-    """int64 [S]; special tokens are the template's business."""
-    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].to(torch.int64)
+class Prompt(NamedTuple):
+    """What a row says: the prompt's messages and what its environment gets."""
+
+    entries: list[Entry]
+    extra_env_info: dict[str, Any]
+
+    @property
+    def length(self) -> int:
+        """Tokens of all messages together."""
+        return sum(len(entry.ids) for entry in self.entries)
 
 
-def _datum(
-    datum_dict: dict[str, Any],
-    message_log: LLMMessageLogType,
-    extra_env_info: dict[str, Any],
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """The DatumSpec. A prompt of `max_seq_length` tokens or more leaves no room to answer: it is cut to a few tokens,
+PromptMaker = Callable[[Mapping[str, Any], TaskDataSpec, TokenizerLike], Prompt]
+
+
+def _datum(make: PromptMaker, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, limit: int | None, idx: int) -> DatumSpec:
+    """The DatumSpec. A prompt of `limit` tokens or more leaves no room to answer: it is cut to a few tokens,
     so that it costs nothing, and masked out of the loss; `length` keeps the true length."""
-    length = sum(len(message["token_ids"]) for message in message_log)
-    loss_multiplier = 1.0
-    if max_seq_length is not None and length >= max_seq_length:
-        keep = min(4, max_seq_length // len(message_log))
-        for message in message_log:
-            message["token_ids"] = message["token_ids"][:keep]
-        loss_multiplier = 0.0
+    import torch
+
+    try:
+        prompt = make(row, spec, tokenizer)
+    except ChatTemplateError as error:
+        raise ChatTemplateError(f"row {idx} of the data: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"row {idx} of the data: {error}") from error
+    keep, loss_multiplier = None, 1.0
+    if limit is not None and prompt.length >= limit:
+        keep, loss_multiplier = min(4, limit // len(prompt.entries)), 0.0
     datum: DatumSpec = {
-        "message_log": message_log,
-        "length": length,
-        "extra_env_info": extra_env_info,
+        "message_log": [
+            {"role": role, "content": content, "token_ids": torch.tensor(ids[:keep], dtype=torch.int64)}
+            for role, content, ids in prompt.entries
+        ],
+        "length": prompt.length,
+        "extra_env_info": prompt.extra_env_info,
         "loss_multiplier": loss_multiplier,
         "idx": idx,
     }
     for key in ("task_name", "stop_strings"):
-        if datum_dict.get(key) is not None:
-            datum[key] = datum_dict[key]
+        if row.get(key) is not None:
+            datum[key] = row[key]
     return datum
 
 
-def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerLike) -> LLMMessageLogType:
-    """System and user message as two entries, each with its own run of the chat template."""
-    log: LLMMessageLogType = []
-    if spec.system_prompt:
-        log.append(_message(tokenizer, "system", [{"role": "system", "content": spec.system_prompt}], False))
-    log.append(_message(tokenizer, "user", [{"role": "user", "content": question}], True))
-    return log
+def _column(row: Mapping[str, Any], key: str, processor: str) -> Any:
+    if key not in row:
+        raise ValueError(f"{processor} reads the key {key!r}, but the row has {list(row)}")
+    return row[key]
+
+
+def _question(value: Any, key: str) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key!r} must be a text that is not empty, but is {value!r}")
+    return value
+
+
+def system_message(spec: TaskDataSpec) -> list[Message]:
+    """The system prompt's message, without the line end that editors put at the end of a file; [] if there is none."""
+    text = (spec.system_prompt or "").rstrip("\r\n")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerLike) -> list[Entry]:
+    """System and user message as two entries of one prompt: the template runs once, and its text is divided."""
+    messages = [*system_message(spec), {"role": "user", "content": question}]
+    text = render_prompt(tokenizer, messages)
+    ids = prompt_ids(tokenizer, text, messages)
+    at = system_part(tokenizer, messages, text) if len(messages) > 1 else 0
+    if at == 0:
+        return [Entry("user", text, ids)]
+    # The ids are those of the whole text; a token that reaches over the border belongs to the user.
+    before = prompt_ids(tokenizer, text[:at], messages[:1])
+    count = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
+    return [Entry("system", text[:at], ids[:count]), Entry("user", text[at:], ids[count:])]
+
+
+def _math(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+    problem = _question(_column(row, "problem", "math_data_processor"), "problem")
+    truth = _column(row, "expected_answer", "math_data_processor")
+    if spec.prompt:
+        problem = fill_prompt(spec.prompt, problem)
+    return Prompt(_separate_messages(problem, spec, tokenizer), {"ground_truth": truth if truth is None else str(truth)})
+
+
+def _asked(row: Mapping[str, Any], spec: TaskDataSpec, processor: str) -> tuple[list[Message], dict[str, Any]]:
+    """The conversation of a row, its last question in the prompt file's place, and what the environment gets."""
+    messages, truth = split_conversation(_column(row, "messages", processor))
+    if spec.prompt:
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        messages[last] = {**messages[last], "content": fill_prompt(spec.prompt, messages[last]["content"])}
+    return messages, {"ground_truth": truth, **(row.get("extra_env_info") or {})}
+
+
+def _conversation(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+    messages, info = _asked(row, spec, "math_hf_data_processor")
+    system = system_message(spec)
+    if system and any(message["role"] in ("system", "developer") for message in messages):
+        raise ValueError(
+            "the row has a system message of its own and system_prompt_file is set: a prompt has one; set system_prompt_file "
+            "to null, or take the rows' system messages out"
+        )
+    messages = [*system, *messages]
+    text = render_prompt(tokenizer, messages, tools=tools_of(row))
+    return Prompt([Entry("user", text, prompt_ids(tokenizer, text, messages))], info)
+
+
+def _raw_completion(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+    messages, info = _asked(row, spec, "raw_completion_data_processor")
+    if len(messages) > 1:
+        raise ValueError(
+            f"raw_completion_data_processor continues one text, but the row has the roles {', '.join(m['role'] for m in messages)}: "
+            "set processor to math_hf_data_processor, which uses the chat template"
+        )
+    text = (spec.system_prompt or "") + messages[0]["content"]
+    return Prompt([Entry("user", text, prompt_ids(tokenizer, text))], info)
+
+
+def _multichoice(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+    name = "multichoice_qa_processor"
+    question = _question(_column(row, "question", name), "question")
+    if spec.prompt:
+        options = _column(row, "options", name)
+        if not isinstance(options, Mapping) or not any(text is not None for text in options.values()):
+            raise ValueError(f"'options' must be a mapping from letters to texts, but is {options!r}")
+        listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
+        question = f"{spec.prompt}\n\nQuestion: {question}\nOptions:\n{listed}"
+    answer = _column(row, "answer", name)
+    extra: dict[str, Any] = {"ground_truth": answer if answer is None else str(answer)}
+    if "subject" in row:
+        extra["subject"] = row["subject"]
+    return Prompt(_separate_messages(question, spec, tokenizer), extra)
 
 
 def math_data_processor(
@@ -81,17 +175,8 @@ def math_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows {"problem", "expected_answer"}: system and user message apart."""
-    problem = datum_dict["problem"]
-    if task_data_spec.prompt:
-        problem = task_data_spec.prompt.format(problem)
-    return _datum(
-        datum_dict,
-        _separate_messages(problem, task_data_spec, tokenizer),
-        {"ground_truth": str(datum_dict["expected_answer"])},
-        max_seq_length,
-        idx,
-    )
+    """Rows {"problem", "expected_answer"}: system and user message as two entries."""
+    return _datum(_math, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
 def math_hf_data_processor(
@@ -101,20 +186,12 @@ def math_hf_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows {"messages": [question, answer]}: system prompt and question as one user entry."""
-    messages = datum_dict["messages"]
-    problem = messages[0]["content"]
-    if task_data_spec.prompt:
-        problem = task_data_spec.prompt.format(problem)
-    chat = [{"role": "user", "content": problem}]
-    if task_data_spec.system_prompt:
-        chat.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
-    return _datum(datum_dict, [_message(tokenizer, "user", chat, True)], _env_info(datum_dict), max_seq_length, idx)
+    """Rows {"messages"}: the conversation up to the last question as one user entry, system prompt in front.
 
-
-def _env_info(datum_dict: dict[str, Any]) -> dict[str, Any]:
-    """What the environment gets: the answer, and whatever else the row carries for it."""
-    return {"ground_truth": datum_dict["messages"][1]["content"], **(datum_dict.get("extra_env_info") or {})}
+    The last assistant message is the truth. A prompt file takes the last question. A row's column "tools" goes to the
+    template.
+    """
+    return _datum(_conversation, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
 def raw_completion_data_processor(
@@ -124,18 +201,12 @@ def raw_completion_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template, no special tokens.
+    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template; a BOS token where the tokenizer adds one.
 
     The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
     few-shot tasks, which end their line with the row's "stop_strings".
     """
-    text = datum_dict["messages"][0]["content"]
-    if task_data_spec.prompt:
-        text = task_data_spec.prompt.format(text)
-    if task_data_spec.system_prompt:
-        text = task_data_spec.system_prompt + text
-    log = [{"role": "user", "content": text, "token_ids": _token_ids(tokenizer, text)}]
-    return _datum(datum_dict, log, _env_info(datum_dict), max_seq_length, idx)
+    return _datum(_raw_completion, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
 def multichoice_qa_processor(
@@ -146,14 +217,19 @@ def multichoice_qa_processor(
     idx: int,
 ) -> DatumSpec:
     """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the question."""
-    question = datum_dict["question"]
-    if task_data_spec.prompt:
-        options = "\n".join(f"{letter}) {text}" for letter, text in datum_dict["options"].items() if text is not None)
-        question = f"{task_data_spec.prompt}\n\nQuestion: {question}\nOptions:\n{options}"
-    extra: dict[str, Any] = {"ground_truth": str(datum_dict["answer"])}
-    if "subject" in datum_dict:
-        extra["subject"] = datum_dict["subject"]
-    return _datum(datum_dict, _separate_messages(question, task_data_spec, tokenizer), extra, max_seq_length, idx)
+    return _datum(_multichoice, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+
+PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {
+    math_data_processor: _math,
+    math_hf_data_processor: _conversation,
+    multichoice_qa_processor: _multichoice,
+    raw_completion_data_processor: _raw_completion,
+}
+"""What the processors of this file make a prompt with; needs no torch."""
+
+FILLS_A_PLACE = (math_data_processor, math_hf_data_processor, raw_completion_data_processor)
+"""Processors that put the question into the prompt file's place `{}`."""
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {

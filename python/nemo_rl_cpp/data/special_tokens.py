@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from nemo_rl_cpp.data.tokenizer_files import NAMED_TOKENS, extra_special_tokens, token_text
+
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
-def _content(token: Any) -> str | None:
-    """A special token is written as a text or as a dictionary with its flags."""
-    return token.get("content") if isinstance(token, Mapping) else token
+def _added_token(token: Any, **flags: bool) -> Any:
+    """A `tokenizers.AddedToken` of a text, or of a dictionary with its flags."""
+    from tokenizers import AddedToken
+
+    if isinstance(token, Mapping):
+        flags = {name: bool(token[name]) for name in _FLAGS if name in token} | flags
+    return AddedToken(token_text(token), **flags)
 
 
 class SpecialTokens:
-    """Base of the tokenizer: takes the special tokens of tokenizer_config.json's keys and declares them to the
-    `tokenizers.Tokenizer`, so that decoding can skip them."""
+    """Base of the tokenizer: takes the tokens that tokenizer_config.json's keys name and declares them to the
+    `tokenizers.Tokenizer`, so that each is one token and decoding can skip the special ones."""
 
     def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
         self.backend_tokenizer = backend
-        self._named = {name: _content(config.get(name)) for name in _NAMED}
-        more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-        self._additional = [_content(token) for token in (more.values() if isinstance(more, Mapping) else more)]
-        self._extra_eos = [int(i) for i in eos_token_ids]
-        self._declare_special_tokens()
+        self._named = {name: token_text(config.get(name)) for name in NAMED_TOKENS}
+        self._additional = extra_special_tokens(config)
+        self._model_ends = [int(i) for i in eos_token_ids]
+        self._add_listed_tokens(config.get("added_tokens_decoder") or {})
+        self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
-    def _declare_special_tokens(self) -> None:
-        from tokenizers import AddedToken
+    def _add_listed_tokens(self, listed: Mapping[Any, Any]) -> None:
+        """Adds the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with other flags."""
+        tokens = {int(index): _added_token(token) for index, token in listed.items()}
+        present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
+        self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
+        for index, token in tokens.items():
+            if (got := self.backend_tokenizer.token_to_id(token.content)) != index:
+                warnings.warn(
+                    f"the token {token.content!r} has the id {got} in tokenizer.json and {index} in tokenizer_config.json or "
+                    f"added_tokens.json: {got} is used, as in transformers; make the files agree",
+                    stacklevel=4,
+                )
 
-        known = {token.content for token in self.backend_tokenizer.get_added_tokens_decoder().values() if token.special}
-        wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and t not in known]
-        if wanted:
-            self.backend_tokenizer.add_special_tokens(
-                [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(wanted)]
-            )
+    def _declare_special_tokens(self, named: Iterable[Any] = ()) -> None:
+        """Makes the named and the additional special tokens special; `named` may give them with flags."""
+        flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
+        added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
+        wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
+        tokens = [
+            _added_token(flagged[text], special=True) if text in flagged and text not in added else _added_token(text, special=True, normalized=False)
+            for text in dict.fromkeys(wanted)
+        ]  # fmt: skip
+        if tokens:
+            self.backend_tokenizer.add_special_tokens(tokens)
 
     def _set_named(self, name: str, text: str | None) -> None:
         self._named[name] = text
@@ -64,8 +86,9 @@ class SpecialTokens:
 
     @property
     def pad_token(self) -> str | None:
-        """The padding token; the eos token where the folder names none."""
-        return self._named["pad_token"] or self.eos_token
+        """The padding token; the end token where the folder names none."""
+        end = self.eos_token or (self.backend_tokenizer.id_to_token(self._model_ends[0]) if self._model_ends else None)
+        return self._named["pad_token"] or end
 
     @pad_token.setter
     def pad_token(self, text: str | None) -> None:
@@ -89,9 +112,9 @@ class SpecialTokens:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokenizer's own eos first, then those that only generation_config.json lists."""
+        """The ends of the folder's model (`data.boundaries`); the tokenizer's own eos where it names none."""
         own = [] if self.eos_token_id is None else [self.eos_token_id]
-        return list(dict.fromkeys([*own, *self._extra_eos]))
+        return list(self._model_ends) or own
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:

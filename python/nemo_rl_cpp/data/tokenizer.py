@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.special_tokens import SpecialTokens
 from nemo_rl_cpp.data.token_bytes import TokenBytes
+from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings
 
 _CLEAN_UP = (
     (" .", "."),
@@ -38,13 +40,6 @@ class Encoding(dict):
             raise AttributeError(name) from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    with path.open(encoding="utf-8") as file:
-        return json.load(file)
-
-
 def _as_ids(ids: Any) -> list[int]:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
@@ -54,8 +49,8 @@ def _as_ids(ids: Any) -> list[int]:
 class Tokenizer(SpecialTokens):
     """Text to token ids and back.
 
-    `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are all
-    ids at which generation ends (generation_config.json may list more than the tokenizer's own eos).
+    `tokenizer` is a `tokenizers.Tokenizer`; `config` holds the keys of tokenizer_config.json; `eos_token_ids` are the ids at
+    which the model beside it ends its texts, where it names any (`data.boundaries`).
     Use `from_pretrained` for a folder or a model name.
     """
 
@@ -73,7 +68,8 @@ class Tokenizer(SpecialTokens):
         super().__init__(tokenizer, config or {}, eos_token_ids)
         self.name_or_path = name_or_path
         self.init_kwargs = dict(config or {})
-        self.chat_template = self._templates(self.init_kwargs.pop("chat_template", None))
+        self._model_template = self._templates(self.init_kwargs.pop("chat_template", None))
+        self._run_template: tuple[Any] | None = None
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
         self.clean_up_tokenization_spaces = bool(self.init_kwargs.get("clean_up_tokenization_spaces", False))
         # Padding and truncation of a tokenizer.json are leftovers of somebody's training script.
@@ -102,29 +98,25 @@ class Tokenizer(SpecialTokens):
             )
         from tokenizers import Tokenizer as Backend
 
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        if template.is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        backend = Backend.from_file(str(file))
         return cls(
-            Backend.from_file(str(file)),
-            config,
+            backend,
+            read_settings(folder, backend.get_added_tokens_decoder().keys()),
             name_or_path=str(name_or_path),
-            eos_token_ids=[] if eos is None else _as_ids(eos),
+            eos_token_ids=named_ends(folder, read_json(folder / "config.json")),
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json (chat template inside) and special_tokens_map.json."""
+        """Writes tokenizer.json, tokenizer_config.json (the model's chat template inside) and special_tokens_map.json."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
         config = {**self.init_kwargs, **{k: v for k, v in self._named.items() if v is not None}}
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        if isinstance(self.chat_template, Mapping):
-            config["chat_template"] = [{"name": k, "template": v} for k, v in self.chat_template.items()]
-        elif self.chat_template is not None:
-            config["chat_template"] = self.chat_template
+        template = self._model_template
+        if template is not None:
+            several = isinstance(template, Mapping)
+            config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if several else template
         special: dict[str, Any] = {k: v for k, v in self._named.items() if v is not None}
         if self._additional:
             special["additional_special_tokens"] = self._additional
@@ -139,6 +131,21 @@ class Tokenizer(SpecialTokens):
         if isinstance(value, list):
             return {entry["name"]: entry["template"] for entry in value}
         return value
+
+    # -- chat template -------------------------------------------------------------------------------------------------
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The template in use, or templates by name: the run's where `use_chat_template` gave one, else the model's."""
+        return self._model_template if self._run_template is None else self._run_template[0]
+
+    @chat_template.setter
+    def chat_template(self, template: str | dict[str, str] | None) -> None:
+        self._model_template, self._run_template = template, None
+
+    def use_chat_template(self, template: str | dict[str, str] | None) -> None:
+        """Uses `template` from here on. It is the run's and not the model's: `save_pretrained` does not write it."""
+        self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
 
@@ -358,16 +365,16 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names).
 
     `name`: folder or model name. `chat_template`: absent or "default" keeps the folder's own; null passes contents
-    through unchanged; a path that ends in .jinja is read; anything else is the template itself.
+    through unchanged; a path is read, a name is one of the tokenizer's templates, a text with jinja's marks is a template
+    (see `choose_template`); it must use `messages`.
     `chat_template_kwargs` are variables that every `apply_chat_template` call gets. The pad token is eos where missing.
     """
     if get_processor:
         raise ValueError("get_processor=True asks for an image or video processor: only text models are supported")
     tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"))
     if is_given(tokenizer_config, "chat_template"):
-        tokenizer.chat_template = _chat_template_of(
-            get_field(tokenizer_config, "chat_template"), tokenizer.chat_template
-        )
+        value = get_field(tokenizer_config, "chat_template")
+        tokenizer.use_chat_template(_chat_template_of(value, tokenizer.chat_template))
     kwargs = get_field(tokenizer_config, "chat_template_kwargs", None)
     if kwargs:
         if not isinstance(kwargs, Mapping):
@@ -376,15 +383,7 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     return tokenizer
 
 
-def _chat_template_of(value: str | None, default: Any) -> Any:
-    if value is None:
-        from nemo_rl_cpp.data.chat_template import PASSTHROUGH
+def _chat_template_of(value: Any, default: Any) -> Any:
+    from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
 
-        return PASSTHROUGH
-    if value.lower() == "default":
-        return default
-    if value.endswith(".jinja"):
-        from nemo_rl_cpp.data.prompt_files import find_file
-
-        return find_file(value, "policy.tokenizer.chat_template").read_text(encoding="utf-8")
-    return value
+    return choose_template(value, default, "policy.tokenizer.chat_template")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.config.data import defaults_for
 from nemo_rl_cpp.data.config_access import get_field, to_plain
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
@@ -17,6 +18,7 @@ from nemo_rl_cpp.data.datasets import (
     update_single_dataset_config,
 )
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
+from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 
 
 def _list_of(section: Any) -> list[dict[str, Any]]:
@@ -28,7 +30,8 @@ def _list_of(section: Any) -> list[dict[str, Any]]:
 def get_train_dataset_name(data_config: Any) -> str | None:
     """`dataset_name` of the training data, of the first of several; None without any."""
     sections = _list_of(get_field(data_config, "train", None))
-    return get_field(sections[0], "dataset_name", None) if sections else None
+    default = get_field(get_field(data_config, "default", None), "dataset_name", None)
+    return (get_field(sections[0], "dataset_name", None) or default) if sections else None
 
 
 class _Tasks:
@@ -81,7 +84,7 @@ def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict
     sides = _list_of(config["train"]), _list_of(config.get("validation"))
     for side, sections in zip(("train", "validation"), sides):
         for section in sections:
-            update_single_dataset_config(section, default)
+            update_single_dataset_config(section, defaults_for(section, default))
             check_dataset_config(section)
             if env_configs is None:
                 continue
@@ -96,7 +99,11 @@ def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict
 
 
 def setup_response_data(
-    tokenizer: Any, data_config: Any, env_configs: Any = None, is_vlm: bool = False
+    tokenizer: Any,
+    data_config: Any,
+    env_configs: Any = None,
+    is_vlm: bool = False,
+    max_total_sequence_length: int | None = None,
 ) -> tuple[Any, ...]:
     """The data sets of a run, and with `env_configs` its environments.
 
@@ -104,6 +111,9 @@ def setup_response_data(
     `train` is an AllTaskProcessedDataset, or with `data.use_multiple_dataloader` one for each task name; `validation`
     is one data set over everything held out by split_validation_size and everything in `data.validation`, or None.
     Environments are created once for each env_name that a section uses. The configuration is left as it is.
+
+    Prompts that are cut (`data.max_input_seq_length`), that fill `max_total_sequence_length`, and truths that nothing can
+    match are counted and said on stderr; ValueError when they are all the rows of a section.
     """
     if is_vlm:
         raise ValueError("is_vlm=True asks for images or video: only text models are supported")
@@ -114,15 +124,19 @@ def setup_response_data(
     environments = {} if env_configs is None else _create_environments(config, env_configs)
     try:
         train, val = _Tasks(), _Tasks()
-        for section in train_sections:
-            raw = load_response_dataset(section)
-            environment = environments.get(section.get("env_name"))
-            train.add(raw, raw.dataset, environment)
-            if raw.val_dataset is not None:
-                val.add(raw, raw.val_dataset, environment)
-        for section in val_sections:
-            raw = load_response_dataset(section)
-            val.add(raw, raw.dataset, environments.get(section.get("env_name")))
+        limits = Limits(max_length, context=max_total_sequence_length)
+        for side, tasks, sections in (("train", train, train_sections), ("validation", val, val_sections)):
+            for i, section in enumerate(sections):
+                raw = load_response_dataset(section)
+                env_name = section.get("env_name")
+                environment = environments.get(env_name)
+                where = f"data.{side}.{i}" if isinstance(config[side], (list, tuple)) else f"data.{side}"
+                scored = (env_name, None if env_configs is None else get_field(env_configs, env_name, None))
+                tasks.add(raw, raw.dataset, environment)
+                say(inspect_rows(raw, raw.dataset, tokenizer, limits, where, scored))
+                if side == "train" and raw.val_dataset is not None:
+                    val.add(raw, raw.val_dataset, environment)
+                    say(inspect_rows(raw, raw.val_dataset, tokenizer, limits, f"{where} (held out)", scored))
         dataset = _train_side(train, tokenizer, max_length, bool(config.get("use_multiple_dataloader", False)))
         val_rows = [rows for several in val.datasets.values() for rows in several]
         val_dataset = val.processed(val_rows, tokenizer, max_length) if val_rows else None
@@ -200,7 +214,8 @@ def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: An
 
 
 def _saved_dataset_name(checkpoint: Path) -> str | None:
-    from nemo_rl_cpp.utils.config import load_config
+    from nemo_rl_cpp.preflight.resumed import read_saved
 
-    saved = checkpoint / "config.yaml"
-    return get_train_dataset_name(load_config(saved).get("data")) if saved.is_file() else None
+    saved = read_saved(checkpoint).config
+    name = get_train_dataset_name(saved.get("data")) if saved is not None else None
+    return None if name is None or "${" in name else name  # a name from the environment is not written down

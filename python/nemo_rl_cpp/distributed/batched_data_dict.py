@@ -71,9 +71,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
         Lists are concatenated; 1-D tensors too; tensors of two and more dimensions are padded on the right of
         dimension 1 to the longest with `pad_value_dict[key]` (0 if not given); `PackedTensor`s are joined item by item.
-        Batches without any key are skipped.
+        Batches without any key are skipped, and a key that only a batch without rows lacks is taken from the others.
 
-        Raises KeyError when a key is missing in one of the batches; with `allow_missing_packed_tensors` a batch that
+        Raises KeyError when a key is missing in a batch with rows; with `allow_missing_packed_tensors` a batch that
         lacks a `PackedTensor` gets empty items instead.
         """
         pad_values = pad_value_dict or {}
@@ -86,6 +86,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             for i, batch in enumerate(filled):
                 if key in batch:
                     values.append(batch[key])
+                elif all(_rows(value) == 0 for value in batch.values()):
+                    continue
                 elif optional:
                     values.append(PackedTensor([None] * _rows(next(iter(batch.values()))), template.dim_to_pack))
                 else:

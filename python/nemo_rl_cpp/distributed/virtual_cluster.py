@@ -1,17 +1,12 @@
 """The devices of a run. In this process there is one; `cluster.executor: in_process` needs no Ray."""
 
+import os
 import socket
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
+from nemo_rl_cpp.config.cluster import ClusterConfig
 
-class ClusterConfig(TypedDict):
-    """Section `cluster` of a configuration."""
-
-    gpus_per_node: int
-    num_nodes: int
-    master_port_range_low: NotRequired[int]
-    master_port_range_high: NotRequired[int]
-    segment_size: NotRequired[int | None]
+__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable", "init_ray"]
 
 
 def init_ray(log_dir: str | None = None) -> None:
@@ -28,13 +23,24 @@ def cuda_usable() -> bool:
 
 
 def check_device(device: str) -> str:
-    """`cluster.device` as it is. Raises ValueError where it asks for a GPU that cannot be used."""
+    """`cluster.device` as it is. Raises ValueError, which says why, where it asks for a GPU that cannot be used."""
     if device == "cuda" and not cuda_usable():
-        raise ValueError(
-            "cluster.device is cuda, but torch sees no GPU or this package was built without its CUDA kernels: set "
-            "cluster.device=cpu, or build with NEMO_RL_CUDA=on where torch.cuda.is_available()"
-        )
+        raise ValueError(f"cluster.device is cuda, but {_why_no_cuda()}, or set cluster.device=cpu")
     return device
+
+
+def _why_no_cuda() -> str:
+    """What is missing for a GPU, and what to do."""
+    import torch
+
+    if not torch.cuda.is_available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None and hidden.strip() in ("", "-1"):
+            return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: unset it"
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} was built without CUDA: install a torch with CUDA"
+        return "torch sees no GPU: run on a machine with one (nvidia-smi lists them)"
+    return "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on"
 
 
 class RayVirtualCluster:

@@ -4,6 +4,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from nemo_rl_cpp.config.env import PlainEnvConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
 
@@ -37,6 +39,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
     """
 
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+        as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # which has no keys
         self._responses = self._well_formed = self._right = 0
 
     def step(

@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from typing import Any, NotRequired, TypedDict
 
+from nemo_rl_cpp.config.env import CodeEnvConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.code_tests import parse_tests
 from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
@@ -13,28 +15,6 @@ from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-
-
-class CodeEnvConfig(TypedDict):
-    """Section `env.code` of a configuration.
-
-    num_workers: programs that run at the same time (1).
-    reward: "all": 1 when every test passes (default); "fraction": the share that passes.
-    time_limit_s: seconds for one run of a program (5); total_time_limit_s: for all tests of a response (20).
-    memory_mb: for all processes of a program together (512). max_processes: processes and threads (8).
-    max_output_kb: what it may print (1024). folder_mb: size of its folder (32).
-    max_answer_chars: longer responses score 0 unread (1,000,000).
-    """
-
-    num_workers: NotRequired[int]
-    reward: NotRequired[str]
-    time_limit_s: NotRequired[float]
-    total_time_limit_s: NotRequired[float]
-    memory_mb: NotRequired[int]
-    max_processes: NotRequired[int]
-    max_output_kb: NotRequired[int]
-    folder_mb: NotRequired[int]
-    max_answer_chars: NotRequired[int]
 
 
 class CodeEnvMetadata(TypedDict):
@@ -59,7 +39,7 @@ class CodeEnvironment(VerifyingEnvironment):
     """
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
-        cfg = dict(cfg or {})
+        cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")
         self._limits = Limits(
             time_s=cfg.get("time_limit_s", 5.0),
             memory_mb=cfg.get("memory_mb", 512),

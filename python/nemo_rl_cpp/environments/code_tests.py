@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,21 +10,26 @@ from typing import Any
 
 from nemo_rl_cpp.environments.sandbox import Outcome
 
-_LONGEST_VALUE = 100_000  # characters of a result that are read
+_LONGEST_VALUE = 100_000  # characters of a result that are read, by parsers that need 0.2 s and 50 MB for so many at worst
+_UNCOMPILED = re.compile(r"(?:SyntaxError|IndentationError|TabError|RecursionError|OverflowError): [^\n]*\s*\Z")
 
 # Runs the solution, then the checks, and writes what came of them to where nothing that the solution prints goes.
 HARNESS = """
 import json, os, sys
 with open("/box/checks.json") as file:
     plan = json.load(file)
-with open("/box/solution.py") as file:
+with open("/box/solution.py", encoding="utf-8", errors="surrogatepass") as file:
     source = file.read()
 results = os.dup(1)
 nowhere = os.open("/dev/null", os.O_WRONLY)
 os.dup2(nowhere, 1)
 os.close(nowhere)
 space = {"__name__": "solution", "__file__": "/box/solution.py"}
-exec(compile(source, "/box/solution.py", "exec"), space)
+try:
+    program = compile(source, "/box/solution.py", "exec")
+except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
+    sys.exit("SyntaxError: " + str(error)[:200])
+exec(program, space)
 found = []
 for check in plan["checks"]:
     try:
@@ -91,7 +97,7 @@ class CodeTests:
                 passed += 1
             elif failure is None:
                 failure = outcome
-            if outcome.stopped is not None:  # what endangers the machine is not tried again
+            if outcome.stopped is not None or uncompiled(outcome):  # what endangers the machine or cannot run is not tried again
                 break
         return TestResult(passed, len(self), failure)
 
@@ -104,6 +110,12 @@ class CodeTests:
         good = [_fulfils(check, wanted, result, token) for check, wanted, result in zip(self.checks, self.expected, found)]
         detail = next((result.get("error", "") for result, right in zip(found, good) if not right), "")
         return TestResult(sum(good), len(self), None if all(good) else outcome, detail)
+
+
+def uncompiled(outcome: Outcome) -> bool:
+    """Whether the program was no Python: the interpreter says what is wrong with it, and has no line to trace back to."""
+    errors = outcome.stderr.decode(errors="replace")
+    return outcome.exit_code == 1 and "Traceback (most recent" not in errors and _UNCOMPILED.search(errors) is not None
 
 
 def _lines(text: str) -> list[str]:

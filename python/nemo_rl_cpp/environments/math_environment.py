@@ -1,7 +1,9 @@
 """Mathematics and multiple choice: one response, right or wrong."""
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
+from nemo_rl_cpp.config.env import MathEnvConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.environments.verifiers import (
@@ -20,27 +22,6 @@ __all__ = [
     "MathEnvironmentMetadata",
     "MultilingualMultichoiceVerifyWorker",
 ]
-
-
-class MathEnvConfig(TypedDict):
-    """Section `env.math` of a configuration.
-
-    num_workers: verifier processes (no more than cores are started).
-    stop_strings: handed back as the stop strings of a next turn.
-    verifier_type: "math" (default), "english_multichoice" or "multilingual_multichoice".
-    math_verify_impl: for "math": "hf_math_verify" (default) or "dapo_math_verify".
-    verifier_deadline_s: seconds for one response (5), after which its process is killed and it scores 0.
-    verifier_memory_mb: memory for one verifier process beyond its start (2048); null for no limit.
-    max_answer_chars: longer responses score 0 unread (1,000,000).
-    """
-
-    num_workers: int
-    stop_strings: NotRequired[list[str] | None]
-    verifier_type: NotRequired[str | None]
-    math_verify_impl: NotRequired[str | None]
-    verifier_deadline_s: NotRequired[float]
-    verifier_memory_mb: NotRequired[int | None]
-    max_answer_chars: NotRequired[int]
 
 
 class MathEnvironmentMetadata(TypedDict):
@@ -62,7 +43,7 @@ class BaseMathEnvironment(VerifyingEnvironment):
     _IMPLEMENTATIONS = ("hf_math_verify", "dapo_math_verify")
 
     def __init__(self, cfg: MathEnvConfig) -> None:
-        self.cfg = cfg
+        self.cfg = cfg = as_model(cfg, MathEnvConfig, "env.math")
         kind = cfg.get("verifier_type") or "math"
         if kind not in self.WORKER_CLASS_DICT:
             raise ValueError(f"env.math.verifier_type is {kind!r}; it must be one of {sorted(self.WORKER_CLASS_DICT)}")
@@ -84,7 +65,7 @@ class MathEnvironment(BaseMathEnvironment):
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
         """Observations say "Environment: correct" or "Environment: incorrect"; `answers` only when asked for."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
-        truths = [str(info["ground_truth"]) for info in metadata]
+        truths = ["" if info["ground_truth"] is None else str(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
         observations = [
             {"role": "environment", "content": "Environment: correct" if score else "Environment: incorrect"}

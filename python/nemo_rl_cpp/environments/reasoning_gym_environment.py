@@ -4,23 +4,29 @@ import importlib.util
 import re
 from typing import Any
 
+from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.environments.verifiers import ReasoningGymVerifyWorker
 from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
+_NEXT_QUESTION = "\n\nQuestion:"  # how the data set `reasoning_gym` goes on after an answer of several lines
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def extract_answer(text: str, answer_format: str = "auto") -> str:
+def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
     """The answer in a response: the last `<answer>...</answer>` ("tag"), the first line that is not empty ("line"), or
-    the tag if there is one and else the line ("auto"). Empty when there is none.
+    the tag if there is one and else the line ("auto"). Empty when there is none. For a task whose answers have
+    `several_lines` "auto" takes, without a tag, the whole response, up to the next question of a few-shot prompt.
     """
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()
     if answer_format == "tag":
         return ""
+    if several_lines and answer_format == "auto":
+        return text.partition(_NEXT_QUESTION)[0].strip()
     return text.strip().partition("\n")[0].strip()
 
 
@@ -38,7 +44,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")
-        self.cfg = dict(cfg or {})
+        self.cfg = as_model(cfg or {}, ReasoningGymEnvConfig, "env.reasoning_gym")
         self._format = self.cfg.get("answer_format", "auto")
         if self._format not in ("auto", "tag", "line"):
             raise ValueError(f"env.reasoning_gym.answer_format is {self._format!r}; it must be auto, tag or line")
@@ -47,15 +53,18 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
     def step(
         self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
     ) -> EnvironmentReturn:
-        texts = [extract_answer(assistant_text(message_log), self._format) for message_log in message_log_batch]
-        scores = [0.0] * len(texts)
-        answers: list[str | None] = list(texts)
         rows_of: dict[str, list[int]] = {}
+        texts = []
         for row, info in enumerate(metadata):
             if "reasoning_gym_entry" not in info:
                 raise ValueError(f"extra_env_info needs 'reasoning_gym_entry' to score by, but has only {sorted(info)}")
+            answer = info["reasoning_gym_entry"].get("answer")  # None for tasks that check a response by other means
+            several_lines = answer is None or "\n" in str(answer).strip()
+            texts.append(extract_answer(assistant_text(message_log_batch[row]), self._format, several_lines))
             name = info.get("reasoning_gym_task") or info["reasoning_gym_entry"]["metadata"]["source_dataset"]
             rows_of.setdefault(name, []).append(row)
+        scores = [0.0] * len(texts)
+        answers: list[str | None] = list(texts)
         for name, rows in rows_of.items():
             entries = [metadata[row]["reasoning_gym_entry"] for row in rows]
             verdicts = self._verify([texts[row] for row in rows], entries, task=name)

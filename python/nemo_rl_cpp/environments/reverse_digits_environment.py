@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from nemo_rl_cpp.config.env import PlainEnvConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
 
@@ -17,6 +19,7 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment):
     """Reward: the fraction of `metadata["ground_truth"]` that the response has right. Metric: `exactly_right`."""
 
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+        as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # which has no keys
         self._responses = self._exact = 0
 
     def step(

@@ -1,13 +1,19 @@
 """Plain Python functions as an environment: `reward_funcs=my_function` is all that a notebook needs."""
 
-import importlib
 import inspect
-import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
+from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.loading import reward_function
+from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
+from nemo_rl_cpp.errors import user_code
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -17,33 +23,47 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
 
     A function is called with keywords: `prompts` and `completions` (lists of texts, [B]) and every column of the
     samples' `extra_env_info` as a list, `ground_truth` for instance; it returns B numbers. A function without
-    `**kwargs` gets only the columns that it names. None for a sample means that this function has no say in it.
+    `**kwargs` gets only the columns that it names. None for a sample means that this function has no say in it. An async
+    function is awaited.
 
     Args:
         reward_funcs: a function, several, dotted names of them, or the environment's section of a configuration:
             {"functions": [names], "weights": [numbers]}.
         weights: one factor a function; 1 if not given.
 
-    Raises ValueError when a function returns the wrong number of rewards or one that is not finite; whatever a
-    function raises reaches the caller. Metric with several functions: `rewards/<function name>`, its mean.
+    With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
+    `adv_estimator.name: gdpo`; None counts 0 there.
+
+    Raises ValueError when a function returns anything but one finite number (or None) a completion, or asks for a column that
+    the samples do not have; whatever a function raises reaches the caller, with a message that names the function and its
+    line. Metric with several functions: `rewards/<function name>`, its mean; functions of one name are numbered.
     """
 
     def __init__(
         self,
         reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | dict[str, Any],
         weights: Sequence[float] | None = None,
+        as_parts: bool = False,
     ) -> None:
-        if isinstance(reward_funcs, dict):
-            unknown = set(reward_funcs) - {"functions", "weights"}
+        if isinstance(reward_funcs, Mapping):
+            unknown = set(reward_funcs) - {"functions", "weights", "as_parts"}
             if unknown or "functions" not in reward_funcs:
-                raise ValueError(f"env.reward_functions takes functions and weights, but got {sorted(reward_funcs)}")
+                raise ValueError(f"env.reward_functions takes functions, weights and as_parts, but got {sorted(map(str, reward_funcs))}")
             weights = reward_funcs.get("weights") if weights is None else weights
+            as_parts = as_parts or bool(reward_funcs.get("as_parts", False))
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
-        self._functions = [_resolve(item) for item in ([reward_funcs] if single else reward_funcs)]
-        self._weights = [1.0] * len(self._functions) if weights is None else [float(w) for w in weights]
+        if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
+            raise ValueError(f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these")
+        self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
+        for function in self._functions:
+            check_signature(function)
+        self._names = distinct_names(self._functions)
+        self._weights = [1.0] * len(self._functions) if weights is None else _numbers(weights)
         if not self._functions or len(self._weights) != len(self._functions):
             raise ValueError(f"{len(self._functions)} reward functions and {len(self._weights)} weights were given")
+        self._said_unscored = False
+        self._as_parts = as_parts
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
@@ -56,20 +76,33 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         columns["prompts"] = [prompt_text(message_log) for message_log in message_log_batch]
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [0.0] * len(metadata)
+        scored = [False] * len(metadata)
+        parts: dict[str, torch.Tensor] = {}
         for i, (function, weight) in enumerate(zip(self._functions, self._weights)):
-            for row, value in enumerate(_call(function, columns, len(metadata))):
+            part = torch.zeros(len(metadata))
+            for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
                 if value is not None:
+                    scored[row] = True
+                    part[row] = weight * value
                     rewards[row] += weight * value
                     self._sums[i] += value
                     self._counts[i] += 1
-        return self._finish(rewards, metadata)
+            parts[self._names[i]] = part
+        if not all(scored) and not self._said_unscored:
+            self._said_unscored = True
+            print(
+                f"warning: {scored.count(False)} of {len(scored)} completions got None from every reward function; such ones count as 0",
+                file=sys.stderr,
+            )
+        result = self._finish(rewards, metadata)
+        return result._replace(rewards=parts) if self._as_parts else result
 
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):
             return {}
         metrics = {
-            f"rewards/{_name(function)}": total / count
-            for function, total, count in zip(self._functions, self._sums, self._counts)
+            f"rewards/{name}": total / count
+            for name, total, count in zip(self._names, self._sums, self._counts)
             if count
         }
         self._sums = [0.0] * len(self._functions)
@@ -77,28 +110,36 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         return metrics
 
 
-def _resolve(function: RewardFunction | str) -> RewardFunction:
-    if callable(function):
-        return function
-    module, _, name = function.rpartition(".")
-    if not module:
-        raise ValueError(f"reward function {function!r} must be a dotted name: module.function")
-    return getattr(importlib.import_module(module), name)
+def _numbers(weights: Any) -> list[float]:
+    several = [weights] if isinstance(weights, (int, float)) else weights
+    if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
+        raise ValueError(f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}")
+    found = []
+    for weight in several:
+        found.append(number("a weight of a reward function", weight, -LARGEST, LARGEST))
+    return found
 
 
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _call(function: RewardFunction, name: str, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
+    with user_code(f"reward function {name}", partial(_missing_column, columns)):
+        returned = awaited(function(**_asked_for(function, name, columns)))
+    return rewards_of(name, returned, rows)
 
 
-def _call(function: RewardFunction, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
-    parameters = inspect.signature(function).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        columns = {key: value for key, value in columns.items() if key in parameters}
-    returned = function(**columns)
-    values = [None if value is None else float(value) for value in returned]
-    if len(values) != rows:
-        raise ValueError(f"reward function {_name(function)} returned {len(values)} rewards for {rows} completions")
-    for row, value in enumerate(values):
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"reward function {_name(function)} returned {value} for completion {row}")
-    return values
+def _asked_for(function: RewardFunction, name: str, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns that a function takes; ValueError where it asks for one that is not there."""
+    parameters = inspect.signature(function).parameters.values()
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in columns]
+    if missing:
+        raise ValueError(f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return columns
+    names = {p.name for p in parameters}
+    return {key: value for key, value in columns.items() if key in names}
+
+
+def _missing_column(columns: dict[str, list[Any]], error: BaseException) -> str:
+    """What to add to a KeyError for a column that the samples do not have."""
+    if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
+        return ""
+    return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

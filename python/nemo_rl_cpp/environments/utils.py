@@ -1,21 +1,12 @@
 """Environments by name, and work dealt out to workers."""
 
-import importlib
 from typing import Any
 
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+from nemo_rl_cpp.environments.loading import ENV_REGISTRY, environment_class
+from nemo_rl_cpp.errors import user_code
 
-ENV_REGISTRY: dict[str, dict[str, str]] = {
-    "math": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
-    "math_default": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
-    "arithmetic": {"actor_class_fqn": "nemo_rl_cpp.environments.arithmetic_environment.ArithmeticEnvironment"},
-    "reverse_digits": {"actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"},
-    "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},
-    "reward_functions": {"actor_class_fqn": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment"},
-    "guess_number": {"actor_class_fqn": "nemo_rl_cpp.environments.games.guess_number.GuessNumberEnv"},
-    "code": {"actor_class_fqn": "nemo_rl_cpp.environments.code_environment.CodeEnvironment"},
-}
-"""Environment name -> {"actor_class_fqn": dotted name of its class}. `register_env` adds one at run time."""
+__all__ = ["ENV_REGISTRY", "chunk_list_to_workers", "create_env", "register_env"]
 
 
 def chunk_list_to_workers(to_chunk: list[Any], num_workers: int) -> list[list[Any]]:
@@ -39,12 +30,9 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 def create_env(env_name: str, env_config: dict[str, Any] | None = None) -> EnvironmentInterface:
     """A handle on a new environment (see `Environment.remote`) made from its section of the configuration.
 
-    `env_name` is a registered name or the dotted name of a class. Raises ValueError for an unknown one.
+    `env_name` is a registered name or the dotted name of a class. Raises ValueError for an unknown one, and for a class
+    without the interface of environments.
     """
-    target = ENV_REGISTRY[env_name]["actor_class_fqn"] if env_name in ENV_REGISTRY else env_name
-    module_name, _, class_name = target.rpartition(".")
-    if not module_name:
-        raise ValueError(f"no environment is called {env_name!r}; known: {', '.join(sorted(ENV_REGISTRY))}; "
-                         "register_env or a dotted class name adds one")  # fmt: skip
-    environment = getattr(importlib.import_module(module_name), class_name)
-    return environment.remote(dict(env_config or {}))
+    environment = environment_class(env_name, ENV_REGISTRY)
+    with user_code(f"making the environment {env_name}"):
+        return environment.remote(dict(env_config or {}))

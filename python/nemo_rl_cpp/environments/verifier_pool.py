@@ -26,6 +26,7 @@ class Verdicts:
         timed_out: responses whose worker missed its deadline and was killed.
         crashed: responses whose worker ended by itself (out of memory, for instance).
         oversized: responses longer than the limit, which no worker looks at.
+        unmatchable: responses whose truth no response can match.
     """
 
     scores: list[float]
@@ -33,6 +34,7 @@ class Verdicts:
     timed_out: int = 0
     crashed: int = 0
     oversized: int = 0
+    unmatchable: int = 0
 
 
 @dataclass
@@ -195,6 +197,7 @@ class _Run:
             elif worker.task is not None:
                 self.verdicts.scores[worker.task] = message["score"]
                 self.verdicts.answers[worker.task] = message["answer"]
+                self.verdicts.unmatchable += message.get("unmatchable", 0)
                 self._free(worker)
 
     def _ended(self, worker: WorkerProcess) -> None:

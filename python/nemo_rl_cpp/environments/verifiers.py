@@ -23,8 +23,17 @@ class VerifierUseError(ValueError):
     """The verifier was asked for something it does not have: a mistake of the caller, not of the response."""
 
 
+class UnmatchableTruthError(ValueError):
+    """No response can be right: the truth says nothing that the verifier could compare with."""
+
+
 class VerifierBase:
-    """Scores responses one by one; whatever goes wrong with one of them scores it 0."""
+    """Scores responses one by one; whatever goes wrong with one of them scores it 0.
+
+    `unmatchable` counts the responses so far whose truth no response can match; they score 0 as well.
+    """
+
+    unmatchable = 0
 
     # What may surface besides Exception: a library's own timeout, say.
     caught: tuple[type[BaseException], ...] = (Exception,)
@@ -54,6 +63,9 @@ class VerifierBase:
                 verdicts.append(self.judge(response, truth, **kwargs))
             except VerifierUseError:
                 raise
+            except UnmatchableTruthError:
+                self.unmatchable += 1
+                verdicts.append((0.0, None))
             except self.caught:
                 verdicts.append((0.0, None))
         scores = [score for score, _ in verdicts]
@@ -72,6 +84,8 @@ class HFVerifyWorker(VerifierBase):
         self._metric: Callable[..., Any] | None = None
 
     def judge(self, response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict:
+        if not ground_truth.strip():
+            raise UnmatchableTruthError("the truth is empty")
         if math_verify_impl == "dapo_math_verify":
             result = dapo_math_verifier.compute_score(response, ground_truth)
             return float(result["score"]), result["pred"]
@@ -90,8 +104,13 @@ class HFVerifyWorker(VerifierBase):
             raise VerifierUseError("hf_math_verify runs in the main thread only: use HFVerifyWorker.remote()")
         if self._metric is None:
             self._load()
-        with _muted():
-            score, extracted = self._metric(["\\boxed{" + ground_truth + "}"], [response])
+        try:
+            with _muted():
+                score, extracted = self._metric(["\\boxed{" + ground_truth + "}"], [response])
+        except ValueError as error:
+            if "No gold targets" in str(error):
+                raise UnmatchableTruthError(f"math-verify finds nothing in the truth {ground_truth!r}") from None
+            raise
         if extracted is None or not extracted[1]:
             return float(score), None
         golds, predictions = extracted
@@ -145,7 +164,7 @@ class EnglishMultichoiceVerifyWorker(VerifierBase):
     def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
         found = self._PATTERN.search(normalize_response(response))
         answer = normalize_extracted_answer(found[1]) if found else None
-        return float(answer == normalize_response(ground_truth)), answer
+        return float(answer == _letter(ground_truth)), answer
 
 
 class MultilingualMultichoiceVerifyWorker(VerifierBase):
@@ -155,7 +174,7 @@ class MultilingualMultichoiceVerifyWorker(VerifierBase):
         text = normalize_response(response)
         found = next((match for pattern in _MULTILINGUAL_PATTERNS if (match := pattern.search(text))), None)
         answer = normalize_extracted_answer(found[1]) if found else None
-        return float(answer == normalize_response(ground_truth)), answer
+        return float(answer == _letter(ground_truth)), answer
 
 
 _DRESS = ["**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"]
@@ -220,6 +239,14 @@ def normalize_response(response: str) -> str:
 def normalize_extracted_answer(answer: str) -> str:
     """An answer letter in Latin script, upper case as found, without spaces around."""
     return _TO_LATIN.get(answer.strip(), answer.strip())
+
+
+def _letter(ground_truth: str) -> str:
+    """The truth of multiple choice. UnmatchableTruthError when it is not one character, as every answer found is."""
+    truth = normalize_response(ground_truth)
+    if len(truth) != 1:
+        raise UnmatchableTruthError(f"the truth {ground_truth!r} is no letter of an option")
+    return truth
 
 
 class ReasoningGymVerifyWorker(VerifierBase):

@@ -11,6 +11,7 @@ class VerifyingEnvironment(SingleTurnEnvironment):
 
     Metrics: `verifier_timeouts`, responses scored 0 because the verifier gave up on them (deadline missed, worker
     ended, or longer than `max_answer_chars`); of these `verifier_crashes` and `verifier_oversized`, when there are any.
+    `verifier_unmatchable_truths`, when there are any: responses scored 0 because no response could match their truth.
     """
 
     def __init__(self, verifier: type, cfg: dict[str, Any], warm_up: dict[str, Any] | None = None) -> None:
@@ -28,6 +29,7 @@ class VerifyingEnvironment(SingleTurnEnvironment):
         self._timed_out += verdicts.timed_out
         self._crashed += verdicts.crashed
         self._oversized += verdicts.oversized
+        self._unmatchable += verdicts.unmatchable
         return verdicts
 
     def pop_metrics(self) -> dict[str, float]:
@@ -38,6 +40,8 @@ class VerifyingEnvironment(SingleTurnEnvironment):
             metrics["verifier_crashes"] = self._crashed
         if self._oversized:
             metrics["verifier_oversized"] = self._oversized
+        if self._unmatchable:
+            metrics["verifier_unmatchable_truths"] = self._unmatchable
         self._reset_counts()
         return metrics
 
@@ -45,4 +49,4 @@ class VerifyingEnvironment(SingleTurnEnvironment):
         self._pool.shutdown()
 
     def _reset_counts(self) -> None:
-        self._steps = self._timed_out = self._crashed = self._oversized = 0
+        self._steps = self._timed_out = self._crashed = self._oversized = self._unmatchable = 0

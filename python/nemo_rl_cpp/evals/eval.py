@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 
 from nemo_rl_cpp.config.eval import EvalConfig
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
+from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
+from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
@@ -23,7 +27,7 @@ from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, eval_cons_k, eval_pass_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
 from nemo_rl_cpp.experience.conversations import Conversations
-from nemo_rl_cpp.experience.rollout_metrics import rollout_metrics
+from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
 from nemo_rl_cpp.models.sources import find_policy_weights
@@ -35,9 +39,13 @@ __all__ = [
 
 def main(config: MasterConfig) -> EvalResult:
     """Runs the evaluation that a checked configuration describes, and prints its table."""
+    from nemo_rl_cpp.data.checkpoint_template import differences_from_run
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
+    config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
+    for remark in differences_from_run(Path(folder), config.tokenizer):
+        warnings.warn(remark, stacklevel=2)
     if config.tokenizer.name == config.generation.model_name:
         config.tokenizer.name = folder
     config.generation.model_name = folder
@@ -55,13 +63,16 @@ def main(config: MasterConfig) -> EvalResult:
 def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDataset:
     """The section `data`, tokenised."""
     raw = load_eval_dataset(config.data)
+    limit = config.data.max_input_seq_length
+    say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", (config.data.env_name, config.env.get(config.data.env_name))))
     return AllTaskProcessedDataset(
         raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=config.data.max_input_seq_length
     )
 
 
 def setup(master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessedDataset) -> tuple[Any, Any, MasterConfig]:
-    """(engine with the model loaded, loader of prompts, the configuration)."""
+    """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
+    master_config = checked(master_config, MasterConfig)
     size = master_config.generation.num_prompts_per_step
     loader = StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
     return make_generation(master_config, tokenizer), loader, master_config
@@ -90,7 +101,10 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     folder.check_weights()
     model = C.DecoderModel(folder.native(), dtype, False, check_device(config.cluster.device))
     folder.fill(model)
-    return NativeGeneration(native_runner(model, config.generation), config.generation, tokenizer, seed=config.eval.seed)
+    ends = end_token_ids(folder.path, folder.config, tokenizer)
+    return NativeGeneration(
+        native_runner(model, config.generation), config.generation, tokenizer, end_token_ids=ends, seed=config.eval.seed
+    )
 
 
 def run_env_eval(vllm_generation: Any, dataloader: Any, env: Any, master_config: MasterConfig) -> EvalResult:
@@ -146,7 +160,7 @@ class _Run:
                 answers[row] = answer
             conversations.observe(turn, scored)
         batch = conversations.finish()
-        self.rounds.append((batch.size, rollout_metrics(conversations.stats) | get(call_remote(self.env, "pop_metrics"))))
+        self.rounds.append((batch.size, rollout_metrics(conversations.stats) | environment_metrics({"": self.env})))
         self.prompts += batch.size // self.config.eval.num_tests_per_prompt
         self._keep(texts, batch, answers)
 

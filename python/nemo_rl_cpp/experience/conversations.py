@@ -1,6 +1,6 @@
 """The state of a batch of conversations, turn after turn."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -93,14 +93,15 @@ class Conversations:
     def _add_rewards(self, rewards: "torch.Tensor | dict[str, torch.Tensor]") -> None:
         components = rewards if isinstance(rewards, dict) else {"": rewards}
         for name, values in components.items():
-            total = self.rewards.setdefault(name, torch.zeros(len(self.stats)))
+            total = self.rewards.setdefault(name.removeprefix("reward/"), torch.zeros(len(self.stats)))
             total[self.active] += values
 
     def finish(self) -> "BatchedDataDict[DatumSpec]":
-        """The batch with `total_reward`, `reward/<component>` and `truncated`; marks what ran out of turns."""
+        """The batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`; marks what ran out of turns."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
+        self.batch["stop_strings"] = self.stop_strings
         self.batch |= {f"reward/{name}": values for name, values in self.rewards.items() if name}
         self.batch["total_reward"] = sum(self.rewards.values(), torch.zeros(len(self.stats)))
         self.batch["truncated"] = torch.tensor([stats.truncated for stats in self.stats], dtype=torch.bool)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_cpp.distributed.futures import get
+from nemo_rl_cpp.environments.remote import call_remote
+
 
 @dataclass
 class SampleStats:
@@ -59,11 +62,8 @@ def environment_metrics(task_to_env: dict[str, Any]) -> dict[str, Any]:
     environments: dict[int, tuple[str, Any]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))
-    gathered = {
-        task: metrics
-        for task, environment in environments.values()
-        if hasattr(environment, "pop_metrics") and (metrics := environment.pop_metrics())
-    }
+    counting = {task: call_remote(environment, "pop_metrics") for task, environment in environments.values() if hasattr(environment, "pop_metrics")}
+    gathered = {task: metrics for task, result in counting.items() if (metrics := get(result))}
     if len(environments) == 1:
         return dict(next(iter(gathered.values()), {}))
     result = {f"{task}/{name}": value for task, metrics in gathered.items() for name, value in metrics.items()}

@@ -1,5 +1,6 @@
 """Runs the rollouts of training steps and keeps count of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +13,17 @@ from nemo_rl_cpp.utils.step_metrics import group_reward_metrics
 class RolloutRunner:
     """Lets the engine answer prompts and the environments score the answers; one call a round of generation."""
 
-    def __init__(self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int) -> None:
+    def __init__(
+        self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int,
+        change_rewards: Callable[[BatchedDataDict], dict[str, float]] | None = None,
+    ) -> None:  # fmt: skip
+        """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
         self._generation = generation
         self._tokenizer = tokenizer
-        self._task_to_env = task_to_env
+        self.task_to_env = task_to_env
         self._max_seq_len = max_seq_len
         self._max_turns = max_turns
+        self._change_rewards = change_rewards
         self._rounds: list[tuple[int, dict[str, Any]]] = []
         self._rewards: list[float] = []
         self._groups: list[int] = []
@@ -26,9 +32,11 @@ class RolloutRunner:
         """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
         as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
         rollouts, metrics = run_multi_turn_rollout(
-            self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len, self._max_turns, greedy=False
+            self._generation, prompts, self._tokenizer, self.task_to_env, self._max_seq_len, self._max_turns, greedy=False
         )
         rollouts["raw_reward"] = rollouts["total_reward"].clone()
+        if self._change_rewards is not None:
+            metrics |= self._change_rewards(rollouts)
         rollouts["weight_version"] = torch.full((rollouts.size,), weight_version)
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts["raw_reward"].tolist()
@@ -51,20 +59,19 @@ class RolloutRunner:
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """The metrics of several rounds, each with its number of samples, as of one.
 
-    Names with `max` keep the highest value, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the
-    samples that were X, everything else by all samples. A name that a round lacks is taken from the others.
+    Highest and lowest values stay such, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the samples
+    that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, Any] = {}
     for name in names:
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
         values = [metrics[name] for _, metrics in entries]
-        last = name.rsplit("/", 1)[-1]
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
-        elif last.startswith("max_"):
-            combined[name] = max(values)
-        elif last.startswith(("total_", "verifier_", "num_")):
+        elif (join := _join_of(name)) is not None:
+            combined[name] = join(values)
+        elif name.rsplit("/", 1)[-1].startswith(("verifier_", "num_")) and not name.endswith("_rate"):
             combined[name] = sum(values)
         else:
             share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
@@ -74,20 +81,26 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[st
     return combined
 
 
+def _join_of(name: str) -> Callable[[list[float]], float] | None:
+    """How values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
+    their mean, as rates are (`max_turns_reached_rate`)."""
+    last = name.rsplit("/", 1)[-1]
+    kind = last.split("_", 1)[0]
+    return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
+
+
 def aggregate_rollout_metrics(per_group_metrics: dict[str, list[Any]]) -> dict[str, Any]:
-    """One value a name from the values of several groups: the highest of `max_*`, the lowest of `min_*`, the sum of
-    `total_*`, the mean of other numbers, and lists joined."""
+    """One value a name from the values of several groups: the highest of `max_*` and `*/max`, the lowest of `min_*` and
+    `*/min`, the sum of `total_*`, the mean of other numbers (rates, `trajectory_duration_s/mean`), and lists joined."""
     result: dict[str, Any] = {}
     for name, values in per_group_metrics.items():
-        last = name.rsplit("/", 1)[-1]
         if not values:
             continue
         if all(isinstance(value, list) for value in values):
             result[name] = [item for value in values for item in value]
         elif not all(isinstance(value, (int, float)) for value in values):
             result[name] = values
-        elif last.startswith(("max_", "min_", "total_")):
-            result[name] = {"max": max, "min": min, "tot": sum}[last[:3]](values)
         else:
-            result[name] = sum(values) / len(values)
+            join = _join_of(name)
+            result[name] = sum(values) / len(values) if join is None else join(values)
     return result

@@ -47,7 +47,7 @@ def build_train_batch(
     token_mask [B, S] (1 on trained tokens), generation_logprobs float32 [B, S] (0 elsewhere), sample_mask float32 [B]
     (the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
     `overlong_filtering` for truncated ones), rewards float32 [B], and as far as the samples have them group_id and
-    weight_version, both int64 [B].
+    weight_version, both int64 [B], and the parts `reward/<name>` float32 [B].
     """
     add_token_loss_masks(samples["message_log"], is_trained)
     keys = ("token_ids", "token_loss_mask", "generation_logprobs")
@@ -66,6 +66,9 @@ def build_train_batch(
     for key in ("group_id", "weight_version"):
         if key in samples:
             batch[key] = samples[key]
+    for key in samples.keys():
+        if str(key).startswith("reward/"):
+            batch[key] = samples[key].float()
     return batch
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import get
-from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, checked_return
 from nemo_rl_cpp.environments.remote import call_remote
 from nemo_rl_cpp.experience.early_scoring import visible
 
@@ -90,7 +90,8 @@ def calculate_rewards(
         infos = [batch["extra_env_info"][row] for row in rows]
         started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
     # an environment may answer with a plain tuple of the same six things
-    return _merge([(rows, EnvironmentReturn(*get(result))) for rows, result in started], len(batch["message_log"]))
+    answers = [(rows, checked_return(get(result), len(rows), batch["task_name"][rows[0]] if rows else "")) for rows, result in started]
+    return _merge(answers, len(batch["message_log"]))
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:

@@ -300,7 +300,9 @@ def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_le
         "qkv_bias": kind == "qwen2" or bias,
         "output_bias": bias,
         "mlp_bias": kind == "llama" and bool(form["mlp_bias"]),
-        "qk_norm": kind == "qwen3",
+        "qk_norm": "head" if kind == "qwen3" else "none",
+        "norms": {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
+        "activation": "silu",
         "value_head": value_head,
         "rope_inv_freq": inv_freq,
         "rope_attention_factor": attention_factor,
@@ -315,12 +317,13 @@ def parameter_shapes(native: Mapping[str, Any]) -> dict[str, list[int]]:
         "self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
         "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
     }  # fmt: skip
+    normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[native["qk_norm"]]
     biased = {"self_attn.q": "qkv_bias", "self_attn.k": "qkv_bias", "self_attn.v": "qkv_bias", "self_attn.o": "output_bias"}
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(native["num_layers"]):
         prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}{norm}_layernorm.weight": [hidden] for norm in ("input", "post_attention")}
-        shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [heads] for norm in "qk" if native["qk_norm"]}
+        shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
+        shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
         for name, (rows, columns) in products.items():
             shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:

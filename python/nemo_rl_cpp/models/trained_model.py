@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -146,9 +147,11 @@ class TrainedModel:
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
         checkpointing_cfg: Any = None,
     ) -> None:  # fmt: skip
-        """`weights_path` becomes a Hugging Face folder (weights, config, tokenizer); `optimizer_path` holds what a
+        """`weights_path` becomes a Hugging Face folder (weights, config, generation config, tokenizer); `optimizer_path` holds what a
         bit-identical resume needs besides: moments, master weights, schedule."""
         save_weights(self.model, weights_path, self.saved_config())
+        if not self.value_head:
+            save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(weights_path))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(weights_path))
             if tokenizer_path is not None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import data, environments, folders, model
+from . import data, environments, folders, model, sizes, warm_start
 from .finding import Finding
 
-CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (folders.check, model.check, environments.check, data.check)
+CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (
+    sizes.check, folders.check, model.check, environments.check, data.check, warm_start.check,
+)  # fmt: skip
 
 
 def preflight(config: Any) -> list[Finding]:

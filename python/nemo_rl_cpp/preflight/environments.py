@@ -1,13 +1,57 @@
-"""Checks of environments and reward functions."""
+"""Checks of environments, reward functions and data set classes: they are imported, and asked for what a run needs of them.
+
+What is the user's own may import torch, which takes its time; environments of this package are not imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from nemo_rl_cpp.config.data import datasets_of
+from nemo_rl_cpp.environments.loading import (
+    ENV_REGISTRY,
+    LoadingError,
+    check_reward_section,
+    environment_class,
+    environment_target,
+    needed_package,
+    own_dataset_class,
+)
 
 from .finding import Finding
 
 
 def check(config: Any) -> Iterator[Finding]:
-    """Findings about environments and reward functions."""
-    yield from ()
+    """Findings about the environments that the data sets use, and about data set classes of the user's."""
+    for key, each in _datasets(config):
+        if "." in each.dataset_name and each.dataset_name.replace(".", "").isidentifier():
+            try:
+                own_dataset_class(each.dataset_name)
+            except LoadingError as error:
+                yield Finding("error", f"{key}.dataset_name", f"cannot be used: {error}")
+    for name, section in _used(config).items():
+        key = f"env.{name}"
+        try:
+            if name == "reward_functions":
+                check_reward_section(section if isinstance(section, Mapping) else {})
+            elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
+                environment_class(name)
+            elif (package := needed_package(name)) is not None:
+                yield Finding("error", key, f"needs the package {package}, which is not installed: run `pip install {package}`")
+        except LoadingError as error:
+            yield Finding("error", key, f"cannot be used: {error}")
+
+
+def _used(config: Any) -> dict[str, Any]:
+    """The entries of `env` that a data set of the run names."""
+    default = getattr(getattr(config.data, "default", None), "env_name", None)
+    names = [each.env_name or default for _, each in _datasets(config)]
+    return {name: config.env[name] for name in dict.fromkeys(names) if name is not None and name in config.env}
+
+
+def _datasets(config: Any) -> list[tuple[str, Any]]:
+    """(dotted key, section) of every data set."""
+    if not hasattr(config, "policy"):
+        return [("data", config.data)]
+    return [found for side in ("train", "validation") for found in datasets_of(getattr(config.data, side), f"data.{side}")]

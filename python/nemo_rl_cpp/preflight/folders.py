@@ -1,13 +1,93 @@
-"""Checks of the folders that a run writes to."""
+"""Checks of the folders that a run writes to: whether they can be written and hold a save, who is in them, and whether the
+checkpoints there are of this run."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
+from nemo_rl_cpp.utils.checkpoint_store import CheckpointStore
+from nemo_rl_cpp.utils.folder_lock import LOCK, held_by, holder_of
+
 from .finding import Finding
+from .resumed import WHAT_TO_DO, read_saved, refusals, short
+
+_DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
 
 def check(config: Any) -> Iterator[Finding]:
     """Findings about the folders that a run writes to."""
-    yield from ()
+    if hasattr(config, "logger"):
+        yield from _writable(Path(config.logger.log_dir), _LOGS)
+    if not hasattr(config, "checkpointing") or not config.checkpointing.enabled:
+        return
+    folder = Path(config.checkpointing.checkpoint_dir)
+    problems = [*_writable(folder, _DIR), *_lock(folder)]
+    yield from problems
+    if not problems:
+        yield from _space(config, folder)
+        yield from _resume(config, folder)
+
+
+def _writable(folder: Path, key: str) -> Iterator[Finding]:
+    """Writes a file without a name where the folder is, or would be made: nothing stays behind."""
+    place = folder.absolute()
+    while not place.exists() and not place.is_symlink() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        what = "a link to what is not there" if place.is_symlink() and not place.exists() else "not a folder"
+        yield Finding("error", key, f"is {folder}, but {place} is {what}: give a folder that can be written")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        yield Finding("error", key, f"is {folder}, which cannot be written ({place}: {error.strerror}): give a folder that can be written")
+
+
+def _lock(folder: Path) -> Iterator[Finding]:
+    holder = holder_of(folder)
+    if holder is not None:
+        yield Finding("error", _DIR, f"is {folder}, which {held_by(holder)}: end that run, or give this one a folder of its own")
+    elif (folder / LOCK).is_symlink() or ((folder / LOCK).exists() and not (folder / LOCK).is_file()):
+        yield Finding("error", _DIR, f"is {folder}, whose {LOCK} is not a file: a run keeps its lock there, so remove it")
+
+
+def _space(config: Any, folder: Path) -> Iterator[Finding]:
+    size = checkpoint_bytes(config)
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if size is None:
+        return
+    free, kept = shutil.disk_usage(place).free, config.checkpointing.keep_top_k
+    there = len(CheckpointStore(folder).history())
+    wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one that is being written
+    if free < wanted * size:
+        more = f", and up to {wanted} of them are held at once (checkpointing.keep_top_k={kept})" if wanted > 1 else ""
+        yield Finding(
+            "warning",
+            _DIR,
+            f"is {folder} with {size_text(free)} free, but a checkpoint takes about {size_text(size)}{more}: free space, keep fewer, or "
+            "leave the optimizer out (checkpointing.save_optimizer=false); a save that finds no space is tried again later",
+        )
+
+
+def _resume(config: Any, folder: Path) -> Iterator[Finding]:
+    store = CheckpointStore(folder)
+    newest = next((record.path for record in reversed(store.history())), None)
+    try:
+        CheckpointManager(config.checkpointing).check_resume_mode(newest)
+    except ResumeError as error:
+        yield Finding("error", "", str(error))
+        return
+    if newest is None:
+        return
+    saved = read_saved(newest)
+    for key, why in dict.fromkeys(refusals(saved, config)):
+        yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")

@@ -73,6 +73,41 @@ def as_number(value: Any) -> float | None:
     return None
 
 
+def written(config: Any) -> Any:
+    """A configuration as plain data that may stand in files: what came from an environment variable is its `${oc.env:...}`
+    again (`config.environment_values` knows the keys; a copy of such a text under another key goes too), and values whose
+    key names a secret are `***`."""
+    plain = to_plain(config)
+    texts = getattr(config, "environment_values", None) or {}
+    copies = {}
+    for key, text in texts.items():
+        value = _put(plain, key.split("."), text)
+        if isinstance(value, str) and len(value) >= 6:
+            copies[value] = text
+    return redact(_replaced(plain, copies) if copies else plain)
+
+
+def _replaced(node: Any, copies: dict[str, str]) -> Any:
+    if isinstance(node, dict):
+        return {key: _replaced(item, copies) for key, item in node.items()}
+    if isinstance(node, list):
+        return [_replaced(item, copies) for item in node]
+    return copies.get(node, node) if isinstance(node, str) else node
+
+
+def _put(node: Any, path: list[str], value: Any) -> Any:
+    """Puts `value` at a place that is there, and returns what it held; nothing where the place is not there."""
+    for i, part in enumerate(path):
+        index: Any = int(part) if isinstance(node, list) and part.isdigit() else part
+        if not (index in node if isinstance(node, dict) else isinstance(node, list) and isinstance(index, int) and index < len(node)):
+            return None
+        if i + 1 == len(path):
+            node[index], old = value, node[index]
+            return old
+        node = node[index]
+    return None
+
+
 _SECRET = re.compile(r"(api_?key|password|secret|auth_?token|access_?token|hf_token|credential)", re.IGNORECASE)
 
 

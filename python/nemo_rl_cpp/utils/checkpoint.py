@@ -16,9 +16,9 @@ newest `step_N` with a valid manifest is whole; `recover` finishes or removes wh
 """
 
 import json
-import re
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,9 +27,14 @@ from typing import Any, Literal
 
 from nemo_rl_cpp.utils import durable
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig  # noqa: F401  (NeMo RL's place for it)
-from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, to_plain
+from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, written
 from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
+from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
+
+
+class ResumeError(FolderError):
+    """A run must not go on from what its checkpoint folder holds, or must not begin there."""
 
 
 class CheckpointManager:
@@ -58,7 +63,18 @@ class CheckpointManager:
         self.ft_keep_latest_k: int | None = cfg_get(config, "ft_keep_latest_k")
         self.ft_save_period: int | None = cfg_get(config, "ft_save_period")
         self.save_optimizer = bool(cfg_get(config, "save_optimizer", True))
+        self.resume: str = cfg_get(config, "resume", "auto")
+        self.identity: dict[str, Any] = {}
+        """which model, tokenizer and rows every checkpoint is of"""
+        self.metric_seen = False
+        """whether `metric_name` was found among the metrics of this run"""
+        self.metric_missed = False
+        """whether it was said that a checkpoint goes without it"""
+        self.owed = False
+        """whether a checkpoint that was due could not be saved for want of space"""
         self._check_config()
+        self.facts: dict[str, Any] = {}
+        """stands in the manifest of every checkpoint, beside the step and the time"""
         self._store = CheckpointStore(self.checkpoint_dir)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -134,10 +150,10 @@ class CheckpointManager:
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
         """Makes `tmp_step_N` with training_info.json and config.yaml; returns its absolute path.
 
-        RuntimeError when another process is saving into the same checkpoint_dir.
+        FolderInUseError (a RuntimeError) when another process is at work in the same checkpoint_dir.
         """
         self.finalize_pending()
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(self.checkpoint_dir, "checkpointing.checkpoint_dir")
         self._store.acquire()
         folder = self._store.temporary(step)
         try:
@@ -145,7 +161,7 @@ class CheckpointManager:
             folder.mkdir()
             durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
             if run_config is not None:
-                durable.write_durable(folder / "config.yaml", dump_yaml(to_plain(run_config)))
+                durable.write_durable(folder / "config.yaml", dump_yaml(written(run_config)))
         except BaseException:
             self.abandon(folder)
             raise
@@ -158,7 +174,7 @@ class CheckpointManager:
         step = step_of(folder, "tmp_")
         self._store.acquire()
         try:
-            durable.seal_folder(folder, step=step)
+            durable.seal_folder(folder, step=step, saved=time.strftime("%Y-%m-%d %H:%M:%S"), **self.facts)
             target = self._store.publish(folder)
         except BaseException:
             self.abandon(folder)
@@ -211,10 +227,21 @@ class CheckpointManager:
         """Whether a background finalization is at work."""
         return self._thread is not None and self._thread.is_alive()
 
+    def claim(self) -> None:
+        """Keeps every other run out of the folder until `shutdown`, or until this process ends.
+
+        FolderInUseError (a ValueError) says who is in it: process, host and since when. FolderError where the folder
+        cannot be made or written. Nothing when checkpointing is off.
+        """
+        if self.enabled:
+            self._store.claim()
+
     def shutdown(self) -> None:
-        """Waits for background work; may be called again."""
-        self.finalize_pending()
-        self._store.release()
+        """Waits for background work and gives the folder free; may be called again."""
+        try:
+            self.finalize_pending()
+        finally:
+            self._store.close()
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -244,6 +271,30 @@ class CheckpointManager:
             warnings.warn(f"checkpoint {record.path} is passed over: {problem}", stacklevel=2)
         return None
 
+    def check_resume_mode(self, latest: str | Path | None) -> None:
+        """ResumeError where `checkpointing.resume` does not go with `latest`, the newest whole checkpoint, and where there
+        are checkpoints but none is whole."""
+        if latest is not None and self.resume == "never":
+            raise ResumeError(
+                f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
+                "another checkpointing.checkpoint_dir, move them away, or set checkpointing.resume=auto"
+            )
+        if latest is None and (unusable := self.unusable()):
+            raise ResumeError(
+                f"no checkpoint of {self.checkpoint_dir} is whole ({', '.join(unusable)}): repair or move them away, or give the run another "
+                "checkpointing.checkpoint_dir"
+            )
+        if latest is None and self.resume == "must":
+            raise ResumeError(
+                f"checkpointing.resume=must, but {self.checkpoint_dir} holds no checkpoint: give the folder of the run to go on with, or set "
+                "checkpointing.resume=auto to begin"
+            )
+
+    def unusable(self) -> list[str]:
+        """Names of the checkpoint folders there that nothing can be resumed from: damaged ones, those set aside, and
+        another program's."""
+        return self._store.unusable()
+
     def get_best_checkpoint_path(self) -> str | None:
         """Folder of the checkpoint with the best metric (ties: the newer); those without it are left out with a
         warning. The latest when none has it or no metric is configured, None when there is none at all."""
@@ -269,7 +320,7 @@ class CheckpointManager:
         """training_info.json of a checkpoint; None for None."""
         if checkpoint_path is None:
             return None
-        return json.loads((Path(checkpoint_path) / TRAINING_INFO).read_text(encoding="utf-8"))
+        return json.loads(durable.read_text(Path(checkpoint_path) / TRAINING_INFO))
 
     @staticmethod
     def get_resume_paths(
@@ -296,7 +347,7 @@ class CheckpointManager:
         a manifest is another program's and stays, until a save needs its name. Does nothing while a save is going on
         there, or where the folder cannot be written.
         """
-        if not self.checkpoint_dir.is_dir() or self._store.locked or self.has_pending_finalization:
+        if not self.checkpoint_dir.is_dir() or self._store.saving or self.has_pending_finalization:
             return []
         try:
             self._store.acquire()

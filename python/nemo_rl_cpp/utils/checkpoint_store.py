@@ -4,7 +4,9 @@ Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` makes 
 being removed, `corrupt_step_N` was set aside.
 """
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import warnings
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.utils import durable
-from nemo_rl_cpp.utils.folder_lock import FolderLock
+from nemo_rl_cpp.utils.folder_lock import LOCK, FolderError, FolderLock, make_folder
 
 TRAINING_INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
-_FOLDER = re.compile(r"(tmp_|old_|del_|)step_(\d+)")
+_KEY = "checkpointing.checkpoint_dir"
+_FOLDER = re.compile(r"(tmp_|old_|del_|)step_(0|[1-9]\d{0,17})", re.ASCII)
+_ASIDE = re.compile(r"corrupt_step_\d+(_\d+)?", re.ASCII)
 
 
 class CheckpointRecord(NamedTuple):
@@ -28,26 +32,52 @@ class CheckpointRecord(NamedTuple):
 
 
 class CheckpointStore:
-    """File operations on `root`. Everything that changes it needs the lock (`acquire`), so two processes cannot mix."""
+    """File operations on `root`. Everything that changes it needs the lock, so that two processes cannot mix: for one save
+    (`acquire` to `release`), or for a whole run (`claim` to `close`)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock: FolderLock | None = None
+        self._claimed = self._made = self._saving = False
         self._verified: dict[tuple[Path, int], str | None] = {}
 
     @property
-    def locked(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._lock is not None
+    def saving(self) -> bool:
+        """Whether a save of this object is going on."""
+        return self._saving
+
+    def claim(self) -> None:
+        """Takes the lock until `close`; makes the folder. FolderError says who has it, or why it cannot be had."""
+        if not self._claimed:
+            try:
+                self._made = make_folder(self.root, _KEY)
+                self._lock = self._lock or FolderLock(self.root, _KEY)
+            except OSError as error:
+                raise FolderError(f"{_KEY}={self.root}: the run cannot have this folder ({error.strerror or error})") from error
+            self._claimed = True
+
+    def close(self) -> None:
+        """Ends the claim; a folder that it made and that stayed empty goes again. May be called again."""
+        lock, self._lock, made = self._lock, None, self._made
+        self._claimed = self._made = self._saving = False
+        if lock is None:
+            return
+        empty = made and self.root.is_dir() and [path.name for path in self.root.iterdir()] == [LOCK]
+        lock.close(remove=empty)
+        if empty:
+            with contextlib.suppress(OSError):  # somebody put something there
+                self.root.rmdir()
 
     def acquire(self) -> None:
-        """Takes the lock (again: no effect); RuntimeError when another process has it."""
+        """Takes the lock (again: no effect) for a save; FolderInUseError when another process has it."""
         if self._lock is None:
-            self._lock = FolderLock(self.root, "checkpointing.checkpoint_dir")
+            self._lock = FolderLock(self.root, _KEY)
+        self._saving = True
 
     def release(self) -> None:
-        """Gives the lock back; may be called again."""
-        if self._lock is not None:
+        """The save is over; may be called again."""
+        self._saving = False
+        if self._lock is not None and not self._claimed:
             self._lock.close()
             self._lock = None
 
@@ -59,13 +89,13 @@ class CheckpointStore:
         """Renames a sealed `tmp_step_N` to `step_N` and returns that. When it fails, an older `step_N` stays."""
         step = step_of(folder, "tmp_")
         target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
-        if target.exists() and not (target / durable.MANIFEST).exists():
+        if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
             self._set_aside(target)  # somebody else's
         if not target.exists():
             durable.rename(folder, target)
             return target
         if old.exists():
-            shutil.rmtree(old)
+            delete(old)
         try:
             durable.rename(target, old)
             durable.rename(folder, target)
@@ -73,21 +103,21 @@ class CheckpointStore:
             if old.exists() and not target.exists():
                 durable.rename(old, target)
             raise
-        shutil.rmtree(old)
+        delete(old)
         return target
 
     def remove(self, folder: Path) -> None:
         """Removes a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
         doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
         durable.rename(folder, doomed)
-        shutil.rmtree(doomed)
+        delete(doomed)
 
     def recover(self) -> list[str]:
         """Finishes or removes what a crash in mid-save left; returns (and warns of) what it did, in words."""
         done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
         for prefix, _, path in self.folders():
-            if prefix == "" and (problem := durable.folder_problem(path, contents=False)) is not None:
-                if (path / durable.MANIFEST).exists():
+            if prefix == "" and (problem := self.quick_problem(path)) is not None:
+                if os.path.lexists(path / durable.MANIFEST):
                     done.append(f"set {path.name} aside as {self._set_aside(path).name}: {problem}")
                 else:  # another program's, NeMo RL's for one: not ours to rename
                     done.append(f"left {path.name} as it is: {problem}")
@@ -106,24 +136,42 @@ class CheckpointStore:
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
         """`folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
         target = path.with_name(f"step_{step}")
-        if prefix == "tmp_" and durable.folder_problem(path, contents=True) is None:
+        if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
             self.publish(path)
             return f"published the finished {path.name}"
         if prefix == "old_" and not target.exists():
             durable.rename(path, target)
             return f"put {path.name} back as {target.name}"
         if prefix:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                delete(path)
             return f"removed the left-over {path.name}"
         return None
 
     def history(self) -> list[CheckpointRecord]:
-        """Every step_N that is whole by manifest and sizes."""
+        """Every step_N that is whole by manifest and sizes and whose training_info can be read."""
         return [
-            CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
+            CheckpointRecord(step, path, json.loads(durable.read_text(path / TRAINING_INFO)))
             for prefix, step, path in self.folders()
-            if prefix == "" and durable.folder_problem(path, contents=False) is None
+            if prefix == "" and self.quick_problem(path) is None
         ]
+
+    def quick_problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint by its manifest, its sizes and its training_info; None: nothing."""
+        problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
+        if problem is not None:
+            return problem
+        try:
+            info = json.loads(durable.read_text(path / TRAINING_INFO))
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{TRAINING_INFO} cannot be read ({error})"
+        return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
+
+    def unusable(self) -> list[str]:
+        """Names of the checkpoint folders that cannot be resumed from: damaged, set aside, or another program's."""
+        found = [path.name for prefix, _, path in self.folders() if prefix == "" and (self.quick_problem(path) or self.problem(path))]
+        aside = sorted(path.name for path in self.root.iterdir() if _ASIDE.fullmatch(path.name)) if self.root.is_dir() else []
+        return found + aside
 
     def problem(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint's contents, or None; each sealed folder is read once."""
@@ -151,3 +199,11 @@ def step_of(folder: Path, prefix: str) -> int:
     if match is None or match[1] != prefix:
         raise ValueError(f"{folder}: a checkpoint folder named {prefix}step_N is expected here")
     return int(match[2])
+
+
+def delete(path: Path) -> None:
+    """Removes a folder with all that is in it; of a link only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

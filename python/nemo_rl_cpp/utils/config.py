@@ -7,10 +7,14 @@ Scripts that call `load_config`, then `parse_hydra_overrides`, then resolve, wor
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp import _config
+from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.config.python_values import plain
 
 __all__ = [
     "ConfigDict",
@@ -74,6 +78,27 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
+def _tree(config: Any, name: str = "cfg") -> dict[str, Any]:
+    """The plain tree of a dictionary, of another mapping, or of OmegaConf's (its interpolations stay text)."""
+    omegaconf = sys.modules.get("omegaconf")  # loaded wherever one of its objects exists
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
+        config = omegaconf.OmegaConf.to_container(config, resolve=False)
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{name} must be a mapping (a dictionary, or OmegaConf's), not {type(config).__name__} ({in_a_line(config)})")
+    tree = plain(config)
+    if too_large := next(_beyond_64_bits(tree, ""), None):
+        raise ValueError(f"{name}: {too_large} is an integer of more than 64 bits")
+    return tree
+
+
+def _beyond_64_bits(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield key
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inner:
+        yield from _beyond_64_bits(item, f"{key}.{name}" if key else str(name))
+
+
 def resolve_path(base_path: Path, path: str) -> Path:
     """`path` if it is absolute, else below `base_path`."""
     return Path(path) if path.startswith("/") else Path(base_path) / path
@@ -84,7 +109,7 @@ def merge_with_override(base_config: dict[str, Any], override_config: dict[str, 
 
     A top-level section with `_override_: true` replaces the base's whole section. Neither argument is changed.
     """
-    return ConfigDict(_config.merge(_plain(base_config), _plain(override_config)))
+    return ConfigDict(_config.merge(_tree(base_config, "base_config"), _tree(override_config, "override_config")))
 
 
 def load_config_with_inheritance(
@@ -109,11 +134,15 @@ def load_config(config_path: str | os.PathLike[str]) -> ConfigDict:
 
 
 def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> ConfigDict:
-    """`cfg` with overrides applied (a.b=v, +a.b=v, ++a.b=v, ~a.b); the argument is not changed.
+    """`cfg`, also one of OmegaConf's, with overrides applied (a.b=v, +a.b=v, ++a.b=v, ~a.b); the argument is not changed.
 
     Raises OverridesError that lists every override that cannot be parsed or applied.
     """
-    config, problems = _config.apply_overrides(_plain(cfg), list(overrides))
+    texts = [overrides] if isinstance(overrides, str) else list(overrides)
+    wrong = next((text for text in texts if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise OverridesError(f"Failed to parse Hydra overrides: an override is a text such as 'grpo.seed=1', not {in_a_line(wrong)}")
+    config, problems = _config.apply_overrides(_tree(cfg), texts)
     if problems:
         lines = "\n".join(f"{where}: {key} {message}".replace(":  ", ": ") for _, key, where, message in problems)
         raise OverridesError(f"Failed to parse Hydra overrides: {lines}")
@@ -122,7 +151,7 @@ def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> ConfigDi
 
 def resolve_config(cfg: dict[str, Any]) -> dict[str, Any]:
     """`cfg` with every ${...} replaced by its value, as OmegaConf.to_container(cfg, resolve=True). ValueError lists failures."""
-    config, problems = _config.resolve(_plain(cfg))
+    config, problems = _config.resolve(_tree(cfg))
     if problems:
         raise ValueError("\n".join(f"{key}: {message}" for _, key, _, message in problems))
     return config

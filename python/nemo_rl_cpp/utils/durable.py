@@ -4,10 +4,13 @@ Every change of a name goes through `rename` or `write_atomic`, which sync the f
 return, neither a killed process nor a power cut can undo them.
 """
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+import stat
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -80,41 +83,89 @@ def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
     return manifest
 
 
-def folder_problem(root: Path, contents: bool) -> str | None:
+def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> str | None:
     """What is wrong with a sealed folder, in a few words, or None when it is whole.
 
-    With `contents=False` only the manifest and the sizes are checked (no file is read); with True also every SHA-256.
-    Files that the manifest does not know are no problem.
+    With `contents=False` only the manifest and the sizes are checked, and the SHA-256 of the (small) files `verify`; with
+    True every SHA-256. Files that the manifest does not know are no problem; one of `verify` that it does not know is.
     """
     try:
-        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-        if manifest["digest"] != _digest(files):
-            return f"{MANIFEST} does not match its own digest"
+        files = _manifest_files(root)
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so it is no checkpoint that this program finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, facts in files.items():
+    if unknown := sorted(set(verify) - set(files)):
+        return f"{MANIFEST} does not know {unknown[0]}"
+    for name, (size, digest) in files.items():
         path = root / name
         try:
-            if path.stat().st_size != facts["size"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
-            if contents and sha256_of(path) != facts["sha256"]:
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if (contents or name in verify) and sha256_of(path) != digest:
                 return f"the content of {name} does not match its SHA-256"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
 
 
+def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
+    """name -> (size, SHA-256) by the manifest; ValueError unless it is well-formed, matches its own digest and stays
+    inside its folder."""
+    manifest = json.loads(read_text(root / MANIFEST))
+    files = manifest["files"]
+    if manifest["digest"] != _digest(files):
+        raise ValueError("it does not match its own digest")
+    for name in files:
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise ValueError(f"it names {name!r}, which is not inside the folder")
+    return {name: (int(facts["size"]), str(facts["sha256"])) for name, facts in files.items()}
+
+
+def manifest_facts(root: Path) -> dict[str, Any]:
+    """The `facts` that a folder was sealed with; nothing where its manifest cannot be read."""
+    try:
+        manifest = json.loads(read_text(root / MANIFEST))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {key: value for key, value in manifest.items() if key not in ("files", "digest")} if isinstance(manifest, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    """The text of an ordinary file; OSError for anything else (a fifo would wait for ever)."""
+    with open(_regular(path), encoding="utf-8") as file:
+        return file.read()
+
+
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """SHA-256 of an ordinary file's content, in hexadecimal."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with open(_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def _regular(path: Path) -> Path:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+    return path
+
+
+_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def disk_trouble(error: BaseException | None) -> str | None:
+    """ "No space left on device" and the like, when that is what an exception comes from: no space, no quota, a failing
+    disk. None for any other error. Libraries that are not written in Python say so only in their text."""
+    while error is not None:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if number in _TROUBLE:
+            return os.strerror(number)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -77,7 +77,13 @@ class WandbLogger(LoggerInterface):
         file = _RunFile(log_dir)
         if "id" not in options and (known := file.read()):
             options |= {"id": known, "resume": "allow"}
-        self.run = self._wandb.init(**options, dir=log_dir)
+        try:
+            self.run = self._wandb.init(**options, dir=log_dir)
+        except Exception as error:  # its own kinds of errors differ by version
+            raise ValueError(
+                f"logger.wandb_enabled=true, but wandb does not start ({error}): run `wandb login` or set WANDB_API_KEY; without an "
+                "account set WANDB_MODE=offline, or logger.wandb_enabled=false"
+            ) from error
         file.write(self.run.id)
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:

@@ -7,8 +7,8 @@ as one that was never interrupted (but for times).
 import io
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 
 from nemo_rl_cpp.utils import tb_events
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain
+from nemo_rl_cpp.utils.durable import read_text, write_atomic
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefixed, scalar_of
+from nemo_rl_cpp.utils.log_ledger import LogLedger
 
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
 HYPERPARAMS = "hyperparams.json"
-_STEP_FILE = re.compile(r".*_step(\d+)\.(jsonl|svg)")
 _TIME_PREFIXES = ("timing/", "performance/", "memory/")
 
 
@@ -29,12 +30,16 @@ class JsonlLogger(LoggerInterface):
     """One line a call in metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, names sorted, non-finite values as strings.
 
     Metrics with an x axis of their own (`step_metric`, such as GPU samples by second) go to system.jsonl instead. A line
-    is one write, so a killed process leaves at most the last line torn; readers skip such a line.
+    is one write, so a killed process leaves at most the last line torn; readers skip such a line. What a full disk does
+    not take waits in memory for the next line.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, ledger: LogLedger | None = None) -> None:
+        """`ledger` notes the plots; by default the folder's own."""
         self.log_dir = log_dir
+        self._ledger = ledger or LogLedger(log_dir)
         self._files: dict[str, int] = {}
+        self._waiting: dict[str, bytes] = {}
 
     def log_metrics(
         self,
@@ -61,6 +66,7 @@ class JsonlLogger(LoggerInterface):
         """Writes plots/NAME_stepN.svg."""
         path = self.log_dir / "plots" / f"{name}_step{step}.svg"
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._ledger.add(path)
         if hasattr(figure, "to_svg"):
             path.write_text(figure.to_svg(), encoding="utf-8")
         else:
@@ -68,45 +74,66 @@ class JsonlLogger(LoggerInterface):
 
     def flush(self) -> None:
         """Syncs the files to the disk."""
-        for descriptor in self._files.values():
+        for name, descriptor in self._files.items():
+            self._write(name, descriptor)
             os.fsync(descriptor)
 
     def finish(self) -> None:
         """Closes the files; a later call opens them again."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files = {}
+        files, self._files = self._files, {}
+        try:
+            for name, descriptor in files.items():
+                self._write(name, descriptor)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
 
     def truncate_after(self, step: int) -> None:
-        """Cuts metrics.jsonl back and removes rollout and plot files of later steps."""
+        """Cuts metrics.jsonl back."""
         self.finish()
         truncate_jsonl(self.log_dir / METRICS, step)
-        for path in self.log_dir.rglob("*_step*"):
-            match = _STEP_FILE.fullmatch(path.name)
-            if match and int(match[1]) > step:
-                path.unlink()
 
     def _append(self, name: str, line: str) -> None:
         if name not in self._files:
             path = self.log_dir / name
             drop_torn_line(path)
             self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        os.write(self._files[name], (line + "\n").encode())
+        self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
+        self._write(name, self._files[name])
+
+    def _write(self, name: str, descriptor: int) -> None:
+        while waiting := self._waiting.get(name):
+            self._waiting[name] = waiting[os.write(descriptor, waiting) :]
 
 
 class TensorboardLogger(LoggerInterface):
     """TensorBoard events (see `tb_events`): neither TensorBoard nor torch is needed to write them."""
 
     def __init__(self, cfg: Any, log_dir: str | Path | None = None) -> None:
-        """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument."""
-        self.log_dir = str(cfg_get(cfg, "log_dir") or log_dir or "tensorboard")
+        """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: this one
+        goes on in the event files that its own folder (the argument) lists, and leaves the others alone."""
+        given = cfg_get(cfg, "log_dir")
+        self.log_dir = str(given or log_dir or "tensorboard")
+        self._list = Path(log_dir) / "event_files.txt" if given and log_dir else None
         self.writer = self._open()
         self._skipped: set[str] = set()
 
     def _open(self) -> Any:
         from nemo_rl_cpp.utils import logger  # the public place of the writer's class: see `log_backends`
 
-        return logger.SummaryWriter(log_dir=self.log_dir)
+        if self._list is None:
+            return logger.SummaryWriter(log_dir=self.log_dir)
+        own = self._own_files()
+        writer = logger.SummaryWriter(log_dir=self.log_dir, own_files=own)
+        if writer.path.name not in own:
+            write_atomic(self._list, "".join(f"{name}\n" for name in [*own, writer.path.name]))
+        return writer
+
+    def _own_files(self) -> list[str]:
+        if self._list is None:
+            return [path.name for path in Path(self.log_dir).glob(tb_events.PATTERN)]
+        listed = read_text(self._list).split() if self._list.is_file() else []
+        return [name for name in listed if fnmatch(name, tb_events.PATTERN) and "/" not in name]
 
     @staticmethod
     def _coerce_to_scalar(value: Any) -> int | float | bool | str | None:
@@ -159,8 +186,9 @@ class TensorboardLogger(LoggerInterface):
     def truncate_after(self, step: int) -> None:
         """Removes the events of later steps from all event files of the run."""
         self.writer.close()
-        for path in Path(self.log_dir).glob(tb_events.PATTERN):
-            tb_events.truncate_events(path, step)
+        for path in (Path(self.log_dir) / name for name in self._own_files()):
+            if path.is_file():
+                tb_events.truncate_events(path, step)
         self.writer = self._open()
 
 

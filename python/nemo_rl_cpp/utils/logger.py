@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.logger import GPUMonitoringConfig, LoggerConfig
-from nemo_rl_cpp.utils.access import cfg_get, redact, to_json, to_plain
+from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain, written
+from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts
+from nemo_rl_cpp.utils.folder_lock import FolderLock
 from nemo_rl_cpp.utils.log_backends import (
     MLflowLogger,
     SwanlabLogger,
@@ -21,6 +23,7 @@ from nemo_rl_cpp.utils.log_backends import (
 )
 from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger, matplotlib_figure
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict
+from nemo_rl_cpp.utils.log_ledger import LogLedger
 from nemo_rl_cpp.utils.log_samples import print_message_log_samples
 from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger
 from nemo_rl_cpp.utils.plots import logprob_error_plot, timeline_plots
@@ -29,7 +32,8 @@ from nemo_rl_cpp.utils.tb_events import SummaryWriter
 __all__ = [
     "GPUMonitoringConfig", "Logger", "LoggerConfig", "LoggerInterface", "MLflowLogger", "RayGpuMonitorLogger", "SummaryWriter",
     "SwanlabLogger", "TensorboardLogger", "TrackioLogger", "WandbLogger", "_merge_generation_logger_workers",
-    "_summarize_list", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir", "print_message_log_samples",
+    "_summarize_list", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir", "log_container_init_timing",
+    "print_message_log_samples",
 ]
 
 wandb, mlflow, swanlab, trackio = (TrackerPackage(name) for name in ("wandb", "mlflow", "swanlab", "trackio"))
@@ -66,8 +70,10 @@ class Logger(LoggerInterface):
         self.swanlab_logger: LoggerInterface | None = None
         self._failed: set[str] = set()
         self._files: list[LoggerInterface] = []
+        self._ledger = LogLedger(self.log_dir)
+        self._lock: FolderLock | None = None
         if cfg_get(cfg, "metrics_jsonl_enabled", True):
-            self._files.append(JsonlLogger(self.log_dir))
+            self._files.append(JsonlLogger(self.log_dir, self._ledger))
         for name, backend in _BACKENDS.items():
             if cfg_get(cfg, f"{name}_enabled", name == "tensorboard"):
                 folder = self.log_dir / name
@@ -78,6 +84,18 @@ class Logger(LoggerInterface):
                 if name == "tensorboard":
                     self._files.append(self.loggers[-1])
         self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
+
+    @property
+    def run_id(self) -> str | None:
+        """A number that only this log folder has, for the manifests of the run's checkpoints; None before `claim`."""
+        return self._ledger.run
+
+    def claim(self, checkpoint_dir: Path | None = None) -> None:
+        """Keeps other runs out of the folder until `finish`, and notes that these are the logs of the run that saves into
+        `checkpoint_dir`. FolderInUseError (a ValueError) when another run is at work in it."""
+        self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
+        if checkpoint_dir is not None:
+            self._ledger.own(checkpoint_dir.resolve())
 
     def _start_monitor(self, cfg: Any) -> RayGpuMonitorLogger | None:
         monitor = RayGpuMonitorLogger(
@@ -106,8 +124,8 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Any) -> None:
-        """Logs the configuration (a mapping or a model) once; values of keys that name a secret are left out."""
-        plain = redact(to_plain(params))
+        """Logs the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
+        plain = written(params)
         self._each(lambda logger: logger.log_hyperparams(plain))
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
@@ -160,36 +178,65 @@ class Logger(LoggerInterface):
 
     def log_string_list_as_jsonl(self, to_log: list[str], filename: str) -> None:
         """Appends strings, which are JSON already, as lines to a file of the log folder."""
-        path = self.log_dir / filename
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in to_log)
+        def append(path: Path) -> None:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in to_log)
+
+        self._write(filename, append)
 
     def _write_lines(self, filename: str, lines: Any) -> None:
+        def replace(path: Path) -> None:
+            temporary = path.with_name(f".{path.name}.tmp")
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    file.writelines(lines)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+        self._write(filename, replace)
+
+    def _write(self, filename: str, write: Callable[[Path], None]) -> None:
+        """`write(path)` of a file of the log folder; a full disk leaves it out, with a warning."""
         path = self.log_dir / filename
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(lines)
-        os.replace(temporary, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._ledger.add(path)
+            write(path)
+        except OSError as error:
+            self._note_full_disk("files of steps", error)
+
+    def _note_full_disk(self, name: str, error: OSError) -> None:
+        """Warns once that logs are left out for want of space; any other error goes on to the caller."""
+        if (trouble := disk_trouble(error)) is None:
+            raise error
+        if name not in self._failed:
+            self._failed.add(name)
+            warnings.warn(f"{self.log_dir}: {trouble}: {name} cannot be written; the run goes on, later failures are not shown", stacklevel=4)
 
     def flush(self) -> None:
         """Syncs the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
         self._each(lambda logger: logger.flush())
+        self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Forgets every metric, event, rollout and plot of a step later than `step`: the run resumes there.
+        """Forgets every metric, event, rollout and plot of a step later than `step`: the run resumes there. Only files that
+        this folder's runs wrote are touched (see `LogLedger`).
 
         Trackers that keep their data elsewhere continue their own run instead.
         """
         self._each(lambda logger: logger.truncate_after(step))
+        self._ledger.cut(step)
 
     def finish(self) -> None:
-        """Stops the monitor and closes all backends; may be called again."""
+        """Stops the monitor, closes all backends and gives the folder free; may be called again."""
         if self.gpu_monitor is not None:
             self.gpu_monitor.stop()
             self.gpu_monitor = None
         self._each(lambda logger: logger.finish())
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _each(self, action: Callable[[LoggerInterface], None]) -> None:
         for logger in dict.fromkeys([*self._files, *self.loggers]):
@@ -197,7 +244,10 @@ class Logger(LoggerInterface):
                 action(logger)
             except Exception as error:
                 if logger in self._files:
-                    raise
+                    if not isinstance(error, OSError):
+                        raise
+                    self._note_full_disk(f"lines of {type(logger).__name__}", error)
+                    continue
                 name = type(logger).__name__
                 if name not in self._failed:
                     self._failed.add(name)
@@ -218,6 +268,10 @@ def _json_line(row: dict[str, Any]) -> str:
         return json.dumps(to_json(row), allow_nan=False) + "\n"
 
 
+def log_container_init_timing(*args: Any, **kwargs: Any) -> None:
+    """Nothing: NeMo RL's run scripts report with it how long their container took to start; there is none here."""
+
+
 def get_next_experiment_dir(base_log_dir: str) -> str:
     """Makes and returns `<base_log_dir>/exp_NNN` with the next free number."""
     base = Path(base_log_dir)
@@ -232,17 +286,28 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
             number += 1
 
 
-def get_experiment_dir(base_log_dir: str, training_info: Mapping[str, Any] | None = None) -> str:
-    """The log folder of a run: the one its checkpoint recorded (`log_dir` of training_info), else a new one.
+def get_experiment_dir(
+    base_log_dir: str, training_info: Mapping[str, Any] | None = None, checkpoint: str | Path | None = None
+) -> str:
+    """The log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info), if it
+    is there and is this run's own; else a new one.
 
-    A recorded folder that has moved is looked for by its name under `base_log_dir`; when it is nowhere, a new one is
-    made, with a warning.
+    Only the name counts, since a checkpoint may have been copied or moved. A folder is the run's own when its ledger has
+    the number that the manifest of `checkpoint` (a folder step_N) has, and names the folder that holds it, or one that is
+    gone: it was moved. In every other case the logs go on in a new folder, and a line says so.
     """
     recorded = (training_info or {}).get("log_dir")
-    if not recorded:
+    name = Path(str(recorded)).name if recorded else ""
+    if not re.fullmatch(r"exp_\d+", name, re.ASCII):
         return get_next_experiment_dir(base_log_dir)
-    for candidate in (Path(recorded), Path(base_log_dir) / Path(recorded).name):
-        if candidate.is_dir():
-            return str(candidate)
-    warnings.warn(f"the checkpoint's log folder {recorded} is gone: the logs go on in a new one", stacklevel=2)
-    return get_next_experiment_dir(base_log_dir)
+    candidate = Path(base_log_dir) / name
+    ledger = LogLedger(candidate)
+    owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
+    home = str(Path(checkpoint or "").absolute().parent.resolve())  # of the name: step_N may be a link to another run's
+    at_home = owner is not None and (owner == home or not Path(owner).is_dir())
+    if at_home and run is not None and ledger.run == run:
+        return str(candidate)
+    new = get_next_experiment_dir(base_log_dir)
+    why = "it is not there" if not candidate.is_dir() else f"it holds the logs of {owner}" if owner else "nothing says that it is this run's"
+    print(f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).", flush=True)
+    return new

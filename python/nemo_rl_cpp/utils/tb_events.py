@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ PATTERN = "events.out.tfevents.*"
 
 
 class EventFile:
-    """The event file of a folder: the newest one that is there, else a new one."""
+    """The event file of a folder: the newest one that is there (or that `own_files` names), else a new one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own_files: Collection[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(folder.glob(PATTERN))
-        self.path = files[-1] if files else folder / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        files = sorted(path for path in folder.glob(PATTERN) if own_files is None or path.name in own_files)
+        self.path = files[-1] if files else _new_file(folder)
         if files:
             # a record torn by a kill would hide everything written after it
             truncate_events(self.path, None)
@@ -57,8 +57,8 @@ class EventFile:
 class SummaryWriter(EventFile):
     """An event file under the names of TensorBoard's writer."""
 
-    def __init__(self, log_dir: str | Path) -> None:
-        super().__init__(Path(log_dir))
+    def __init__(self, log_dir: str | Path, own_files: Collection[str] | None = None) -> None:
+        super().__init__(Path(log_dir), own_files)
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """A number (stored as float32)."""
@@ -76,6 +76,14 @@ class SummaryWriter(EventFile):
     def add_image(self, tag: str, png: bytes, global_step: int, *, width: int, height: int) -> None:
         """A PNG image."""
         self.add(global_step, [image(tag, png, width, height)])
+
+
+def _new_file(folder: Path) -> Path:
+    name, number = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}", 1
+    path = folder / name
+    while path.exists():  # another run's
+        path, number = folder / f"{name}.{number}", number + 1
+    return path
 
 
 def scalar(tag: str, value: float) -> bytes:

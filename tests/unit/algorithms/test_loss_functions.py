@@ -33,7 +33,6 @@ BAD = [
     dict(use_cispo=True, token_level_loss=False),
     dict(use_cispo=True, token_level_loss=False, sequence_level_importance_ratios=True),
     TIS | dict(use_importance_sampling_correction=False),
-    TIS | dict(truncated_importance_sampling_type="other"),
     TIS | dict(truncated_importance_sampling_ratio=None),
     TIS | dict(truncated_importance_sampling_ratio=0.0),
     TIS | dict(truncated_importance_sampling_ratio_min=3.0),
@@ -80,6 +79,8 @@ def test_bad_values_fail_at_the_first_call():
         ClippedPGLossFn(ClippedPGLossConfig(truncated_importance_sampling_ratio=2.0))(x, data, *counts)
     with pytest.raises(ValueError, match="reference_policy_kl_type"):
         ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_type="k4"))(x, data, *counts)
+    with pytest.raises(ValueError, match="truncated_importance_sampling_type must be one of tis, icepop, seq-mask-tis, not 'other'"):
+        ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
 
 
 def test_settings_come_as_model_mapping_or_object():

@@ -86,5 +86,10 @@ def test_seq_logprob_errors_by_hand():
     m = compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)
     assert data["sample_mask"].tolist() == [1, 1, 0, 0] and (m["num_masked_seqs"], m["masked_correct_pct"]) == (1, 1.0)
     assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0) and m["max_seq_mult_prob_error"] == pytest.approx(3.0)
+    data = error_data()
+    data["token_mask"][0] = 0  # nothing of the first row is trained: it has no error, and 0.5 does not drop it
+    m = compute_and_apply_seq_logprob_error_masking(data, rewards, 0.5)
+    assert [m[f"{k}_seq_mult_prob_error"] for k in ("max", "mean", "min")] == pytest.approx([3.0, 2.5, 2.0])
+    assert (m["num_masked_seqs"], m["masked_correct_pct"], m["mean_seq_mult_prob_error_after_mask"]) == (2, 1.0, 0.0)
     data["sample_mask"].zero_()
     assert compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)["max_seq_mult_prob_error"] == 0.0

@@ -86,6 +86,14 @@ def test_parameter_count_by_hand():
     assert model_sizes("nowhere", {}) is None
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "8"}', '"a"', "\xff"])
+def test_a_file_that_says_nothing_has_no_sizes(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    assert model_sizes(str(tmp_path), {}) is None
+    assert model_sizes(str(tmp_path), SMOL | {"hidden_size": "8"}) is None
+    assert model_sizes("nowhere", SMOL | {"head_dim": -1}) is None
+
+
 def test_parameter_count_of_a_real_model():
     sizes = model_sizes("smollm2-135m-instruct", {})
     assert sizes.parameters == 134_515_008  # as transformers counts

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config import (
-    ConfigError,
     find_config,
     find_prompt,
     load_eval_config,
@@ -110,7 +109,7 @@ def test_resolved_values_are_nemo_rls(name, tmp_path):
     assert different == {}
 
 
-def test_nemo_rls_own_file_needs_one_override(tmp_path):
+def test_nemo_rls_own_file_loads_as_it_is(tmp_path):
     text = (
         (ROOT / "configs/grpo_math_1B.yaml")
         .read_text()
@@ -118,9 +117,7 @@ def test_nemo_rls_own_file_needs_one_override(tmp_path):
     )
     theirs = "\n".join(line for line in text.splitlines() if line.strip() != "backend: native")
     (tmp_path / "theirs.yaml").write_text(theirs)
-    with pytest.raises(ConfigError, match="policy.generation.backend=native"):
-        load_grpo_config(tmp_path / "theirs.yaml")
-    load_grpo_config(tmp_path / "theirs.yaml", ["policy.generation.backend=native"])
+    assert load_grpo_config(tmp_path / "theirs.yaml").policy.generation.backend == "vllm"
 
 
 def test_shipped_names(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 torch and the CPU's ops."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -78,14 +79,17 @@ def test_rope_turns_pairs_and_back(kernels, H, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("size", [56, 37])
-def test_swiglu_equals_autograd(kernels, size, dtype):
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_swiglu_equals_autograd(kernels, gate, size, dtype):
     gate_up, d_act, act = randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype), torch.zeros(5, size, dtype=dtype)
-    kernels.swiglu_forward(gate_up, act, size, 5, dtype == BF16)
+    kind = ["silu", "gelu_tanh"].index(gate)
+    f = torch.nn.functional.silu if gate == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
+    kernels.swiglu_forward(gate_up, act, size, 5, kind, dtype == BF16)
     leaf = gate_up.double().requires_grad_()
-    expected = torch.nn.functional.silu(leaf[:, :size]) * leaf[:, size:]
+    expected = f(leaf[:, :size]) * leaf[:, size:]
     close(act, expected.detach(), BOUND[dtype])
     expected.backward(d_act.double())
-    kernels.swiglu_backward(d_act, gate_up, gate_up, size, 5, dtype == BF16)  # in place
+    kernels.swiglu_backward(d_act, gate_up, gate_up, size, 5, kind, dtype == BF16)  # in place
     close(gate_up, leaf.grad, BOUND[dtype])
 
 

@@ -345,7 +345,7 @@ def test_one_processor_for_all_and_preprocessors(tiny):
         TaskDataSpec(),
         math_hf_data_processor,
         max_seq_length=5,
-        task_data_preprocessors=lambda row: {**row, "messages": row["messages"][::-1]},
+        task_data_preprocessors=lambda row: {**row, "messages": [{"role": "user", "content": "2"}, row["messages"][1]]},
     )
     assert data[0]["message_log"][0]["content"] == "2"
     by_task = AllTaskProcessedDataset(

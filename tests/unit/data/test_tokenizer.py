@@ -283,7 +283,7 @@ def test_get_tokenizer_chat_template_choices(tmp_path, monkeypatch):
 
     assert text() == text(chat_template="default") == "own:1"
     assert text(chat_template=None) == "1"
-    assert text(chat_template="in line") == "in line"
+    assert text(chat_template="in line: {{ messages[0].content }}") == "in line: 1"
     assert text(chat_template="my.jinja", chat_template_kwargs={"mark": "!"}) == "file:1!"
     with pytest.raises(FileNotFoundError, match="chat_template"):
         text(chat_template="none.jinja")

@@ -38,7 +38,11 @@ def test_from_batches_pads_dimension_one_of_deeper_tensors():
 def test_from_batches_edges():
     with pytest.raises(KeyError, match="'y'"):
         BatchedDataDict.from_batches([{"x": [1], "y": [2]}, {"x": [3]}])
+    with pytest.raises(KeyError, match="'y'"):
+        BatchedDataDict.from_batches([{"x": torch.zeros(0), "y": torch.zeros(0)}, {"x": torch.ones(1)}])
     assert BatchedDataDict.from_batches([{}, {"x": [3]}])["x"] == [3]
+    joined = BatchedDataDict.from_batches([{"x": torch.zeros(0)}, {"x": torch.ones(1), "y": torch.ones(1), "z": ["a"]}])
+    assert {key: list(value) for key, value in joined.items()} == {"x": [1.0], "y": [1.0], "z": ["a"]}
     assert BatchedDataDict.from_batches([]).size == 0
     with pytest.raises(NotImplementedError, match="'x'"):
         BatchedDataDict.from_batches([{"x": 3}])

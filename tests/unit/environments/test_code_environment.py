@@ -1,6 +1,7 @@
 """The code environment: what programs score, and why."""
 
 import json
+from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment, extract_code
@@ -70,6 +71,50 @@ def test_success_is_not_taken_on_trust(env):
     assert score(env, deep, truth)[0] == 0.0
 
 
+def nested_finally(depth):
+    """A few kB that take a compiler 2^depth times as much: each `finally` is compiled twice."""
+    lines = [" " * i + line for i in range(depth) for line in ("try: pass", "finally:")]
+    return "\n".join([*lines, " " * depth + "x=y;" * 600])
+
+
+HARD_TO_COMPILE = {
+    "nested finally": nested_finally(18),
+    "one long sum": "x = " + "1+" * 200_000 + "1",
+    "folded constants": "x = [" + "'%d' * 4000," * 20_000 % tuple(range(20_000)) + "]",
+}
+
+
+@pytest.mark.parametrize("truth", [DOUBLE, ["assert f(2) == 4"]], ids=["pairs", "asserts"])
+@pytest.mark.parametrize("name", HARD_TO_COMPILE)
+def test_compiling_happens_inside_the_limits(name, truth):
+    env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
+
+    def most_mb():
+        text = Path(f"/proc/{env.worker_pids[0]}/status").read_text()
+        return int(text.split("VmHWM:")[1].split()[0]) / 1024
+
+    assert score(env, "print(2 * int(input()))", DOUBLE)[0] == 1.0
+    worker, before = env.worker_pids, most_mb()
+    reward, reason = score(env, HARD_TO_COMPILE[name], truth)
+    assert reward == 0.0 and reason.partition(":")[0] in ("memory_limit", "time_limit", "syntax_error", "runtime_error")
+    assert env.worker_pids == worker and most_mb() < before + 16
+    env.shutdown()
+
+
+SYNTAX_ERRORS = ["print(", " x", "(" * 300, "if 1:\n\tx\n        y", "x = '\udcff'", "return 1", "\x80\0"]
+
+
+@pytest.mark.parametrize("program", SYNTAX_ERRORS)
+def test_what_is_no_python_is_called_so(env, program):
+    assert score(env, program, DOUBLE) == (0.0, "syntax_error")
+    assert score(env, program, ["assert f(2) == 4"]) == (0.0, "syntax_error")
+
+
+def test_a_syntax_error_while_running_is_a_runtime_error(env):
+    assert score(env, "eval('(')", DOUBLE)[1].startswith("runtime_error: SyntaxError")
+    assert score(env, "raise SyntaxError('x')", ["assert f(2) == 4"])[1] == "runtime_error: SyntaxError: x"
+
+
 def test_fraction():
     env = create_env("code", {"reward": "fraction", "time_limit_s": 1.0})
     assert score(env, "print(abs(2 * int(input())))", DOUBLE)[0] == pytest.approx(2 / 3)
@@ -116,7 +161,7 @@ def test_mistakes_of_the_data(env, case):
 
 
 def test_mistakes_of_the_configuration():
-    for config, message in (({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"time_limit_s": 0}, "positive")):
+    for config, message in (({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"time_limit_s": 0}, "env.code.time_limit_s must be greater than 0")):
         with pytest.raises(ValueError, match=message):
             CodeEnvironment(config)
 

@@ -27,7 +27,7 @@ def test_turns_by_hand():
     metrics = env.pop_metrics()
     assert metrics == {"solved": 0.25, "invalid_guess": 0.5, "guesses_per_game": 2.0}
     assert env.pop_metrics() == {}
-    with pytest.raises(ValueError, match="max_guesses is 0"):
+    with pytest.raises(ValueError, match="max_guesses must be at least 1, not 0"):
         GuessNumberEnv({"max_guesses": 0})
 
 

@@ -59,6 +59,32 @@ def test_all_assistant_messages_count(env):
     assert env.step([log], truths("12")).rewards.tolist() == [1.0]
 
 
+def test_truths_that_no_response_can_match_are_counted(env):
+    """math-verify's own error for a truth without a value is not one of the response."""
+    env.pop_metrics()
+    env.step(says(r"\boxed{10}", r"\boxed{None}", "10", r"\boxed{3}"), truths("", None, "}", "3"))
+    assert env.pop_metrics() == {"verifier_timeouts": 0, "verifier_unmatchable_truths": 3}
+    assert env.step(says(r"\boxed{None}", r"\boxed{3}"), truths(None, "3")).rewards.tolist() == [0.0, 1.0]
+    assert env.pop_metrics()["verifier_unmatchable_truths"] == 1, "counted anew after each report"
+    env.step(says("nothing", r"\boxed{\frac{}}"), truths("3", "3"))
+    assert "verifier_unmatchable_truths" not in env.pop_metrics(), "a response that cannot be read is no truth"
+
+
+@pytest.mark.parametrize("verifier, truth, right", [
+    (EnglishMultichoiceVerifyWorker, "B", "Answer: B"), (MultilingualMultichoiceVerifyWorker, "B", "答案：B"),
+    (EnglishMultichoiceVerifyWorker, "**B**", "Answer: B"),
+])  # fmt: skip
+def test_truths_of_multiple_choice_are_letters(verifier, truth, right):
+    worker = verifier()
+    assert worker.verify([right, right, right], [truth, "(B) two", ""]) == [1.0, 0.0, 0.0] and worker.unmatchable == 2
+
+
+def test_an_empty_truth_matches_nothing_under_dapos_rule():
+    worker = HFVerifyWorker()
+    assert worker.verify(["Answer: units", "Answer: 3"], ["", "3"], math_verify_impl="dapo_math_verify") == [0.0, 1.0]
+    assert worker.unmatchable == 1
+
+
 def test_same_scores_as_the_library_called_directly(env):
     from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment
+from processes import children_of, descendants, left_over, processes_inside
 
 PACKAGE = Path(__file__).resolve().parents[3] / "python" / "nemo_rl_cpp"
 HERE = Path(__file__)
@@ -61,41 +62,6 @@ ATTACKS = {
     "another program": ("import os; os.execv('/bin/sh', ['sh', '-c', 'echo pwned'])", "runtime_error"),
     "core": ("import os; os.abort()", "runtime_error"),
 }  # fmt: skip
-
-
-def processes_inside() -> set[str]:
-    """Processes that run a sandbox's program."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if b"/box/main.py" in (folder / "cmdline").read_bytes():
-                    found.add(folder.name)
-            except OSError:
-                pass
-    return found
-
-
-def left_over() -> set[str]:
-    """Those that stay: programs of other tests at the same time end within seconds."""
-    left = processes_inside()
-    for _ in range(2000):
-        if not left:
-            break
-        left &= processes_inside()
-    return left
-
-
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def descendants(pid: int) -> set[str]:
-    try:
-        children = children_of(pid)
-    except OSError:
-        return set()
-    return set(children).union(*(descendants(int(child)) for child in children))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.environments import utils
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+from nemo_rl_cpp.environments.reasoning_gym_environment import extract_answer
 from nemo_rl_cpp.environments.remote import LocalActor
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.environments.utils import chunk_list_to_workers, create_env, register_env
@@ -77,6 +78,45 @@ def test_bad_rewards_are_named():
         RewardFunctionEnvironment(lambda completions: [1.0, float("nan")]).step(says("a", "b"), [{}, {}])
     with pytest.raises(ZeroDivisionError):
         RewardFunctionEnvironment(lambda completions: [1 / 0]).step(says("a"), [{}])
+
+
+GRID = "1 2 3\n4 5 6\n\n7 8 9"
+
+
+@pytest.mark.parametrize("text, answer_format, several_lines, answer", [
+    (GRID, "auto", True, GRID),
+    (f"\n{GRID}\n", "auto", True, GRID),
+    (f"{GRID}\n\nQuestion: next\nAnswer: 1", "auto", True, GRID),
+    (f"I think so.\n<answer>\n{GRID}\n</answer> Done.", "auto", True, GRID),
+    (f"<answer>{GRID}</answer>", "tag", False, GRID),
+    (GRID, "auto", False, "1 2 3"),
+    (GRID, "line", True, "1 2 3"),
+    (GRID, "tag", True, ""),
+])  # fmt: skip
+def test_answers_of_several_lines(text, answer_format, several_lines, answer):
+    assert extract_answer(text, answer_format, several_lines) == answer
+
+
+def test_reasoning_gyms_own_answers_are_right_without_tags():
+    """A grid, a list of moves, one line, and a task that checks responses without an answer of its own."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
+    entries = [reasoning_gym.create_dataset(task, size=1, seed=7)[0] for task in ("mini_sudoku", "tower_of_hanoi", "rotate_matrix", "chain_sum")]
+    result = env.step(says(*(entry["answer"] for entry in entries)), [{"reasoning_gym_entry": entry} for entry in entries])
+    env.shutdown()
+    assert ["\n" in entry["answer"] for entry in entries] == [True, True, True, False]
+    assert result.rewards.tolist() == [1.0] * 4
+
+
+def test_a_task_without_answers_has_no_examples_to_show():
+    pytest.importorskip("reasoning_gym")
+    from nemo_rl_cpp.data.datasets import load_response_dataset
+
+    section = {"dataset_name": "reasoning_gym", "task": "propositional_logic", "num_samples": 2}
+    with pytest.raises(ValueError, match="'propositional_logic' has no answers to show: set num_shots: 0"):
+        load_response_dataset(section)
+    row = load_response_dataset({**section, "num_shots": 0}).dataset[0]
+    assert row["stop_strings"] == ["\n\nQuestion:"] and row["messages"][1]["content"] is None
 
 
 def test_reasoning_gym():

@@ -11,21 +11,7 @@ from hostile_verifier import HostileVerifier, NeverStarts
 
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids, seconds=20.0):
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return [pid for pid in pids if alive(pid)]
+from processes import wait_until_gone
 
 
 @pytest.fixture

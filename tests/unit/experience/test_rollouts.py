@@ -7,6 +7,7 @@ import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.utils import create_env
@@ -240,6 +241,43 @@ def test_metrics_of_several_environments_are_told_apart():
     envs = {"x": ArithmeticEnvironment(), "y": ArithmeticEnvironment()}
     _, metrics = run_multi_turn_rollout(FakeGeneration(lambda p, k: "1"), batch, TOKENIZER, envs, 100)
     assert metrics["x/accuracy_of_well_formed"] == 1.0 and metrics["y/accuracy_of_well_formed"] == 0.0
+
+
+class Actor:
+    """A handle as Ray's: its methods only start calls, and it has no other attributes."""
+
+    def __init__(self, instance):
+        for name in ("step", "pop_metrics"):
+            if hasattr(instance, name):
+                setattr(self, name, _ActorMethod(getattr(instance, name)))
+
+
+class _ActorMethod:
+    def __init__(self, method):
+        self._method = method
+
+    def remote(self, *args, **kwargs):
+        return Future.completed(self._method(*args, **kwargs))
+
+    def __call__(self, *args, **kwargs):
+        raise TypeError("Actor methods cannot be called directly")
+
+
+@pytest.mark.parametrize("rollout", [run_multi_turn_rollout, run_async_multi_turn_rollout])
+def test_environments_may_be_actors(rollout):
+    batch = prompts(["a"], ["x"], [{"ground_truth": "1"}])
+    _, metrics = rollout(FakeGeneration(lambda p, k: "1"), batch, TOKENIZER, {"x": Actor(ArithmeticEnvironment())}, 100)
+    assert metrics["accuracy_of_well_formed"] == 1.0
+    _, metrics = rollout(FakeGeneration(), prompts(["a"], ["x"], [{"r": 1.0}]), TOKENIZER, {"x": Actor(Fixed())}, 100)
+    assert metrics["total_turns"] == 1
+
+
+def test_reward_components_are_named_once():
+    batch = prompts(["a", "b"], ["x", "y"], [{"r": {"reward/f": 1.0}}, {"r": {"f": 2.0}}])
+    for rollout in (run_multi_turn_rollout, run_async_multi_turn_rollout):
+        result, _ = rollout(FakeGeneration(), deepcopy(batch), TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
+        assert [key for key in result if key.startswith("reward/")] == ["reward/f"]
+        assert result["reward/f"].tolist() == result["total_reward"].tolist() == [1.0, 2.0]
 
 
 def test_repeat_prompts_rejects_none():

@@ -136,6 +136,13 @@ def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
         (["--model", "{folder}", "--max-new-tokens", "0", "1+1="], "max_new_tokens = 0"),
         (["--model", "{folder}", "--stop", "", "1+1="], "empty string"),
         (["--model", "{folder}", ""], "is empty"),
+        (["--model", "{folder}", "--seed", "-1", "1+1="], "seed = -1: expected a whole number from 0 to 4294967295"),
+        (["--model", "{folder}", "--temperature", "-1", "1+1="], "temperature = -1.0: expected a number from 1e-38 to 1e+38, or 0 for greedy"),
+        (["--model", "{folder}", "--temperature", "1e-40", "1+1="], "temperature = 1e-40: expected a number from 1e-38"),
+        (["--model", "{folder}", "--temperature", "nan", "1+1="], "temperature = nan"),
+        (["--model", "{folder}", "--temperature", "1e39", "1+1="], "temperature = 1e+39"),
+        (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
+        (["--model", "{folder}", "--threads", "0", "1+1="], "num_threads = 0: expected a whole number from 1"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, folder, tmp_path, capsys):
@@ -143,6 +150,24 @@ def test_mistakes_are_one_sentence(arguments, message, folder, tmp_path, capsys)
     assert main(["generate", *given]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message.format(tmp=tmp_path) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-38, 1e-6])
+def test_temperature_0_is_greedy(folder, temperature, capsys):
+    generator = TextGenerator(folder, precision="float32")
+    greedy = generator.generate(PROMPT, greedy=True, max_new_tokens=8)
+    assert generator.generate(PROMPT, temperature=temperature, max_new_tokens=8) == greedy
+    assert main(["generate", "--model", str(folder), "--precision", "float32", "--temperature", str(temperature), "--max-new-tokens", "8", PROMPT]) == 0
+    assert capsys.readouterr().out.strip() == greedy.text.strip()
+
+
+def test_one_stop_string_is_one(folder):
+    generator = TextGenerator(folder, precision="float32")
+    whole = generator.generate(PROMPT, greedy=True, max_new_tokens=12).text
+    stop = whole[2:4]
+    stopped = generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=stop)
+    assert stopped.text == whole[: whole.index(stop) + 2] and stopped == generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=[stop])
+    assert generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=None).text == whole
 
 
 def test_words_that_are_not_in_quotes(folder, capsys):

@@ -50,6 +50,13 @@ CASES = [
     (learning.truncation, H(train__truncation_rate=[0.3] * 10), "warn", "30 % of responses were cut off",
      H(train__truncation_rate=[0.9] * 5 + [0.1] * 10)),
     (learning.truncation, H(train__truncation_rate=[0.7]), "bad", "70 %", H(train__truncation_rate=[0.19])),
+    (learning.truncation, H(train__truncation_rate=[0.8, 1.0, 1.0], train__reward_of_truncated=[0.3, 0.4, 0.5], train__reward=[0.25, 0.4, 0.5]), "info",
+     "93 % of responses end at the length limit, and are rewarded", H(train__truncation_rate=[0.1], train__reward_of_truncated=[0.3])),
+    (learning.truncation, H(train__truncation_rate=[1.0] * 3, train__reward_of_truncated=[0.1] * 3, train__reward=[0.1] * 3), "warn",
+     "100 % of responses were cut off", H(train__truncation_rate=[0.0])),
+    (learning.truncation, H(train__truncation_rate=[0.7], train__reward_of_truncated=[0.0], train__reward=[0.2]), "bad", "70 % of responses", H()),
+    (learning.prompts_cut, H(train__cut_prompts_rate=[0.25]), "warn", "25 % of prompts were too long", H(train__reward=[0.5])),
+    (learning.prompts_cut, H(train__cut_prompts_rate=[1.0, 1.0]), "bad", "100 % of prompts were too long", H()),
     (learning.entropy_collapse, H(train__approx_entropy=ramp(1.2, 0.02)), "warn", "The entropy collapsed",
      H(train__approx_entropy=ramp(1.2, 0.5))),
     (learning.entropy_collapse, H(train__approx_entropy=ramp(0.5, 0.01)), "warn", "collapsed", H(train__approx_entropy=[0.05] * 40)),
@@ -125,3 +132,58 @@ def test_small_words():
     assert percent(0.714) == "71 %" and percent(0.0712) == "7.1 %" and percent(0.0) == "0 %" and percent(1.0) == "100 %"
     assert count(1, "step") == "1 step" and count(3.0, "step") == "3 steps"
     assert isinstance(find(H())[:1], list) and Finding("bad", "t", "a", "m").level == "bad"
+
+
+SETTINGS = {
+    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "adv_estimator": {"name": "grpo"}, "overlong_filtering": False},
+    "policy": {"max_total_sequence_length": 128, "generation": {"max_new_tokens": 64}},
+    "data": {"max_input_seq_length": 40},
+}
+
+
+def settings(**sections):
+    return {name: {**SETTINGS[name], **sections.get(name, {})} for name in SETTINGS}
+
+
+def silent(given=SETTINGS, steps=4, **metrics):
+    """A run without a gradient, with these metrics at every step."""
+    names = {"grad_norm": 0.0, "advantages/min": 0.0, "advantages/max": 0.0, "reward": 0.0, "groups/pct_equal": 100.0, **metrics}
+    return MetricHistory([{"step": step, **{f"train/{name}": value for name, value in names.items()}} for step in range(1, steps + 1)], given)
+
+
+# what happened, words of the advice
+CAUSES = {
+    "one generation": (silent(settings(grpo={"num_generations_per_prompt": 1})), ["grpo.num_generations_per_prompt is 1", "2 or more"]),
+    "prompts cut": (silent(cut_prompts_rate=1.0, mean_prompt_length=57.0), ["All prompts have data.max_input_seq_length = 40 tokens or more", "57 on average"]),
+    "context full": (
+        silent(truncation_rate=1.0, mean_gen_tokens_per_sample=3.0, max_gen_tokens_per_sample=5.0, mean_prompt_length=125.0),
+        ["Prompts of 125 tokens leave 3 of policy.max_total_sequence_length = 128", "max_new_tokens is 64", "raise policy.max_total_sequence_length"]),
+    "all masked": (
+        silent(settings(grpo={"overlong_filtering": True}), truncation_rate=1.0, mean_gen_tokens_per_sample=64.0, mean_prompt_length=20.0),
+        ["grpo.overlong_filtering masks every response"]),
+    "answers cut": (silent(truncation_rate=1.0, mean_gen_tokens_per_sample=64.0, mean_prompt_length=20.0), ["raise policy.generation.max_new_tokens", "tokenizer"]),
+    "constant reward": (silent(truncation_rate=0.0, accuracy=1.0, reward=1.0), ["had the same reward, 1.", "one number to everything"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_advice_fits_its_cause(case):
+    history, words = CAUSES[case]
+    found = {finding.metric: finding for finding in find(history) if finding.level == "bad"}
+    for metric in ("train/grad_norm", "train/advantages/max", "train/groups/pct_equal"):
+        for word in words:
+            assert word in found[metric].advice, found[metric]
+    assert all("easier prompts" not in finding.advice for finding in found.values())
+
+
+def test_a_hard_task_is_still_called_hard():
+    history = silent(truncation_rate=0.0, **{"groups/pct_equal": 95.0, "groups/pct_equal_worst": 95.0})
+    assert "too hard" in learning.equal_rewards(history).advice and "Nothing is learned" in health.vanishing_gradient(history).advice
+
+
+def test_a_full_context_is_not_called_too_few_tokens():
+    history = MetricHistory(
+        [{"step": 1, "train/truncation_rate": 0.5, "train/mean_gen_tokens_per_sample": 30.0, "train/mean_prompt_length": 90.0}], SETTINGS
+    )
+    found = learning.truncation(history)
+    assert found.title == "50 % of responses were cut off at the end of the context" and "max_total_sequence_length = 128" in found.advice

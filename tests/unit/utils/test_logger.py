@@ -1,14 +1,19 @@
+import errno
 import json
 import math
+import os
 import random
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import BaseModel
 
 from nemo_rl_cpp.utils import tb_events
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.log_files import deterministic_rows, read_jsonl
 from nemo_rl_cpp.utils.logger import Logger, flatten_dict, get_experiment_dir, get_next_experiment_dir
 from nemo_rl_cpp.utils.plots import LinePlot
@@ -196,9 +201,149 @@ def test_experiment_folders(tmp_path):
     (tmp_path / "logs" / "exp_007").mkdir()
     (tmp_path / "logs" / "exp_x").mkdir()
     assert get_next_experiment_dir(base).endswith("exp_008")
-    recorded = str(tmp_path / "logs" / "exp_007")
-    assert get_experiment_dir(base, {"log_dir": recorded}) == recorded
-    assert get_experiment_dir(base, {"log_dir": "/moved/from/elsewhere/exp_001"}) == str(tmp_path / "logs" / "exp_001")
     assert get_experiment_dir(base, {}).endswith("exp_009")
-    with pytest.warns(UserWarning, match="log folder /gone/exp_555 is gone"):
-        assert get_experiment_dir(base, {"log_dir": "/gone/exp_555"}).endswith("exp_010")
+
+
+def _run_of(folder, base, log_dir=None, step=2):
+    """A run that saves into `folder` and logs below `base`: its log folder and its checkpoint."""
+    manager = CheckpointManager({"checkpoint_dir": str(folder)})
+    log_dir = log_dir or get_next_experiment_dir(str(base))
+    with Logger({"log_dir": log_dir}) as logger:
+        logger.claim(folder)
+        log_steps(logger, 1, step + 2)
+        manager.facts["run"] = logger.run_id
+    with manager.saving(step, {"log_dir": log_dir}) as tmp:
+        pass
+    return Path(log_dir), tmp.with_name(f"step_{step}")
+
+
+def _contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, checkpoint) == str(logs)
+
+
+def test_a_folder_by_another_name_is_the_same_folder(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    (tmp_path / "alias").symlink_to(tmp_path / "ck")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, tmp_path / "alias" / checkpoint.name) == str(logs)
+
+
+def test_moved_folders_are_still_the_run_s_own(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    (tmp_path / "ck").rename(tmp_path / "ck_moved")
+    (tmp_path / "logs").rename(tmp_path / "logs_moved")
+    found = get_experiment_dir(str(tmp_path / "logs_moved"), {"log_dir": str(logs)}, tmp_path / "ck_moved" / checkpoint.name)
+    assert found == str(tmp_path / "logs_moved" / "exp_001")
+
+
+def test_a_run_from_a_copied_checkpoint_leaves_the_first_run_s_logs_alone(tmp_path, capsys):
+    """The folder that training_info.json names is never followed: neither into another log_dir nor within the same one."""
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    copy, link = tmp_path / "branch" / checkpoint.name, tmp_path / "linked" / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    link.parent.mkdir()
+    link.symlink_to(checkpoint)
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, link) != str(logs)
+    for base in (tmp_path / "logs2", tmp_path / "logs"):
+        new = get_experiment_dir(str(base), {"log_dir": str(logs)}, copy)
+        assert Path(new).parent == base and new != str(logs)
+    assert f"holds the logs of {tmp_path / 'ck'}" in capsys.readouterr().out
+
+
+def test_another_run_s_folder_of_the_same_name_is_left_alone(tmp_path):
+    """Its owner is gone, but it is not this run's: its number is another one."""
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    _run_of(tmp_path / "gone", tmp_path / "logs2")
+    shutil.rmtree(tmp_path / "gone")
+    assert get_experiment_dir(str(tmp_path / "logs2"), {"log_dir": str(logs)}, checkpoint).endswith("exp_002")
+
+
+@pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
+def test_a_log_dir_that_is_no_experiment_s_gives_a_new_folder(tmp_path, recorded):
+    _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint) == str(tmp_path / "logs" / "exp_002")
+
+
+def test_cutting_back_removes_only_what_the_run_wrote(tmp_path):
+    outside = tmp_path / "outside_step9.jsonl"
+    outside.write_text("mine\n")
+    folder = tmp_path / "logs"
+    with Logger({"log_dir": str(folder)}) as logger:
+        log_steps(logger, 1, 4)
+        own = ["notes_step12.jsonl", "plots/mine_step12.svg", "sub/train_data_step4.jsonl"]
+        for name in own:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("mine\n")
+        with open(folder / ".run_files", "a") as ledger:  # what a stranger might put there
+            for name in ("../outside_step9.jsonl", str(outside), "notes.txt", "x_step9.jsonl"):
+                ledger.write(json.dumps({"step": 9, "file": name}) + "\n")
+        (folder / "x_step9.jsonl").symlink_to(outside)
+    with Logger({"log_dir": str(folder)}) as logger:
+        logger.truncate_after(2)
+    assert all((folder / name).read_text() == "mine\n" for name in own)
+    assert outside.read_text() == "mine\n" and (folder / "x_step9.jsonl").is_symlink()
+    assert sorted(p.name for p in folder.glob("train_data*")) == ["train_data_step1.jsonl", "train_data_step2.jsonl"]
+
+
+def test_event_files_of_other_runs_in_a_shared_folder_are_left_alone(tmp_path):
+    """`logger.tensorboard.log_dir` may be one folder for many runs."""
+    shared = tmp_path / "tb"
+    config = {"tensorboard": {"log_dir": str(shared)}}
+    with Logger({"log_dir": str(tmp_path / "a"), **config}) as first:
+        log_steps(first, 1, 4)
+    before = _contents(shared)
+    with Logger({"log_dir": str(tmp_path / "b"), **config}) as second:
+        log_steps(second, 1, 4)
+        second.truncate_after(1)
+        log_steps(second, 2, 3)
+    after = _contents(shared)
+    assert {name: after[name] for name in before} == before and len(after) == 2
+    with Logger({"log_dir": str(tmp_path / "a"), **config}) as first:
+        first.truncate_after(1)
+    assert _contents(shared).keys() == after.keys() and len(events(shared)) < 2 * 3 * 4
+
+
+def test_flush_syncs_rollouts_plots_and_their_folder_entries(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        log_steps(logger, 1, 1)
+        logger.flush()
+    wanted = ("train_data_step1.jsonl", "plots/train/p_step1.svg", "metrics.jsonl", ".run_files", ".", "plots/train")
+    assert {str((tmp_path / name).resolve()) for name in wanted} <= synced
+
+
+def test_a_full_disk_does_not_end_a_run_and_no_line_is_lost(tmp_path, monkeypatch):
+    real, full = os.write, []
+
+    def write(descriptor, data):
+        if full and os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(tmp_path)):
+            if len(full) == 1:  # half of a line still finds room
+                full.append(True)
+                return real(descriptor, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.log_metrics({"a": 1}, 1)
+        full.append(True)
+        with pytest.warns(UserWarning, match="No space left on device: lines of JsonlLogger cannot be written"):
+            logger.log_metrics({"a": 2}, 2)
+        logger.log_metrics({"a": 3}, 3)
+        full.clear()
+        logger.log_metrics({"a": 4}, 4)
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": step, "a": step} for step in (1, 2, 3, 4)]
+
+
+def test_a_second_run_cannot_claim_a_log_folder(tmp_path):
+    first, second = (Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) for _ in range(2))
+    first.claim()
+    with pytest.raises(ValueError, match="in use by .*logger.log_dir of its own"):
+        second.claim()
+    first.finish()
+    second.claim()

@@ -1,41 +1,15 @@
 """ClippedPGLossFn: PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy losses with KL, over the native op."""
 
 from collections.abc import Mapping
-from typing import Any, Optional, TypedDict
+from typing import Any, TypedDict
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import ConfigModel, as_model
+from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
-
-
-class ClippedPGLossConfig(ConfigModel):
-    """The `loss_fn` section of a configuration."""
-
-    model_config = ConfigDict(extra="allow")
-
-    disable_ppo_ratio: bool = False
-    token_level_loss: bool = True
-    sequence_level_importance_ratios: bool = False
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: Optional[float] = None
-    reference_policy_kl_penalty: float = 0.01
-    reference_policy_kl_type: str = "k3"
-    kl_input_clamp_value: Optional[float] = 20.0
-    kl_output_clamp_value: Optional[float] = 10.0
-    use_kl_in_reward: bool = False
-    use_importance_sampling_correction: bool = False
-    truncated_importance_sampling_type: Optional[str] = None
-    truncated_importance_sampling_ratio: Optional[float] = None
-    truncated_importance_sampling_ratio_min: Optional[float] = None
-    use_on_policy_kl_approximation: bool = False
-    force_on_policy_ratio: bool = False
-    use_cispo: bool = False
-    positive_example_nll_weight: float = 0.0
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 
 
 class ClippedPGLossDataDict(TypedDict):

@@ -1,25 +1,16 @@
 """MseValueLossFn: the critic's loss over the native op; NLLLossFn: negative log-likelihood."""
 
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import ConfigModel, as_model
+from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.clipped_pg import NativeGradient
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
-
-
-class MseValueLossConfig(ConfigModel):
-    """The `value_loss_fn` section of a configuration; an unknown key is a ValidationError."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    scale: float = 1.0
-    cliprange: Optional[float] = None
+from nemo_rl_cpp.config.loss import MseValueLossConfig
 
 
 class MseValueLossFn:

@@ -53,12 +53,17 @@ class ListDataset:
         return ListDataset(self._rows[i] for i in indices)
 
     def map(
-        self, function: Callable[[Row], Mapping[str, Any]], remove_columns: Sequence[str] | None = None
+        self, function: Callable[..., Mapping[str, Any]], remove_columns: Sequence[str] | None = None, with_indices: bool = False
     ) -> ListDataset:
-        """Each row updated with what the function returns for it; `remove_columns` of the old row are dropped."""
+        """Each row updated with what the function returns for it (and, `with_indices`, its number); `remove_columns` of
+        the old row are dropped."""
         removed = set(remove_columns or ())
         return ListDataset(
-            {**{k: v for k, v in row.items() if k not in removed}, **function(dict(row))} for row in self._rows
+            {
+                **{k: v for k, v in row.items() if k not in removed},
+                **(function(dict(row), i) if with_indices else function(dict(row))),
+            }
+            for i, row in enumerate(self._rows)
         )
 
     def filter(self, function: Callable[[Row], bool]) -> ListDataset:

@@ -6,7 +6,8 @@ from typing import Any
 
 from nemo_rl_cpp.data.config_access import get_field
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable, TaskDataProcessFnCallable, TaskDataSpec
-from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
+from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY
+from nemo_rl_cpp.data.prompt_place import split_prompt
 
 
 class RawDataset:
@@ -44,6 +45,17 @@ class RawDataset:
                 "with nemo_rl_cpp.data.processors.register_processor"
             )
         self.processor = PROCESSOR_REGISTRY[name]
+        self._check_prompt()
+
+    def _check_prompt(self) -> None:
+        """A question that has no place in the prompt file would be lost in every row."""
+        spec = getattr(self, "task_spec", None)
+        if spec is None or not spec.prompt or self.processor not in FILLS_A_PLACE:
+            return
+        try:
+            split_prompt(spec.prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt_file: {spec.prompt_file}: {error}") from None
 
     def set_task_spec(self, data_config: Any) -> None:
         self.data_config = data_config

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.data.datasets.files import READERS, read_file, read_folder
 from nemo_rl_cpp.data.datasets.list_dataset import ChainedDataset, ListDataset
 
 
@@ -22,83 +21,14 @@ def assert_no_double_bos(token_ids: Any, tokenizer: Any) -> None:
     )
 
 
-def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file, or of a JSON file that is a list of objects or an object of columns."""
-    text = path.read_text(encoding="utf-8-sig")
-    try:
-        whole = json.loads(text)
-    except json.JSONDecodeError:
-        whole = None
-    if isinstance(whole, list):
-        rows = whole
-    elif (
-        isinstance(whole, dict)
-        and whole
-        and all(isinstance(v, list) for v in whole.values())
-        and "messages" not in whole
-    ):
-        return list(ListDataset.from_dict(whole))
-    else:
-        rows = []
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number} is a {type(row).__name__}, expected a JSON object")
-    return rows
-
-
-def _csv_rows(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for number, row in enumerate(rows, start=2):
-        if None in row or None in row.values():
-            raise ValueError(f"{path}: the line of row {number} has another number of fields than the header")
-    return rows
-
-
-def _arrow_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSONL") from None
-    if path.suffix == ".parquet":
-        return pyarrow.parquet.read_table(path).to_pylist()
-    with pyarrow.memory_map(str(path)) as source:
-        try:
-            return pyarrow.ipc.open_stream(source).read_all().to_pylist()
-        except pyarrow.ArrowInvalid:
-            return pyarrow.ipc.open_file(source).read_all().to_pylist()
-
-
-def _text_rows(path: Path) -> list[dict[str, Any]]:
-    return [{"text": line} for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-_READERS = {
-    ".jsonl": _json_rows,
-    ".json": _json_rows,
-    ".csv": _csv_rows,
-    ".parquet": _arrow_rows,
-    ".arrow": _arrow_rows,
-    ".txt": _text_rows,
-}
-
-
 def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_split: str | None = "train") -> Any:
-    """Rows of a local file (.jsonl, .json, .csv, .txt; .parquet and .arrow with pyarrow), of a folder that
-    `datasets.save_to_disk` wrote, or of a data set on the hub.
+    """Rows of a local file (.jsonl, .json, .csv, .txt; .parquet and .arrow with pyarrow), of a folder of such files or
+    one that `datasets.save_to_disk` wrote, or of a data set on the hub.
 
     A local file has one split, "train". Raises ValueError (FileNotFoundError for a missing file) that names the key.
     """
     path = Path(os.fspath(data_path)).expanduser()
-    reader = _READERS.get(path.suffix.lower())
-    if reader is not None:
+    if path.suffix.lower() in READERS and not path.is_dir():
         if data_subset is not None:
             raise ValueError(f"data: a local file such as {str(path)!r} has no subsets, but subset is {data_subset!r}")
         if data_split not in (None, "train"):
@@ -107,24 +37,40 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
             )
         if not path.is_file():
             raise FileNotFoundError(f"data: the file {str(path)!r} (data_path) does not exist")
-        rows = reader(path)
-        if not rows:
-            raise ValueError(f"data: the file {str(path)!r} (data_path) holds no rows")
-        return ListDataset(rows)
+        return read_file(path)
     if path.is_dir():
-        return _from_disk(path, data_split)
+        if data_subset is not None:
+            if not (path / data_subset).is_dir():
+                raise ValueError(f"data: the folder {str(path)!r} has no folder for the subset {data_subset!r}")
+            path = path / data_subset
+        return _from_disk(path, data_split) if _is_saved(path) else read_folder(path, data_split)
     if path.exists() or path.is_absolute() or str(data_path).startswith((".", "~")):
         raise ValueError(
-            f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(_READERS)}, a folder written by "
-            "datasets.save_to_disk, or the name of a data set on the hub"
+            f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(READERS)}, a folder of such files or "
+            "one written by datasets.save_to_disk, or the name of a data set on the hub"
         )
     return load_hub_dataset(str(data_path), data_subset, data_split)
+
+
+def is_local(data_path: str) -> bool:
+    """Whether a data_path means a file or folder of this machine, and not a data set on the hub."""
+    path = Path(os.fspath(data_path)).expanduser()
+    return path.suffix.lower() in READERS or path.exists() or path.is_absolute() or str(data_path).startswith((".", "~"))
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether `datasets.save_to_disk` wrote a folder."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
 def _from_disk(path: Path, split: str | None) -> Any:
     datasets = _datasets_library(str(path))
     loaded = datasets.load_from_disk(str(path))
-    return loaded[split] if split and isinstance(loaded, datasets.DatasetDict) else loaded
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if (split or "train") not in loaded:
+        raise ValueError(f"data: {str(path)!r} (data_path) has the splits {sorted(loaded)}, but split is {split or 'train'!r}")
+    return loaded[split or "train"]
 
 
 def _datasets_library(what: str) -> Any:
@@ -132,7 +78,7 @@ def _datasets_library(what: str) -> Any:
         import datasets
     except ImportError:
         raise ValueError(
-            f"the data set {what!r} (data.train.dataset_name, data_path) needs the `datasets` library: "
+            f"the data set {what!r} (dataset_name, data_path) needs the `datasets` library: "
             "pip install datasets, or use ResponseDataset on a local JSONL file"
         ) from None
     return datasets
@@ -143,7 +89,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
     the hub does not answer. SourceError (a ValueError) of one sentence when it is in neither."""
     from nemo_rl_cpp.models.sources import check_on_hub, unreachable
 
-    reachable = check_on_hub(name, "dataset", "data.train.dataset_name or data_path")
+    reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
     if reachable:
         datasets = _datasets_library(name)
         return datasets.load_dataset(name, subset, split=split or "train")

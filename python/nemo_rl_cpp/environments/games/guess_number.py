@@ -8,24 +8,12 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
+from nemo_rl_cpp.config.env import GuessNumberEnvConfig as GuessNumberConfig
+from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 _GUESS = re.compile(r"[0-9]{1,9}")
-
-
-class GuessNumberConfig(TypedDict):
-    """Section `env.guess_number` of a configuration.
-
-    max_guesses: turns of a game (3); grpo.max_rollout_turns must allow them.
-    higher, lower: what the environment says after a guess that is too low or too high.
-    stop_strings: where the model's next guess ends; None for those of the generation configuration.
-    """
-
-    max_guesses: NotRequired[int]
-    higher: NotRequired[str]
-    lower: NotRequired[str]
-    stop_strings: NotRequired[list[str] | None]
 
 
 class GuessNumberMetadata(TypedDict):
@@ -43,7 +31,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
     """
 
     def __init__(self, cfg: GuessNumberConfig | None = None) -> None:
-        cfg = cfg or {}
+        cfg = as_model(cfg or {}, GuessNumberConfig, "env.guess_number")
         self.max_guesses = cfg.get("max_guesses", 3)
         if self.max_guesses < 1:
             raise ValueError(f"env.guess_number.max_guesses is {self.max_guesses}; a game needs at least one guess")

@@ -11,7 +11,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 4, 24, 38, 47
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE, _PR_CAP_AMBIENT = 1, 24, 38, 41, 47
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _LAST_CAPABILITY = 63
 
@@ -92,9 +92,9 @@ def die_with_parent() -> None:
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
-def stay_dumpable() -> None:
-    """The process's /proc entries stay its user's after a change of user."""
-    prctl(_PR_SET_DUMPABLE, 1)
+def forbid_huge_pages() -> None:
+    """Memory comes in small pages, for this process and all that come from it: two megabytes at a time are more than asked for."""
+    prctl(_PR_SET_THP_DISABLE, 1)
 
 
 def close_at_exec(first: int) -> None:

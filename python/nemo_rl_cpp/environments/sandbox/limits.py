@@ -4,6 +4,8 @@ import os
 import resource
 from dataclasses import dataclass
 
+DESCRIPTORS = 64
+"""Open files of each process."""
 _MB = 2**20
 
 
@@ -13,10 +15,11 @@ class Limits:
 
     Attributes:
         time_s: wall-clock seconds; processor time is limited to as much in each process.
-        memory_mb: memory of all processes together, checked many times a second; address space of each process.
+        memory_mb: memory that all processes together make the system hold, in whatever way (see `usage`), looked at many times a
+            second; address space of each process.
         processes: processes and threads at the same time.
         output_kb: what it may write to standard output and standard error.
-        folder_mb: size of its folder, which lies in memory.
+        folder_mb: size of its folder, which lies in memory and counts as such.
     """
 
     time_s: float = 5.0
@@ -43,7 +46,9 @@ class Limits:
             resource.RLIMIT_CPU: cpu,
             resource.RLIMIT_NPROC: self.processes + other_processes,
             resource.RLIMIT_FSIZE: self.folder_mb * _MB,
-            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_NOFILE: DESCRIPTORS,
+            resource.RLIMIT_SIGPENDING: 1024,
+            resource.RLIMIT_MSGQUEUE: 0,
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_MEMLOCK: 0,
         }

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from nemo_rl_cpp.environments.sandbox import supervisor
 from nemo_rl_cpp.environments.sandbox.files import interpreter
 from nemo_rl_cpp.environments.sandbox.limits import Limits
-from nemo_rl_cpp.environments.sandbox.usage import usage_below
+from nemo_rl_cpp.environments.sandbox.usage import Meter, Usage
 
-_LOOK_SECONDS = 0.01  # how often memory and processes are looked at
+_LOOK_SECONDS, _SHORTEST_LOOK_SECONDS = 0.01, 0.001  # how often memory and processes are looked at
+_MB_PER_SECOND = 2000.0  # that a processor fills, at most
 _SETUP_SECONDS = 30.0
 
 
@@ -28,7 +29,7 @@ class Outcome:
         stopped: why it was stopped: "time_limit", "memory_limit", "output_limit", "forbidden_call"; None: it was not.
         detail: the forbidden call's name, or what was too much.
         most_processes: processes and threads seen at the same time.
-        most_memory_mb: memory seen at the same time.
+        most_memory_mb: memory seen at the same time, counted as `usage` says.
     """
 
     stdout: bytes = b""
@@ -62,6 +63,10 @@ class _Run:
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
     first: int = 0  # the first process inside, by its number outside
+    meter: Meter | None = None
+    used: Usage = field(default_factory=Usage)
+    behind: set[int] = field(default_factory=set)  # threads that go behind all others
+    held_mb: float = 0.0  # what the first process counts
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -92,7 +97,7 @@ class _Run:
         look = self.began + _LOOK_SECONDS
         open_streams = set(self.streams)
         while open_streams:
-            for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+            for descriptor, _ in poll.poll(1000 * max(look - time.monotonic(), 0.0)):
                 if not self._read(descriptor):
                     poll.unregister(descriptor)
                     open_streams.discard(descriptor)
@@ -100,16 +105,28 @@ class _Run:
             if self.outcome.stopped is None and not self.finished:
                 self._enforce(now >= self.deadline, now >= look)
             if now >= look:
-                look = now + _LOOK_SECONDS
+                look = time.monotonic() + self._until_next_look()
         self.outcome.seconds = time.monotonic() - self.began
 
+    def _until_next_look(self) -> float:
+        """Less time than the room that is left takes to fill, within bounds."""
+        if self.meter is None or self.outcome.stopped is not None:
+            return _LOOK_SECONDS
+        at_once = max(min(len(self.used.threads), os.cpu_count() or 1), 1)
+        seconds = (self.limits.memory_mb - self.used.memory_mb - self.held_mb) / (at_once * _MB_PER_SECOND)
+        return min(max(seconds, _SHORTEST_LOOK_SECONDS), _LOOK_SECONDS)
+
     def _enforce(self, late: bool, look: bool) -> None:
-        if look and self.started:
-            used = usage_below(self.first)
-            self.outcome.most_processes = max(self.outcome.most_processes, used.threads)
-            self.outcome.most_memory_mb = max(self.outcome.most_memory_mb, used.memory_mb)
-            if used.memory_mb > self.limits.memory_mb:
-                self._stop("memory_limit", f"{used.memory_mb:.0f} MB of {self.limits.memory_mb}")
+        if look and self.meter is not None:
+            self.used = self.meter.look(self.limits.memory_mb - self.held_mb)
+            memory = self.used.memory_mb + self.held_mb
+            self.outcome.most_processes = max(self.outcome.most_processes, len(self.used.threads))
+            self.outcome.most_memory_mb = max(self.outcome.most_memory_mb, memory)
+            if memory > self.limits.memory_mb:
+                self._stop("memory_limit", f"{memory:.0f} MB of {self.limits.memory_mb}")
+                return
+            if memory > self.limits.memory_mb / 2 and len(self.used.pids) > 1:
+                self._let_others_go_first()
         if self._printed > 1024 * self.limits.output_kb:
             self._stop("output_limit", f"more than {self.limits.output_kb} kB")
         elif late and not self.started:
@@ -117,6 +134,16 @@ class _Run:
             self._kill()
         elif late:
             self._stop("time_limit", f"{self.limits.time_s:g} s")
+
+    def _let_others_go_first(self) -> None:
+        """One process is held by its address space; several that fill memory at the same time are held by this one only, which
+        must get its turn before them on a busy machine."""
+        for thread in set(self.used.threads) - self.behind:
+            try:
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            except OSError:
+                pass  # it has ended
+        self.behind |= set(self.used.threads)
 
     @property
     def _printed(self) -> int:
@@ -147,15 +174,18 @@ class _Run:
             self.first = int(rest)
         elif word == "started":
             self.started = True
+            self.meter = Meter(self.first)
             self.began = time.monotonic()  # the program's own time begins
             self.deadline = self.began + self.limits.time_s
+        elif word == "held":
+            self.held_mb = int(rest) / 2**20
         elif word == "failed":
             self.failure = self.failure or rest
         else:
             self.finished = True
             if word == "forbidden":
                 self._stop("forbidden_call", rest)
-            elif word in ("exit", "signal"):
+            elif self.outcome.stopped is None:
                 self.outcome.exit_code = int(rest) if word == "exit" else -int(rest)
 
     def _name_users(self) -> None:
@@ -179,13 +209,12 @@ class _Run:
 
     def _stop(self, reason: str, detail: str) -> None:
         self.outcome.stopped, self.outcome.detail = reason, detail
+        for pid in self.used.pids if reason == "memory_limit" else ():  # sooner than the kernel does, when all processors are busy
+            _kill_process(pid)
         self._kill()
 
     def _kill(self) -> None:
-        try:
-            os.kill(self.first or self.keeper, signal.SIGKILL)  # the keeper collects the first process, and ends
-        except ProcessLookupError:
-            pass
+        _kill_process(self.first or self.keeper)  # the keeper collects the first process, and ends
 
     def end(self) -> None:
         """Nothing is left, whatever happened."""
@@ -198,6 +227,13 @@ class _Run:
         self.outcome.stdout, self.outcome.stderr = bytes(self.streams[self.stdout]), bytes(self.streams[self.stderr])
         if self.failure:
             raise SandboxUnavailableError(f"the code sandbox could not be built: {self.failure}")
+
+
+def _kill_process(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def _write(path: str, text: str) -> None:

@@ -1,19 +1,23 @@
 """The system calls that a program may not make. The first one it tries ends it, and says which one it was.
 
 The kernel asks a filter (seccomp, in the instructions of BPF) at each call; a forbidden one is held and reported through a
-file descriptor to the process that watches over the program.
+file descriptor to the process that watches over the program. So are those that make the system hold memory which shows in no
+process: they go on once that is counted. What can hold memory and is not counted is forbidden; descriptors cannot travel
+(`sendmsg`), so whatever is held by one is held by a process that can be looked at.
 """
 
 import ctypes
 import fcntl
 import struct
+from typing import NamedTuple
 
 from nemo_rl_cpp.environments.sandbox import kernel
 
 # name -> (number on x86-64, number on arm64)
-FORBIDDEN: dict[str, tuple[int, int]] = {
-    # networks
-    "socket": (41, 198),
+FORBIDDEN: dict[str, tuple[int, int | None]] = {
+    # networks; what is left is socketpair
+    "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
+    "setsockopt": (54, 208), "sendmmsg": (307, 269),
     # other processes' memory
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
     # mounts, roots and namespaces
@@ -23,9 +27,10 @@ FORBIDDEN: dict[str, tuple[int, int]] = {
     # memory that no limit counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0),
     # parts of the kernel with a large surface
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262), "seccomp": (317, 277),
     # the machine itself
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
     "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
@@ -33,18 +38,28 @@ FORBIDDEN: dict[str, tuple[int, int]] = {
     "sethostname": (170, 161), "setdomainname": (171, 162), "syslog": (103, 116),
 }  # fmt: skip
 
-_CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435
+# pages in a pipe are in no process and in no file: "no such call", and libraries copy
+_MISSING = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "clone3": (435, 435)}
+# clone3 is among them since it passes its flags in memory, where a filter cannot look; libraries use clone then
+
 _NEW_NAMESPACES = 0x7E020000
+_SET_DUMPABLE, _SET_SECCOMP, _SET_THP_DISABLE, _SET_PIPE_SIZE = 4, 22, 41, 1031
+_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+_LOCK_BYTES = 1024  # at most, of the kernel's memory for one lock (it may split another)
+_SHARED, _ANONYMOUS = 0x01, 0x20
+CHANNEL = 100
+"""The descriptor on which `sendmsg` may be called. A program cannot make one of this number: its limit is lower."""
+
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
 _ALLOW, _KILL, _NOTIFY, _NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x00050000 | 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _ARGUMENT_0 = 0, 4, 16  # places in struct seccomp_data
+_NR, _ARCH, _ARGUMENTS = 0, 4, 16  # places in struct seccomp_data
 _NOTIFICATION_BYTES = 80
-_RECEIVE = 0xC0502100  # SECCOMP_IOCTL_NOTIF_RECV
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
+_CONTINUE = 1
 
 
 class _Program(ctypes.Structure):
@@ -55,22 +70,38 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
+def _argument(index: int) -> bytes:
+    return _instruction(_LOAD, _ARGUMENTS + 8 * index)  # the lower half: all that is looked at is an int
+
+
+def _reported_if(index: int, code: int, values: tuple[int, ...]) -> list[bytes]:
+    """Reports a call whose argument passes one of the comparisons."""
+    return [_argument(index), *(part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, _NOTIFY)))]
+
+
+# name -> (numbers, what is done with its arguments); a call that gets to the end of the instructions passes
+_BY_ARGUMENT = {
+    "clone": ((56, 220), _reported_if(0, _ANY_BIT, (_NEW_NAMESPACES,))),
+    "prctl": ((157, 167), _reported_if(0, _EQUAL, (_SET_DUMPABLE, _SET_SECCOMP, _SET_THP_DISABLE))),
+    "fcntl": ((72, 25), _reported_if(1, _EQUAL, (_SET_PIPE_SIZE, *_LOCKS))),
+    "socketpair": ((53, 199), _reported_if(0, _AT_LEAST, (2,))),  # AF_UNIX is 1
+    "sendmsg": ((46, 211), [_argument(0), _instruction(_EQUAL, CHANNEL, 1), _instruction(_RETURN, _NOTIFY)]),
+    "mmap": ((9, 222), [_argument(3), _instruction(_ANY_BIT, _ANONYMOUS, 0, 2), _instruction(_ANY_BIT, _SHARED, 0, 1), _instruction(_RETURN, _NOTIFY)]),
+}  # fmt: skip
+
+
 def filter_program(machine: str) -> bytes:
     """The filter as BPF instructions: another architecture's calls kill, forbidden ones are reported, the rest passes."""
-    numbers = [pair[machine == "aarch64"] for pair in FORBIDDEN.values()]
+    column = machine == "aarch64"
     checks = [_instruction(_LOAD, _ARCH), _instruction(_EQUAL, _ARCHITECTURE[machine], 1), _instruction(_RETURN, _KILL), _instruction(_LOAD, _NR)]
     if machine == "x86_64":  # the same calls by other numbers
         checks += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
-    # clone3 passes its flags in memory, where a filter cannot look: "no such call" makes libraries use clone
-    checks += [_instruction(_EQUAL, _CLONE3, 0, 1), _instruction(_RETURN, _NO_SUCH_CALL)]
-    for number in numbers:
-        checks += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _NOTIFY)]
-    checks += [
-        _instruction(_EQUAL, _CLONE[machine], 0, 3), _instruction(_LOAD, _ARGUMENT_0),
-        _instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _instruction(_RETURN, _NOTIFY),
-        _instruction(_RETURN, _ALLOW),
-    ]  # fmt: skip
-    return b"".join(checks)
+    for table, verdict in ((FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL)):
+        for number in (pair[column] for pair in table.values() if pair[column] is not None):
+            checks += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, verdict)]
+    for numbers, body in _BY_ARGUMENT.values():
+        checks += [_instruction(_EQUAL, numbers[column], 0, len(body) + 1), *body, _instruction(_RETURN, _ALLOW)]
+    return b"".join([*checks, _instruction(_RETURN, _ALLOW)])
 
 
 def install() -> int:
@@ -80,13 +111,38 @@ def install() -> int:
     return kernel.syscall("seccomp", ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_NEW_LISTENER), ctypes.byref(program))
 
 
-def reported_call(listener: int) -> str:
-    """The name of the forbidden call that a readable listener reports; "" when its caller is gone."""
+class Call(NamedTuple):
+    """A call that is held: its caller waits until it is let go on, or ends. `charge`: bytes that the system may hold for it
+    from now on, where that is why it is reported; None for a forbidden one."""
+
+    name: str
+    charge: int | None
+    identity: int
+
+
+def reported_call(listener: int) -> Call | None:
+    """What a readable listener reports; None when the caller is gone."""
     notification = bytearray(_NOTIFICATION_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, notification)
     except OSError:
-        return ""
-    number = struct.unpack_from("=i", notification, 16)[0]
+        return None
+    identity, number = struct.unpack_from("=Q", notification)[0], struct.unpack_from("=i", notification, 16)[0]
+    arguments = struct.unpack_from("=6Q", notification, 32)
     column = kernel.machine() == "aarch64"
-    return next((name for name, pair in FORBIDDEN.items() if pair[column] == number), "clone")
+    known = {pair[column]: name for name, pair in FORBIDDEN.items()} | {pair[column]: name for name, (pair, _) in _BY_ARGUMENT.items()}
+    name = known[number]
+    charge = None
+    if name == "mmap":
+        charge = arguments[1]
+    elif name == "fcntl" and arguments[1] & 0xFFFFFFFF in _LOCKS:
+        charge = _LOCK_BYTES
+    return Call(name, charge, identity)
+
+
+def let_go_on(listener: int, call: Call) -> None:
+    """The call is made as it stands: what was looked at are numbers, which its caller can no longer change."""
+    try:
+        fcntl.ioctl(listener, _SEND, struct.pack("=QqiI", call.identity, 0, 0, _CONTINUE))
+    except OSError:
+        pass  # its caller has ended

@@ -20,6 +20,7 @@ NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
     | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
+_TOLD_BYTES = 1 << 18  # smaller changes of what is held are not told
 PROGRAM_USER = 65534
 """User and group of the program, inside its namespace."""
 
@@ -93,6 +94,7 @@ def _watch(job: Job, program: int, listener: int, channel: socket.socket) -> Non
     watched = select.poll()
     watched.register(listener, select.POLLIN)
     watched.register(channel, select.POLLIN)
+    held = _Held(job)
     ended = 0
     while time.monotonic() < end:
         # looked at once more after the program's end: one of its children may have made a forbidden call
@@ -100,9 +102,13 @@ def _watch(job: Job, program: int, listener: int, channel: socket.socket) -> Non
         if channel.fileno() in events:
             watched.unregister(channel)
             _report(job, "started")
-        if events.get(listener, 0) & select.POLLIN and (name := seccomp.reported_call(listener)):
-            _report(job, f"forbidden {name}")
-            return
+        if events.get(listener, 0) & select.POLLIN and (call := seccomp.reported_call(listener)):
+            if call.charge is None:
+                _report(job, f"forbidden {call.name}")
+                return
+            if held.add(call.charge):
+                seccomp.let_go_on(listener, call)
+        held.look()
         if ended:
             code = os.waitstatus_to_exitcode(status)
             _report(job, f"exit {code}" if code >= 0 else f"signal {-code}")
@@ -114,14 +120,48 @@ def _watch(job: Job, program: int, listener: int, channel: socket.socket) -> Non
             ended = program if child == program else 0
 
 
+class _Held:
+    """Memory that no process shows: of files in the program's folder, and what calls were charged for (shared memory, since
+    it can outlive its place in a process; locks). Told to the caller, who adds it to what processes show."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._charged = 0
+        self._at_start = self._in_files()
+        self._told = 0
+
+    @staticmethod
+    def _in_files() -> int:
+        folder = os.statvfs(files.BOX)
+        return (folder.f_blocks - folder.f_bfree) * folder.f_frsize
+
+    def add(self, charge: int) -> bool:
+        """Whether so much more is within the limit. If it is not, the caller learns it and ends the program."""
+        self._charged += charge
+        held = self.look()
+        if held <= self._job.limits.memory_mb << 20:
+            return True
+        _report(self._job, f"held {held}")
+        return False
+
+    def look(self) -> int:
+        held = self._charged + self._in_files() - self._at_start
+        if abs(held - self._told) >= _TOLD_BYTES:
+            _report(self._job, f"held {held}")
+            self._told = held
+        return held
+
+
 def _program(job: Job, channel: socket.socket) -> NoReturn:
     os.setsid()
     for number, descriptor in enumerate((job.stdin, job.stdout, job.stderr)):
         os.dup2(descriptor, number)
     _become_nobody()
+    channel = socket.socket(fileno=os.dup2(channel.detach(), seccomp.CHANNEL, inheritable=False))
     own = 2 if os.stat(f"{files.BOX}/main.py").st_uid == os.getuid() else 0  # the two processes above, when of the same user
     job.limits.apply(own)
     kernel.drop_privileges()
+    kernel.forbid_huge_pages()
     os.chdir(files.BOX)
     socket.send_fds(channel, [b"x"], [seccomp.install()])
     # with threads that each reserve memory, a limit of address space would leave room for two or three

@@ -5,48 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from nemo_rl_cpp.config.engines import ColocatedConfig as ColocationConfig
+from nemo_rl_cpp.config.engines import ResourcesConfig as OptionalResourcesConfig
+from nemo_rl_cpp.config.generation import GenerationConfig
+
 if TYPE_CHECKING:
     import torch
 
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-
-
-class OptionalResourcesConfig(TypedDict):
-    """Devices set aside for generation when it does not share the trainer's."""
-
-    gpus_per_node: int | None
-    num_nodes: int | None
-
-
-class ColocationConfig(TypedDict):
-    """Whether generation shares the trainer's devices."""
-
-    enabled: bool
-    resources: OptionalResourcesConfig
-
-
-class GenerationConfig(TypedDict):
-    """Section `policy.generation` of a configuration. Keys with an underscore are set by the program."""
-
-    backend: str
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    val_temperature: float
-    val_top_p: float
-    val_top_k: int | None
-    model_name: NotRequired[str]
-    stop_token_ids: list[int] | None
-    stop_strings: list[str] | None
-    bad_words: NotRequired[list[str] | None]
-    colocated: NotRequired[ColocationConfig]
-    port_range_low: NotRequired[int]
-    port_range_high: NotRequired[int]
-    use_async_rollouts: NotRequired[bool]
-    _pad_token_id: NotRequired[int]
-    _mtp_weights_from_refit: NotRequired[bool]
-    _debug_payload_metrics: NotRequired[bool]
 
 
 @dataclass

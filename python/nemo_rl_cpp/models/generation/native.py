@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
@@ -44,7 +45,8 @@ class NativeGeneration(GenerationInterface):
         config: section `policy.generation`, a mapping or a typed model. Read are max_new_tokens, temperature, top_p,
             top_k, val_temperature, val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size,
             prefill_chunk_tokens, kv_cache_gb and vllm_cfg.max_model_len.
-        tokenizer: gives the pad and end tokens, and the bytes on which stop strings are matched.
+        tokenizer: gives the pad token and the bytes on which stop strings are matched.
+        end_token_ids: where responses end without `stop_token_ids` (`data.boundaries`); None: at the tokenizer's end tokens.
         max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
         seed: part of the key of every random draw.
         digest: gives a digest of the weights that the engine reads.
@@ -58,6 +60,7 @@ class NativeGeneration(GenerationInterface):
         config: Any,
         tokenizer: Any,
         *,
+        end_token_ids: Sequence[int] | None = None,
         max_model_len: int | None = None,
         seed: int = 42,
         digest: Callable[[], str] | None = None,
@@ -69,7 +72,7 @@ class NativeGeneration(GenerationInterface):
         self._runner = runner
         self._vocab_size = runner.vocab_size()
         self._digest = digest
-        self._stop_token_ids = _stop_token_ids(config, tokenizer)
+        self._stop_token_ids = _stop_token_ids(config, tokenizer, end_token_ids)
         self._knows_bytes = False
         self._next_draw_id = 0
         self._engine = C.Engine(
@@ -271,12 +274,11 @@ def _strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _stop_token_ids(config: Any, tokenizer: Any) -> list[int]:
+def _stop_token_ids(config: Any, tokenizer: Any, end_token_ids: Sequence[int] | None) -> list[int]:
     given = _get(config, "stop_token_ids")
     if given is None:
-        several = getattr(tokenizer, "eos_token_ids", None)
-        given = several if several else [getattr(tokenizer, "eos_token_id", None)]
-    return [int(i) for i in given if i is not None]
+        given = end_token_ids_of_tokenizer(tokenizer) if end_token_ids is None else end_token_ids
+    return [int(i) for i in given]
 
 
 def _row_integers(name: str, values: Any, rows: int) -> Tensor:

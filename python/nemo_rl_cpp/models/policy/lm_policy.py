@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl_cpp.models.policy.single_process import SingleProcessPolicy
@@ -174,6 +175,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
 
         config = generation_config or self.config.generation
         options.setdefault("max_model_len", self.config.generation.effective_max_model_len(self.config.max_total_sequence_length))
+        options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.config, self.tokenizer))
         return NativeGeneration(native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:

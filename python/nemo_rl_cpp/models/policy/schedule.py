@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from typing import Any, Protocol
@@ -45,6 +46,8 @@ class TorchLearningRate:
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
         self._optimizer = _StandInOptimizer(lr)
         self._weight_decay = weight_decay
+        stages = [[stage.name, dict(stage.kwargs)] for stage in schedule.stages] if schedule is not None else []
+        self._definition = _plain({"lr": lr, "stages": stages, "milestones": list(schedule.milestones) if stages else []})
         self._scheduler = self._build(schedule)
 
     def _build(self, schedule: TorchSchedule | None) -> Any:
@@ -74,14 +77,34 @@ class TorchLearningRate:
         scheduler = self._scheduler
         nested = [s.state_dict() for s in getattr(scheduler, "_schedulers", [])]
         own = {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
-        return {"lr": self.lr, "initial_lr": self._optimizer.param_groups[0]["initial_lr"], "scheduler": _plain(own), "stages": _plain(nested)}
+        return {
+            "lr": self.lr, "initial_lr": self._optimizer.param_groups[0]["initial_lr"], "scheduler": _plain(own), "stages": _plain(nested),
+            "definition": self._definition,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. Where it was taken of another schedule or learning rate, this one takes as many
+        steps as that one had taken: a changed configuration counts from the next step on."""
+        if not self._is_mine(state):
+            for _ in range(steps_of(state)):
+                self.step()
+            return
         for scheduler, saved in zip(getattr(self._scheduler, "_schedulers", []), state["stages"], strict=True):
             scheduler.__dict__.update(saved)
         self._scheduler.__dict__.update(state["scheduler"])
         self._optimizer.param_groups[0]["lr"] = state["lr"]
         self._optimizer.param_groups[0]["initial_lr"] = state["initial_lr"]
+
+    def _is_mine(self, state: dict[str, Any]) -> bool:
+        if "definition" in state:
+            return state["definition"] == json.loads(json.dumps(self._definition))
+        own = self.state_dict()  # a state without a definition: by what it shows
+        return state.get("initial_lr") == own["initial_lr"] and len(state.get("stages", [])) == len(own["stages"]) and "scheduler" in state
+
+
+def steps_of(state: dict[str, Any]) -> int:
+    """How many steps the schedule had taken whose `state_dict` this is."""
+    return int(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"])
 
 
 class MegatronLearningRate:
@@ -128,7 +151,7 @@ class MegatronLearningRate:
         return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = int(state["steps"])
+        self._steps = steps_of(state)
 
 
 def create_schedule(config: Any, total_steps: int | None = None) -> LearningRateSchedule:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_rl_cpp.utils.access import to_plain
+from nemo_rl_cpp.utils.access import to_plain, written
 from nemo_rl_cpp.utils.log_interface import flatten_dict
 
 
@@ -15,10 +15,10 @@ def schema_defaults(config: Any) -> dict[str, Any]:
     if not hasattr(type(config), "model_fields"):
         return {}
     defaults = _defaults(config)
-    written = getattr(config, "positions", None)
-    if written:
-        for key, value in flatten_dict(to_plain(config), expand_lists=False).items():
-            if not _is_written(key, written):
+    positions = getattr(config, "positions", None)
+    if positions:
+        for key, value in flatten_dict(written(config), expand_lists=False).items():
+            if not _is_written(key, positions):
                 _put(defaults, key.split("."), value)
     return defaults
 

@@ -4,6 +4,7 @@ import math
 import statistics
 
 from nemo_rl_cpp.utils.report.findings import Finding, count, percent, rule
+from nemo_rl_cpp.utils.report.findings_causes import cause_of_no_signal
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.svg import format_number as fmt
 
@@ -70,7 +71,7 @@ def vanishing_gradient(h: MetricHistory) -> Finding | None:
     if len(values) < 3 or any(value != 0 for value in values):
         return None
     return Finding("bad", f"The gradient was 0 in the last {len(values)} steps",
-                   "Nothing is learned: all advantages are 0, or every sample is masked.", NORM)
+                   cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked.", NORM)
 
 
 @rule

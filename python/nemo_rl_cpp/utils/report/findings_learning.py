@@ -3,6 +3,7 @@
 import math
 
 from nemo_rl_cpp.utils.report.findings import Finding, percent, rule
+from nemo_rl_cpp.utils.report.findings_causes import cause_of_no_signal, context_advice, context_is_full, cut_costs_nothing
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.svg import format_number as fmt
 
@@ -68,8 +69,11 @@ def equal_rewards(h: MetricHistory) -> Finding | None:
         share = None if mixed is None else 100 - mixed
     if share is None or share < 40:
         return None
+    level = "bad" if share >= 90 else "warn"
     best = h.recent("train/groups/pct_equal_best", "train/baseline_reward/pct_1") or 0.0
     worst = h.recent("train/groups/pct_equal_worst", "train/baseline_reward/pct_0") or 0.0
+    if level == "bad" and (cause := cause_of_no_signal(h)) is not None:
+        return Finding(level, f"{percent(share / 100)} of groups had equal rewards", cause, "train/groups/pct_equal")
     if best > 2 * worst:
         why = f"{percent(best / 100)} had the best reward throughout: the task is too easy. Use harder prompts."
     elif worst > 2 * best:
@@ -77,7 +81,6 @@ def equal_rewards(h: MetricHistory) -> Finding | None:
     else:
         why = "Some prompts are too easy and others too hard."
     why += " grpo.use_dynamic_sampling=true replaces such groups by others, at the price of more generation."
-    level = "bad" if share >= 90 else "warn"
     return Finding(level, f"{percent(share / 100)} of groups had equal rewards", why, "train/groups/pct_equal")
 
 
@@ -89,9 +92,23 @@ def no_signal(h: MetricHistory) -> Finding | None:
     if silent == 0:
         return None
     level = "bad" if silent * 2 > len(low.values) else "warn"
+    cause = cause_of_no_signal(h) if level == "bad" else None
     return Finding(level, f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0",
-                   "All rewards within each group were equal. More generations per prompt or other prompts would help.",
+                   cause or "All rewards within each group were equal. More generations per prompt or other prompts would help.",
                    "train/advantages/max")
+
+
+@rule
+def prompts_cut(h: MetricHistory) -> Finding | None:
+    """Prompts that are longer than the limit are cut and train nothing."""
+    share = h.recent("train/cut_prompts_rate")
+    if not share:
+        return None
+    limit = h.setting("data.max_input_seq_length")
+    return Finding("bad" if share > 0.5 else "warn", f"{percent(share)} of prompts were too long: they were cut and train nothing",
+                   cause_of_no_signal(h) if share >= 0.9 else
+                   f"Raise data.max_input_seq_length{f' (it is {limit})' if limit else ''}, or leave such prompts out of the data.",
+                   "train/cut_prompts_rate")
 
 
 @rule
@@ -101,6 +118,13 @@ def truncation(h: MetricHistory) -> Finding | None:
     if rate is None or rate < 0.2:
         return None
     level = "bad" if rate > 0.6 else "warn"
+    if context_is_full(h):
+        return Finding(level, f"{percent(rate)} of responses were cut off at the end of the context", context_advice(h), "train/truncation_rate")
+    if cut_costs_nothing(h):
+        return Finding("info", f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others",
+                       "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more.", "train/truncation_rate")
+    if (h.recent("train/reward_of_truncated") or 0) > 0:
+        level = "warn"  # they earn something: whether their ends are missed does not show
     return Finding(level, f"{percent(rate)} of responses were cut off at the length limit",
                    "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
                    "(grpo.reward_shaping, grpo.overlong_filtering).", "train/truncation_rate")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_rl_cpp.utils.access import as_number
+from nemo_rl_cpp.utils.access import as_number, cfg_get
 
 
 class Curve(NamedTuple):
@@ -35,9 +35,13 @@ class Trend(NamedTuple):
 
 
 class MetricHistory:
-    """All numeric metrics of a run. A metric that was logged twice at a step keeps the later value."""
+    """All numeric metrics of a run. A metric that was logged twice at a step keeps the later value.
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+    `settings`: the run's configuration as a plain mapping, which advice may need; empty where it is not known.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), settings: Mapping[str, Any] | None = None) -> None:
+        self.settings: Mapping[str, Any] = settings or {}
         self._data: dict[str, dict[int, float]] = {}
         self._sorted: dict[str, Curve] = {}
         for row in rows:
@@ -61,6 +65,10 @@ class MetricHistory:
             if name != "step" and (number := as_number(value)) is not None:
                 self._data.setdefault(name, {})[step] = number
                 self._sorted.pop(name, None)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A dotted key of the configuration."""
+        return cfg_get(self.settings, key, default)
 
     def names(self, prefix: str = "") -> list[str]:
         """The names that begin with `prefix`, sorted."""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils.access import redact, to_json, to_plain
+from nemo_rl_cpp.utils.access import redact, to_json, to_plain, written
 from nemo_rl_cpp.utils.durable import write_atomic
 from nemo_rl_cpp.utils.log_files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.utils.report.history import JsonlTail, MetricHistory
@@ -40,7 +40,6 @@ class ReportWriter:
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
-        self._history = MetricHistory()
         self._tail = JsonlTail(self.log_dir / METRICS)
         self._book = SampleBook(self.log_dir)
         self._last_written = -float("inf")
@@ -52,10 +51,11 @@ class ReportWriter:
             "status": facts.get("status", "running"),
             "message": facts.get("message", ""),
             "total_steps": total_steps if total_steps is not None else facts.get("total_steps"),
-            "config": redact(to_plain(config)) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
+            "config": written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
             "defaults": redact(to_plain(defaults)) if defaults is not None else facts.get("defaults", {}),
             "environment": facts.get("environment") or _environment(),
         }
+        self._history = MetricHistory(settings=self._facts["config"])
 
     def start(self) -> None:
         """Says that the run goes on (also after a resume) and writes the first page."""
@@ -90,7 +90,7 @@ class ReportWriter:
     def _write(self) -> None:
         rows, restarted = self._tail.new_rows()
         if restarted:
-            self._history = MetricHistory()
+            self._history = MetricHistory(settings=self._facts["config"])
         for row in rows:
             self._history.add(row)
         page = render(self._history, RunFacts(samples=self._book.samples(), **self._facts))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from typing import Any
 
+from nemo_rl_cpp.config.data import DATASET_ALIASES, is_class_name
 from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.response_datasets.code import PythonFunctionsDataset
@@ -19,19 +19,29 @@ from nemo_rl_cpp.data.datasets.response_datasets.generated import (
 from nemo_rl_cpp.data.datasets.response_datasets.hub_math import (
     AIME2024Dataset,
     AIME2025Dataset,
+    AIME2026Dataset,
     DAPOMath17KDataset,
     DAPOMathAIME2024Dataset,
     DeepScalerDataset,
     GSM8KDataset,
     Math500Dataset,
+    MathDataset,
     OpenMathInstruct2Dataset,
+)
+from nemo_rl_cpp.data.datasets.response_datasets.hub_multichoice import (
+    GPQADataset,
+    GPQADiamondDataset,
+    MMLUDataset,
+    MMLUProDataset,
 )
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
+from nemo_rl_cpp.environments.loading import own_dataset_class
 
 DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "AIME2024": AIME2024Dataset,
     "AIME2025": AIME2025Dataset,
+    "AIME2026": AIME2026Dataset,
     "DAPOMath17K": DAPOMath17KDataset,
     "DAPOMathAIME2024": DAPOMathAIME2024Dataset,
     "DeepScaler": DeepScalerDataset,
@@ -39,8 +49,13 @@ DATASET_REGISTRY: dict[str, type[RawDataset]] = {
     "OpenMathInstruct-2": OpenMathInstruct2Dataset,
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset,
+    "gpqa": GPQADataset,
+    "gpqa_diamond": GPQADiamondDataset,
     "guess_number": GuessNumberDataset,
+    "math": MathDataset,
     "math500": Math500Dataset,
+    "mmlu": MMLUDataset,
+    "mmlu_pro": MMLUProDataset,
     "python_functions": PythonFunctionsDataset,
     "reasoning_gym": ReasoningGymDataset,
     "reverse_digits": ReverseDigitsDataset,
@@ -60,16 +75,11 @@ _OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers", "repea
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
     """The class of a name, or of a dotted path (`my_package.my_module.MyDataset`). ValueError when there is none."""
+    dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
-    if "." in dataset_name:
-        module, _, name = dataset_name.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"data: dataset_name is {dataset_name!r}, but that class cannot be imported: {error}"
-            ) from error
+    if is_class_name(dataset_name):
+        return own_dataset_class(dataset_name)
     near = difflib.get_close_matches(dataset_name, DATASET_REGISTRY, n=1)
     raise ValueError(
         f"data: Unsupported dataset_name={dataset_name!r}{f'; did you mean {near[0]}?' if near else ''} Known are "

@@ -212,7 +212,9 @@ class ReasoningGymDataset(GeneratedDataset):
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
         questions = self._entries(held_out, num_samples or 1, seed)
         shown = questions if not held_out else self._entries(False, max(64, self.num_shots), seed)
-        one_line = all("\n" not in entry["answer"] for entry in [*questions, *shown])
+        if self.num_shots and any(entry["answer"] is None for entry in shown):
+            raise ValueError(f"data: the task {self.task!r} has no answers to show: set num_shots: 0")
+        one_line = all(entry["answer"] is not None and "\n" not in entry["answer"] for entry in [*questions, *shown])
         stop = "\n" if one_line else "\n\nQuestion:"
         rows = []
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, f"{self.task} questions on this side")):

@@ -106,6 +106,12 @@ class AIME2025Dataset(HubMathDataset):
     input_key = "question"
 
 
+class AIME2026Dataset(HubMathDataset):
+    task_name = "AIME2026"
+    repository = "MathArena/aime_2026"
+    default_repeat = 16
+
+
 class GSM8KDataset(HubMathDataset):
     """Grade-school word problems; the answer is what follows `####` in the worked solution."""
 
@@ -123,3 +129,31 @@ class Math500Dataset(HubMathDataset):
     task_name = "math500"
     repository = "HuggingFaceH4/MATH-500"
     default_split = "test"
+
+
+class MathDataset(HubMathDataset):
+    r"""The 5,000 test problems of MATH; the answer is the last `\boxed{...}` of the worked solution."""
+
+    task_name = "math"
+    repository = "EleutherAI/hendrycks_math"
+    subsets = (
+        "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra", "precalculus",
+    )  # fmt: skip
+    default_split = "test"
+
+    def answer(self, row: dict[str, Any]) -> str:
+        return last_boxed(row["solution"])
+
+
+def last_boxed(text: str) -> str:
+    r"""What stands in the last `\boxed{...}`, its inner braces included; the text itself where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text
+    start += len("\\boxed{")
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return text

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from nemo_rl_cpp.data.conversation import conversation_of, is_list, look_up, split_conversation
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+
+_INPUT, _OUTPUT = "input", "output"
 
 
 def text_of(value: Any) -> Any:
@@ -20,45 +24,90 @@ def task_name_of(data_path: str) -> str:
 
 
 class ResponseDataset(RawDataset):
-    """Rows with a question under `input_key` and an answer under `output_key`, or with ready "messages".
+    """Rows with a question under `input_key` and an answer under `output_key`, or with ready conversations.
 
     `data_path` is what `load_dataset_from_path` reads, `subset` and `split` as on the hub. `split_validation_size`
     rows (a count, or a share) become the validation set, chosen by `seed`.
-    Rows come out as {"messages": [user, assistant], "task_name"}.
+
+    A question is a text or a conversation: a list of {"role", "content"}, or of {"from", "value"}. Keys may be dotted
+    (`reward_model.ground_truth`). Without an `input_key` of your own the columns "messages" and "conversations" are
+    taken as they stand; a conversation that ends with an assistant message brings its answer along.
+    Rows come out as {"messages": [..., user, assistant], "task_name"}. ValueError for a row of another shape, with file,
+    row (from 1) and key.
     """
 
     def __init__(
         self,
         data_path: str,
-        input_key: str = "input",
-        output_key: str = "output",
+        input_key: str = _INPUT,
+        output_key: str = _OUTPUT,
         subset: str | None = None,
         split: str | None = None,
         split_validation_size: float = 0,
         seed: int = 42,
         **kwargs: Any,
     ):
-        self.input_key = input_key
-        self.output_key = output_key
+        self.data_path = data_path
         self.task_name = task_name_of(data_path)
         self.dataset = load_dataset_from_path(data_path, subset, split or "train")
         columns = self.dataset.column_names
-        if "messages" in columns:
-            if "task_name" not in columns:
-                self.dataset = self.dataset.add_column("task_name", [self.task_name] * len(self.dataset))
-        else:
-            for key, name in (("input_key", input_key), ("output_key", output_key)):
-                if name not in columns:
-                    raise ValueError(f"data: {key} is {name!r}, but {data_path} has the columns {columns}")
-            self.dataset = self.dataset.map(self.format_data, remove_columns=columns)
+        ready = next((name for name in ("messages", "conversations") if name in columns), None) if input_key == _INPUT else None
+        self.input_key = ready or input_key
+        self.output_key = output_key
+        self._answers_inside = ready is not None and output_key == _OUTPUT
+        if ready is None:
+            self._check_columns(columns)
+        kept = set(columns) - {"conversations"} if ready else set()
+        self.dataset = self.dataset.map(
+            self._formatted, remove_columns=[name for name in columns if name not in kept], with_indices=True
+        )
         self.val_dataset = None
         self.split_train_validation(split_validation_size, seed)
 
+    def _check_columns(self, columns: list[str]) -> None:
+        for key, name in (("input_key", self.input_key), ("output_key", self.output_key)):
+            if name not in columns and name.partition(".")[0] not in columns:
+                raise ValueError(
+                    f"data: {key} is {name!r}, but {self.data_path} has the columns {columns}"
+                    + (_hint(columns) if key == "input_key" else "")
+                )
+
+    def _formatted(self, row: dict[str, Any], number: int) -> dict[str, Any]:
+        try:
+            formatted = self.format_data(row)
+        except ValueError as error:
+            raise ValueError(f"data: {self.data_path}, row {number + 1}: {error}") from None
+        return {**formatted, "task_name": row["task_name"]} if self.input_key == "messages" and row.get("task_name") else formatted
+
     def format_data(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "messages": [
-                {"role": "user", "content": text_of(data[self.input_key])},
-                {"role": "assistant", "content": text_of(data[self.output_key])},
-            ],
-            "task_name": self.task_name,
-        }
+        """One row as messages; the last one is the answer."""
+        messages = conversation_of(look_up(data, self.input_key), self.input_key)
+        answered = messages[-1]["role"] == "assistant"
+        if answered and self._answers_inside:
+            answer = messages[-1]
+        elif self._answers_inside and self.output_key not in data:
+            raise ValueError(
+                f"{self.input_key!r} ends with {messages[-1]['role']} and holds no answer: add an assistant message, or name "
+                "the answer's column in output_key"
+            )
+        else:
+            answer = {"role": "assistant", "content": _answer(look_up(data, self.output_key))}
+        messages = [*(messages[:-1] if answered else messages), answer]
+        split_conversation(messages, self.input_key)
+        return {"messages": messages, "task_name": self.task_name}
+
+
+def _answer(value: Any) -> Any:
+    """An answer as it goes to the environment; the text of an assistant message where it is one."""
+    if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant":
+        value = value[0].get("content")
+    return text_of(value)
+
+
+def _hint(columns: list[str]) -> str:
+    questions = [name for name in ("prompt", "question", "problem", "instruction", "query") if name in columns]
+    answers = [name for name in ("answer", "ground_truth", "reward_model", "completion", "solution", "response") if name in columns]
+    if not questions:
+        return ""
+    answer = answers[0] + (".ground_truth" if answers[0] == "reward_model" else "") if answers else "the answer's column"
+    return f"; perhaps input_key: {questions[0]} and output_key: {answer}"

@@ -1,0 +1,86 @@
+#include "model/activations.h"
+
+namespace nemo_rl::model {
+namespace {
+
+enum class Keep { nothing, for_backward };
+
+/// The buffers of `layer` but h_in.
+LayerActivations buffers(const Decoder& decoder, std::int64_t layer, std::int64_t T, Keep keep, Workspace& workspace) {
+  const auto& c = decoder.config();
+  const auto S = decoder.compute_dtype(), A = decoder.accumulate_dtype();
+  const auto take = [&](LayerSlot slot, std::int64_t columns, at::ScalarType type) { return workspace.take(layer, slot, {T, columns}, type); };
+  LayerActivations a;
+  a.qkv = take(LayerSlot::qkv, c.qkv_size(), S);
+  if (c.qk_norm != QkNorm::none) a.qkv_raw = take(LayerSlot::qkv_raw, c.qkv_size(), S);
+  a.attn = take(LayerSlot::attn, c.query_size(), S);
+  if (keep == Keep::nothing) return a;
+  if (c.qk_norm == QkNorm::head) a.q_rstd = take(LayerSlot::q_rstd, c.num_heads, A), a.k_rstd = take(LayerSlot::k_rstd, c.num_kv_heads, A);
+  if (c.qk_norm == QkNorm::whole) a.q_rstd = take(LayerSlot::q_rstd, 1, A), a.k_rstd = take(LayerSlot::k_rstd, 1, A);
+  const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) { return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{}; };
+  a.gate_up = take(LayerSlot::gate_up, 2 * c.intermediate_size, S);
+  if (!c.norms.before_attention.empty()) a.rstd_in = take(LayerSlot::rstd_in, 1, A);
+  a.lse = take(LayerSlot::lse, c.num_heads, A);
+  a.attn_branch = branch(!c.norms.after_attention.empty(), LayerSlot::attn_branch, LayerSlot::attn_branch_rstd);
+  a.h_mid = take(LayerSlot::h_mid, c.hidden_size, A);
+  if (!c.norms.before_mlp.empty()) a.rstd_mid = take(LayerSlot::rstd_mid, 1, A);
+  a.mlp_branch = branch(!c.norms.after_mlp.empty(), LayerSlot::mlp_branch, LayerSlot::mlp_branch_rstd);
+  return a;
+}
+
+at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T, Workspace& workspace) {
+  return workspace.take(layer, LayerSlot::h_in, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
+}
+
+}  // namespace
+
+NothingKept::NothingKept(const Decoder& decoder, std::int64_t T, Workspace& workspace)
+    : h_(workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype())),
+      shared_(buffers(decoder, 0, T, Keep::nothing, workspace)) {}
+
+at::Tensor SavedActivations::stream(std::int64_t l) { return stream_of(decoder_, l, token_ids().numel(), workspace_); }
+
+LayerActivations SavedActivations::layer(std::int64_t l) {
+  auto a = buffers(decoder_, checkpoint_ ? 0 : l, token_ids().numel(), Keep::for_backward, workspace_);
+  a.h_in = stream(l);
+  return a;
+}
+
+KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes, Workspace& workspace)
+    : kept_(kept), nodes_(nodes) {
+  const auto T = static_cast<std::int64_t>(nodes.size());
+  streams_[0] = workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
+  streams_[1] = workspace.take(Slot::h_next, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
+  shared_ = buffers(decoder, 0, T, Keep::for_backward, workspace);
+}
+
+KeptSource::KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes, const at::Tensor& token_ids,
+                       const at::Tensor& positions, Workspace& workspace)
+    : ActivationSource(token_ids, positions), decoder_(decoder), kept_(kept), nodes_(std::move(nodes)), workspace_(workspace) {}
+
+at::Tensor KeptSource::stream_behind() const {
+  LayerActivations behind;
+  const auto layers = decoder_.config().num_layers;
+  behind.h_in = stream_of(decoder_, layers, token_ids().numel(), workspace_);
+  kept_.get(layers, behind, nodes_);
+  return behind.h_in;
+}
+
+LayerActivations KeptSource::layer(std::int64_t l) {
+  const auto T = token_ids().numel();
+  auto a = buffers(decoder_, 0, T, Keep::for_backward, workspace_);
+  a.h_in = stream_of(decoder_, 0, T, workspace_);
+  kept_.get(l, a, nodes_);
+  return a;
+}
+
+KeptActivations kept_activations_of(const Decoder& decoder) {
+  Workspace workspace;
+  auto a = buffers(decoder, 0, 1, Keep::for_backward, workspace);
+  a.h_in = stream_of(decoder, 0, 1, workspace);
+  std::int64_t bytes = 0;
+  for (const auto& t : a.all()) bytes += t.defined() ? static_cast<std::int64_t>(t.nbytes()) : 0;
+  return {decoder.config().num_layers, bytes, static_cast<std::int64_t>(a.h_in.nbytes())};
+}
+
+}  // namespace nemo_rl::model

@@ -1,0 +1,92 @@
+#include "common/check.h"
+#include "model/activations.h"
+#include "model/decoder.h"
+#include "ops/embedding.h"
+#include "ops/linear.h"
+#include "ops/rms_norm.h"
+#include "ops/rope.h"
+#include "ops/swiglu.h"
+
+namespace nemo_rl::model {
+
+void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
+                       const DecoderParameters& grads, Workspace& workspace) {
+  const auto positions = on_device(source.positions());
+  for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
+    auto a = source.layer(l);
+    if (source.holds_input_alone(l))
+      run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()), scratch(dh.size(0), workspace));
+    const auto& g = grads.layers[static_cast<std::size_t>(l)];
+    backward_mlp(l, a, dh, g, workspace);
+    backward_attention(l, a, positions, dh, attention_backward, g, workspace);
+  }
+  ops::embedding_backward(dh, source.token_ids(), grads.embedding);
+}
+
+/// Gradient of what a branch's last product returns, in the compute type: that of the residual stream, taken through the branch's norm.
+at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm, const at::Tensor& d_norm,
+                                    Workspace& workspace) const {
+  auto d_out = dh;
+  if (norm.defined()) {
+    d_out = workspace.take(Slot::d_branch, dh.sizes(), dh.scalar_type());
+    ops::rms_norm_backward(dh, branch.out, norm, branch.rstd, d_out, /*accumulate=*/false, d_norm);
+  }
+  if (d_out.scalar_type() == compute_dtype()) return d_out;
+  const auto dy = workspace.take(Slot::dy, dh.sizes(), compute_dtype());
+  dy.copy_(d_out);
+  return dy;
+}
+
+/// dh += the gradient that comes back through what a branch read of h.
+void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm, const at::Tensor& rstd, const at::Tensor& dh,
+                                 const at::Tensor& d_norm) const {
+  if (norm.defined()) return ops::rms_norm_backward(d_normed, h, norm, rstd, dh, /*accumulate=*/true, d_norm);
+  dh.add_(d_normed);
+}
+
+void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& g, Workspace& workspace) {
+  const auto& p = layer(l);
+  const std::int64_t T = dh.size(0), D = config_.hidden_size, I = config_.intermediate_size;
+  const auto S = compute_dtype();
+  const auto dy = branch_gradient(dh, a.mlp_branch, p.norm_after_mlp, g.norm_after_mlp, workspace);
+  const auto act = workspace.take(Slot::act, {T, I}, S), d_act = workspace.take(Slot::d_act, {T, I}, S);
+  ops::swiglu_forward(a.gate_up, act, config_.activation);
+  ops::linear_backward_weight(dy, act, g.down_weight);
+  if (g.down_bias.defined()) ops::add_column_sums(dy, g.down_bias);
+  ops::linear_backward_input(dy, p.down_weight, d_act);
+  const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, 2 * I}, S);
+  ops::swiglu_backward(d_act, a.gate_up, d_gate_up, config_.activation);
+  ops::linear_backward_weight(d_gate_up, normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, S)), g.gate_up_weight);
+  if (g.gate_up_bias.defined()) ops::add_column_sums(d_gate_up, g.gate_up_bias);
+  const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
+  ops::linear_backward_input(d_gate_up, p.gate_up_weight, d_normed);
+  add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
+}
+
+void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
+                                 const AttentionBackward& attention_backward, const LayerParameters& g, Workspace& workspace) {
+  const auto& p = layer(l);
+  const auto& c = config_;
+  const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
+  const auto S = compute_dtype();
+  const auto dy = branch_gradient(dh, a.attn_branch, p.norm_after_attention, g.norm_after_attention, workspace);
+  ops::linear_backward_weight(dy, a.attn, g.o_weight);
+  if (g.o_bias.defined()) ops::add_column_sums(dy, g.o_bias);
+  const auto d_attn = workspace.take(Slot::d_attn, {T, Q}, S);
+  ops::linear_backward_input(dy, p.o_weight, d_attn);
+  auto d_qkv = workspace.take(Slot::d_qkv, {T, c.qkv_size()}, S);
+  attention_backward(a.qkv, a.attn, d_attn, a.lse, d_qkv);
+  ops::rope(d_qkv, c.num_heads + c.num_kv_heads, c.head_dim, positions, rope_.cos(), rope_.sin(), /*inverse=*/true);
+  if (c.qk_norm != QkNorm::none) {
+    const auto d_q = d_qkv.narrow(1, 0, Q), d_k = d_qkv.narrow(1, Q, KV);
+    ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.q_rstd, d_q, false, g.q_norm);
+    ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.k_rstd, d_k, false, g.k_norm);
+  }
+  ops::linear_backward_weight(d_qkv, normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), g.qkv_weight);
+  if (g.qkv_bias.defined()) ops::add_column_sums(d_qkv, g.qkv_bias);
+  const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
+  ops::linear_backward_input(d_qkv, p.qkv_weight, d_normed);
+  add_input_gradient(d_normed, a.h_in, p.norm_before_attention, a.rstd_in, dh, g.norm_before_attention);
+}
+
+}  // namespace nemo_rl::model

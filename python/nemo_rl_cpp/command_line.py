@@ -1,0 +1,63 @@
+"""What all command lines of the package share. Nothing here loads torch or the schema."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from nemo_rl_cpp import __version__
+from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS, end_within
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """--debug and --version."""
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too, not only where it is")
+    parser.add_argument("--version", action="version", version=f"nemo_rl_cpp {__version__}")
+
+
+def unknown_option(words: Sequence[str]) -> str | None:
+    """What to say about the first word that is an option and not an override; None without one."""
+    for i, word in enumerate(words):
+        if not word.startswith("-") or word == "-":
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        if "." not in name:
+            return f"unknown option {word} (--help lists the options; a key of the configuration is set by section.key=value)"
+        following = words[i + 1] if i + 1 < len(words) and "=" not in words[i + 1] and not words[i + 1].startswith("--") else None
+        given = value if equals else following if following is not None else "VALUE"
+        return f"unknown option {word}: a key of the configuration is set without dashes, write {name}={given}"
+    return None
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """While entered, a warning is one line on stderr, without the line of source that gave it."""
+
+    def plain(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+        return f"warning: {' '.join(str(message).split())}\n"
+
+    before, warnings.formatwarning = warnings.formatwarning, plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def own_the_process(argv: Sequence[str] | None, status: int) -> int:
+    """`status` as it is. Where `argv` is None, so that the program is this command, and Ctrl-C or a signal has ended it at
+    once, no thread of the user's or of a library keeps the process from ending."""
+    if argv is None and status >= 128:
+        end_within(GRACE_SECONDS, status)
+    return status

@@ -1,0 +1,120 @@
+"""Sizes and engines that a file was written for: folded onto the one device and the native engine, and said in one line.
+
+How many devices share the work, and how a model is cut for them, says nothing of what is computed: gradients are sums over
+the tokens of a batch. Which engine generates neither: an engine is an implementation. What does change results (training
+beside generation, quantisation, LoRA) is never folded; its keys are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from .backends import PARALLEL_SIZES
+from .base import Section
+from .engines import FOREIGN_ENGINES
+from .memory import forecast_summary
+from .messages import fields_of
+
+_ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
+_CUTS_A_MODEL = ("tensor", "pipeline", "context")
+
+
+def sizes_of(config: Any) -> dict[str, int]:
+    """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends."""
+    sizes = {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
+    for name, model in _models(config):
+        for backend, keys in PARALLEL_SIZES.items():
+            section = getattr(model, backend)
+            sizes |= {f"{name}.{backend}.{key}": getattr(section, key) for key in keys if section.enabled}
+    prefix, generation = _generation(config)
+    sizes |= {f"{prefix}.vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in _ENGINE_SIZES}
+    return {key: size for key, size in sizes.items() if size != 1}
+
+
+def devices_of(config: Any) -> int:
+    """How many devices a configuration was written for: those of the cluster, or as many as a model is cut into."""
+    cut: dict[str, list[int]] = {}
+    for key, size in sizes_of(config).items():
+        section, _, name = key.rpartition(".")
+        if name.startswith(_CUTS_A_MODEL):
+            cut.setdefault(section, []).append(size)
+    return max(config.cluster.num_nodes * config.cluster.gpus_per_node, *(prod(sizes) for sizes in cut.values()), 1)
+
+
+def engine_of(config: Any) -> str | None:
+    """The engine of NeMo RL that the native one stands in for; None for the native one."""
+    backend = _generation(config)[1].backend
+    return backend if backend in FOREIGN_ENGINES else None
+
+
+def is_apart(config: Any) -> bool:
+    """Whether generation was to have devices of its own."""
+    return not _generation(config)[1].colocated.enabled
+
+
+def fold_text(config: Any) -> str | None:
+    """The one line that a run, `check` and `--dry-run` print about what was folded; None where nothing was."""
+    devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
+    written = []
+    if devices > 1:
+        sizes = ", ".join(f"{key} {size}" for key, size in sizes_of(config).items())
+        written.append(f"{devices} devices ({sizes})")
+    if engine is not None:
+        written.append(f"the engine {engine}")
+    if apart:
+        written.append("generation on devices of its own")
+    if not written:
+        return None
+    here = f"on 1 device ({config.cluster.device}) with the native engine" if devices > 1 or apart else "with the native engine"
+    text = f"written for {' and '.join(written)}: runs {here}; same mathematics"
+    if devices > 1:
+        text += f", about {devices} times the time of {devices} such devices"
+        if (summary := forecast_summary(config)) is not None:
+            text += f"; memory forecast: {summary}"
+    return text
+
+
+def keys_without_effect(config: Any) -> dict[str, list[str]]:
+    """The keys that a file or the command line sets to other than their usual values and that make no difference here, by the
+    section that holds them. They steer another implementation: its kernels, its communication, its engine.
+    """
+    found: dict[str, list[str]] = {}
+    for section, name in _ineffective(config, "", config.positions):
+        found.setdefault(section, []).append(name)
+    return found
+
+
+def keys_without_effect_text(config: Any) -> str | None:
+    """`keys_without_effect` for the terminal; None where there are none."""
+    found = keys_without_effect(config)
+    if not found:
+        return None
+    lines = ["Keys without effect here (they only steer NeMo RL's own engines, kernels and communication):"]
+    return "\n".join([*lines, *(f"  {section}: {', '.join(names)}" for section, names in found.items())])
+
+
+def _models(config: Any) -> Iterator[tuple[str, Any]]:
+    """The models that are trained, with the names of their sections."""
+    if hasattr(config, "policy"):
+        yield "policy", config.policy
+    if hasattr(config, "value") and config.ppo.adv_estimator.name == "gae":
+        yield "value", config.value
+
+
+def _generation(config: Any) -> tuple[str, Any]:
+    return ("policy.generation", config.policy.generation) if hasattr(config, "policy") else ("generation", config.generation)
+
+
+def _ineffective(section: Section, prefix: str, positions: dict[str, str]) -> Iterator[tuple[str, str]]:
+    fields = {info.alias or name: name for name, info in type(section).model_fields.items()}
+    for key, info in fields_of(type(section)):
+        value, dotted = getattr(section, fields[key]), f"{prefix}{key}"
+        mark = info.json_schema_extra
+        if isinstance(mark, dict) and mark.get("no_effect"):
+            written = dotted in positions or any(place.startswith(f"{dotted}.") for place in positions)
+            if written and value != info.get_default(call_default_factory=True):
+                yield prefix.rstrip(".") or "the file", key
+        elif isinstance(value, Section):
+            yield from _ineffective(value, f"{dotted}.", positions)

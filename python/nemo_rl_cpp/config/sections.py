@@ -1,0 +1,57 @@
+"""A section of the configuration from what a caller of a class has: the section, a mapping, a dataclass, any object."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from nemo_rl_cpp.argument_checks import in_a_line
+
+from .base import Section
+from .errors import ConfigError, Problem
+
+M = TypeVar("M", bound=Section)
+
+
+def as_model(config: Any, model: type[M], section: str = "") -> M:
+    """`config` as `model`; fields that it does not have keep their defaults, a name that `model` lacks is a ConfigError.
+
+    `section` is where it stands in a file ("env.math"), for messages.
+    """
+    if isinstance(config, model):
+        return config
+    try:
+        return model(**_values(config, model))
+    except ConfigError as error:
+        if not section:
+            raise
+        where = [Problem("", f"{section}.{p.key}" if p.key else section, p.message) for p in error.problems]
+    raise ConfigError(where)
+
+
+def check_names(config: Any, *models: type[Section]) -> None:
+    """ConfigError for a name in `config` that none of `models` has, with the nearest that one has."""
+    if isinstance(config, models):
+        return
+    known = sorted({name for model in models for name in model.model_fields})
+    problems = []
+    for name in _values(config, *models):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.55)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            problems.append(Problem(models[0].__name__, name, f"is unknown; {hint}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _values(config: Any, *models: type[Section]) -> dict[str, Any]:
+    """The settings in a mapping or an object; of an object's class only those that a model has."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, (str, bytes, int, float, list, tuple, set, type(None))):
+        names = " or ".join(model.__name__ for model in models)
+        raise ConfigError([Problem("", "", f"expected a {names} or a mapping, not {type(config).__name__} ({in_a_line(config)})")])
+    own = {**getattr(config, "__dict__", {}), **(getattr(config, "model_extra", None) or {})}
+    of_class = {name: getattr(config, name) for model in models for name in model.model_fields if hasattr(config, name)}
+    return of_class | {name: value for name, value in own.items() if not name.startswith("_")}

@@ -1,0 +1,112 @@
+"""Where a prompt begins and where a response ends: one rule for training, validation, evaluation, `generate` and the saved
+folder, and the rule of transformers.
+
+Beginnings: plain text gets the special tokens that the tokenizer puts around a text (a BOS token, where it has one). The
+text of a chat template gets none, for the template writes its own. A template that passes contents through writes none,
+so what comes out of it is plain text.
+
+Ends: the `eos_token_id` of generation_config.json, a number or a list; without one, that of config.json; without either,
+the tokenizer's end token.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.data.tokenizer_files import read_json
+
+GENERATION_CONFIG = "generation_config.json"
+_FROM_CONFIG = (
+    "bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_length",
+    "max_new_tokens",
+)  # fmt: skip
+
+
+def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    """The token ids of a prompt.
+
+    `messages` is the conversation from which a chat template made `text`; None for plain text. A plain text that is
+    written with a BOS token of its own gets no second one.
+    """
+    plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
+    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    ids = [int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)]  # some tokenizers give a row of a batch
+    bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
+    if plain and ids and ids[-1] == eos and end and not text.endswith(end):
+        warnings.warn(
+            f"the tokenizer puts its end token {end!r} behind every text, behind prompts too, as in transformers: the model "
+            "continues an ended text; take it out of the post_processor in tokenizer.json",
+            stacklevel=3,
+        )
+    return ids[1:] if plain and bos is not None and ids[:2] == [bos, bos] else ids
+
+
+def end_token_ids(folder: Path | None, config: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """The tokens at which a model's responses end.
+
+    Args:
+        folder: of the model, for its generation_config.json; None where there is none.
+        config: contents of its config.json.
+        tokenizer: asked where the model names no end; may be None.
+
+    Warns when the tokenizer's end token is not among the ends that the model names.
+    """
+    ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
+    if not ends:
+        return end_token_ids_of_tokenizer(tokenizer)
+    if own is not None and own not in ends:
+        warnings.warn(
+            f"the model's end tokens are {ends} ({folder or 'config.json'}), and the tokenizer's end token {tokenizer.eos_token!r} ({own}) "
+            f"is not among them: responses go on after it, as in transformers; to end them there as well, list it in "
+            f"generation_config.json or set policy.generation.stop_token_ids={[*ends, own]}",
+            stacklevel=3,
+        )
+    return ends
+
+
+def end_token_ids_of_tokenizer(tokenizer: Any) -> list[int]:
+    """The end tokens that a tokenizer knows: those of the model in its folder, else its own; [] for None."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
+
+
+def named_ends(folder: Path | None, config: Mapping[str, Any]) -> list[int]:
+    """The end tokens that generation_config.json names, or else config.json; [] where neither does."""
+    generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
+    for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
+        if ends := _ids(source.get("eos_token_id"), f"{name} of {folder}"):
+            return ends
+    return []
+
+
+def _ids(value: Any, where: str) -> list[int]:
+    given = [] if value is None else value if isinstance(value, list) else [value]
+    for i in given:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ValueError(f"{where}: eos_token_id is {value!r}, expected a token id or a list of them")
+    return list(dict.fromkeys(i for i in given if i >= 0))  # some folders write -1 for none
+
+
+def save_generation_config(folder: Path | None, config: Mapping[str, Any], tokenizer: Any, target: Path) -> None:
+    """Writes a trained model's generation_config.json: that of the model in `folder`, with the ends of `end_token_ids`."""
+    content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
+    if not content:
+        content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}
+    ends = named_ends(folder, config) or end_token_ids_of_tokenizer(tokenizer)
+    if ends and not _ids(content.get("eos_token_id"), GENERATION_CONFIG):
+        content["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if content:
+        (target / GENERATION_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def passes_text_through(tokenizer: Any) -> bool:
+    """Whether the chat template gives a user's message as it is: the model does not see that it is a message."""
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True) == "x"
+    except ValueError:  # no template, or one that wants another conversation
+        return False

@@ -1,0 +1,85 @@
+"""Which chat template a conversation with a checkpoint goes through: the model's own, which the run need not have used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.data.boundaries import passes_text_through
+
+
+def settle_chat_template(tokenizer: Any, folder: Path) -> list[str]:
+    """Lets `tokenizer` use the chat template for the model in `folder`; returns what a user must know of it, a sentence each.
+
+    The model's own template counts. Only where it has none, and `folder` is a checkpoint of a run (`step_N/policy/weights`,
+    with `step_N/config.yaml`), the run's template is used. ValueError where there is neither.
+    """
+    run, own = run_section(folder), tokenizer.chat_template
+    where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
+    used = _template_of_run(run, folder, own)
+    if own is None:
+        if not used:
+            raise ValueError(f"{folder} has no chat template: give the text as it is, without --chat")
+        tokenizer.use_chat_template(used)
+    through = passes_text_through(tokenizer)
+    remarks = []
+    if own is None:
+        remarks.append(f"the model has no chat template of its own: the run's is used ({where})")
+    elif used is None and not through:
+        remarks.append(f"the model's own chat template is used; the run trained on contents as they are ({where} is null), as without --chat")
+    elif used not in (None, own):
+        remarks.append(f"the model's own chat template is used; the run trained with another one ({where})")
+    if run and run.get("chat_template_kwargs"):
+        remarks.append(f"the run gave its chat template the values {dict(run['chat_template_kwargs'])} (chat_template_kwargs), which are not used here")
+    if through:
+        remarks.append(f"the chat template of {folder} passes text through: the model does not see that this is a message, as without --chat")
+    return remarks
+
+
+def differences_from_run(folder: Path, section: Any) -> list[str]:
+    """What a checkpoint's evaluation does with prompts that its run did otherwise; `section` is its `tokenizer`."""
+    run = run_section(folder) or {}
+    remarks = []
+    for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
+        before, here = run.get(key, default) if run else getattr(section, key), getattr(section, key)
+        if (before or None) != (here or None):
+            remarks.append(
+                f"tokenizer.{key} is {_short(here)}, and the run of this checkpoint had policy.tokenizer.{key}={_short(before)}: prompts begin "
+                "otherwise than in its training and validation"
+            )
+    return remarks
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _run_config(folder: Path) -> Path:
+    return Path(os.path.abspath(folder)).parents[1] / "config.yaml"
+
+
+def run_section(folder: Path) -> dict[str, Any] | None:
+    """`policy.tokenizer` of the run that wrote the checkpoint; None for a folder that is none."""
+    from nemo_rl_cpp.utils.config import load_config
+
+    path = Path(os.path.abspath(folder))
+    if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
+        return None
+    return (load_config(_run_config(folder)).get("policy") or {}).get("tokenizer") or {}
+
+
+def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Any) -> Any:
+    """The template that the run used, `own` where it used the model's; None for contents as they are."""
+    from nemo_rl_cpp.data.tokenizer import get_tokenizer
+
+    value = own if run is None else run.get("chat_template", "default")
+    if run is None or value is None:
+        return value
+    try:
+        return get_tokenizer({"name": str(folder), "chat_template": value}).chat_template
+    except (FileNotFoundError, ValueError):
+        if own is None:
+            raise ValueError(f"{folder} has no chat template, and that of its run cannot be read: {value!r}") from None
+        return value  # another one, whatever it was

@@ -1,0 +1,148 @@
+"""Rows to conversations: what a data set holds, in one form, or one sentence why not.
+
+A conversation is a list of messages {"role", "content"}. Everything here raises ValueError without a place; whoever knows
+the file and the row puts them before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool",
+}  # fmt: skip
+_WRITTEN_OUT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")  # a conversation as JSON or Python text
+Message = dict[str, Any]
+
+
+def look_up(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a column, or inside columns that are mappings by a dotted key (`reward_model.ground_truth`).
+
+    KeyError-free: ValueError with the keys that are there.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    walked: list[str] = []
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            where = f"{'.'.join(walked)!r} " if walked else "the row "
+            there = f"the keys {list(value)}" if isinstance(value, Mapping) else f"no keys: it is {_kind(value)}"
+            raise ValueError(f"the key {key!r} is missing; {where}has {there}")
+        walked.append(part)
+        value = value[part]
+    return value
+
+
+def conversation_of(value: Any, key: str) -> list[Message]:
+    """The messages of a question: a text or a number is a user's message; lists of {"role", "content"} or of {"from",
+    "value"} (sharegpt) are conversations."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{key!r} is an empty text")
+        if key in ("messages", "conversations") or _WRITTEN_OUT.match(value):
+            raise ValueError(f"{key!r} is a text, expected a list of messages: {value[:60]!r}; store the list itself")
+        return [{"role": "user", "content": value}]
+    if not is_list(value):
+        raise ValueError(f"{key!r} must be a text or a list of messages, not {_kind(value)}")
+    if not value:
+        raise ValueError(f"{key!r} is an empty list of messages")
+    return [_message(message, f"{key}[{i}]") for i, message in enumerate(value)]
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list of some kind (no text)."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _message(message: Any, key: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{key} must be a message {{'role', 'content'}}, not {_kind(message)}")
+    if "role" not in message and "from" in message and "value" in message:
+        if message["from"] not in _SHAREGPT_ROLES:
+            raise ValueError(f"{key}.from is {message['from']!r}; known are {', '.join(_SHAREGPT_ROLES)}")
+        others = {name: value for name, value in message.items() if name not in ("from", "value")}
+        message = {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"], **others}
+    if "role" not in message:
+        raise ValueError(f"{key} has no 'role'; it has {list(message)}, expected 'role' and 'content'")
+    if message["role"] not in ROLES:
+        raise ValueError(f"{key}.role is {message['role']!r}; known are {', '.join(ROLES)}")
+    return dict(message)
+
+
+def split_conversation(messages: Sequence[Mapping[str, Any]], key: str = "messages") -> tuple[list[Message], Any]:
+    """(prompt, truth): the prompt ends with the user (or a tool's result), the truth is what the last assistant message
+    says, and None where nothing follows the prompt. Contents in parts of text become texts."""
+    checked = conversation_of(messages, key) if is_list(messages) else None
+    if checked is None:
+        raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
+    truth = None
+    if checked[-1]["role"] == "assistant":
+        truth = checked.pop().get("content")
+        truth = joined_text(truth) if is_parts(truth) else truth
+    prompt = [_with_text(message, f"{key}[{i}]") for i, message in enumerate(checked)]
+    if not any(message["role"] == "user" for message in prompt):
+        raise ValueError(f"{key!r} holds no message of the user, so there is no question")
+    if prompt[-1]["role"] not in ("user", "tool"):
+        raise ValueError(
+            f"{key!r} must end with the user's question, or with it and one assistant message as the answer; "
+            f"its roles are {', '.join(m['role'] for m in checked)}{', assistant' if len(checked) < len(messages) else ''}"
+        )
+    return prompt, truth
+
+
+def _with_text(message: Message, key: str) -> Message:
+    content = message.get("content")
+    if is_parts(content):
+        return {**message, "content": joined_text(content, key)}
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return message
+    if not isinstance(content, str):
+        raise ValueError(f"{key}.content must be a text, not {_kind(content)}")
+    if message["role"] == "user" and not content.strip():
+        raise ValueError(f"{key}.content is an empty text")
+    return message
+
+
+def is_parts(content: Any) -> bool:
+    """Whether a content is a list of parts such as {"type": "text", "text": ...}."""
+    return is_list(content) and bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
+
+
+def joined_text(parts: Sequence[Mapping[str, Any]], key: str = "content") -> str:
+    """The texts of all parts, one after another; images, sound and video are refused."""
+    for part in parts:
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{key} has a part of type {part['type']!r}: only text is supported")
+    return "".join(part["text"] for part in parts)
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The column `tools` of a row: a list of JSON schemas, or its JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"'tools' is no JSON: {error}") from None
+    if not tools:
+        return None
+    if not is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError("'tools' must be a list of JSON schemas: [{'type': 'function', 'function': {...}}]")
+    return [dict(tool) for tool in tools]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if is_list(value):
+        return "a list" if not value else f"a list of {_kind(value[0]).removeprefix('a ')}"
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {list(value)}"
+    return {str: "a text", bool: "a truth value", int: "a number", float: "a number"}.get(type(value), type(value).__name__)

@@ -1,0 +1,72 @@
+"""A conversation as the text of a prompt, checked: what the template loses, the model never sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl_cpp.data.chat_template import ChatTemplateError
+
+
+def render_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The chat template's text of a conversation. ChatTemplateError when a message's content is not in it."""
+    text = _apply(tokenizer, messages, add_generation_prompt, tools)
+    if any(content not in text for content in _contents(messages)):
+        # A template may change a content (escape it, drop its reasoning); a number in its place shows whether it is lost.
+        marked = [{**m, "content": _mark(i)} if _content(m) else m for i, m in enumerate(messages)]
+        probe = _apply(tokenizer, marked, add_generation_prompt, tools)
+        for i, message in enumerate(messages):
+            if _content(message) and _mark(i) not in probe:
+                raise ChatTemplateError(
+                    f"the chat template leaves out message {i} ({message['role']}, {_content(message)[:60]!r}): the model would "
+                    "never see it; set policy.tokenizer.chat_template to a template for these roles"
+                    + (", or put the text into prompt_file" if message["role"] == "system" else "")
+                )
+    return text
+
+
+def _mark(i: int) -> str:
+    return f"9001{i}1009"  # digits, which no filter for letters changes
+
+
+def _apply(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
+    options = {"tools": tools} if tools else {}
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False, **options
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # transformers' tokenizers let a template's own errors through
+        raise ChatTemplateError(f"the chat template failed on these messages: {type(error).__name__}: {error}") from error
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [_content(message) for message in messages]
+
+
+def system_part(tokenizer: Any, messages: Sequence[Mapping[str, Any]], text: str) -> int:
+    """How many characters at the beginning of `text`, the prompt of `messages`, belong to its first (system) message.
+
+    Up to where the text of that message alone goes on unchanged; or, for templates that write no system message alone or
+    put it into the user's turn, to the end of its content. 0 where it cannot be told.
+    """
+    try:
+        alone = _apply(tokenizer, messages[:1], False, None)
+    except ValueError:  # many templates refuse a system message alone
+        alone = ""
+    content = _content(messages[0])
+    if content in alone and text.startswith(alone):
+        return len(alone)
+    at = text.find(content)
+    return 0 if at < 0 else at + len(content)

@@ -1,0 +1,103 @@
+"""What reward functions are called, and what they may return."""
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from nemo_rl_cpp.argument_checks import in_a_line
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Of a function its name, of a partial that of what it calls, of another object its class's."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def distinct_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
+    """A name for each: those that several share are numbered (`<lambda>_1`, `<lambda>_2`)."""
+    names = [function_name(function) for function in functions]
+    taken = {name for name in names if names.count(name) == 1}
+    distinct = []
+    for name in names:
+        if name not in taken:
+            number = 1
+            while f"{name}_{number}" in taken:
+                number += 1
+            name = f"{name}_{number}"
+            taken.add(name)
+        distinct.append(name)
+    return distinct
+
+
+def check_signature(function: Callable[..., Any]) -> None:
+    """ValueError for a function that cannot be called with keywords."""
+    name = function_name(function)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        raise ValueError(f"reward function {name} has no signature that Python knows: wrap it in a function of (completions)") from None
+    unnamed = next((p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty), None)
+    if unnamed is not None:
+        raise ValueError(f"reward function {name} takes {unnamed!r} by position only: it is called with keywords (completions=...)")
+
+
+def awaited(returned: Any) -> Any:
+    """The result of what an async function returned; anything else as it is."""
+    if not inspect.isawaitable(returned):
+        return returned
+    results: list[Any] = []
+
+    async def wait(what: Awaitable[Any]) -> Any:
+        return await what
+
+    def run() -> None:
+        try:
+            results.append((asyncio.run(wait(returned)), None))
+        except BaseException as error:  # noqa: BLE001 - it goes on to the caller
+            results.append((None, error))
+
+    # a thread of its own: a notebook's has an event loop already
+    thread = threading.Thread(target=run, name="reward function")
+    thread.start()
+    thread.join()
+    value, error = results[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def rewards_of(name: str, returned: Any, rows: int) -> list[float | None]:
+    """What a reward function returned as numbers (None: no say); ValueError unless it is one a completion, each finite."""
+    wanted = f"reward function {name} must return one number a completion, a list of {rows}"
+    if getattr(returned, "ndim", 1) > 1:
+        raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
+    if getattr(returned, "ndim", 1) == 0 or isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not isinstance(returned, Iterable):
+        raise ValueError(f"{wanted}, but returned {_described(returned)}")
+    # no more is asked of an iterator than shows that it is too long
+    values = returned.tolist() if hasattr(returned, "tolist") else list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
+    if len(values) != rows:
+        raise ValueError(f"reward function {name} returned {len(values)} rewards for {rows} completions")
+    return [_number(name, value, row) for row, value in enumerate(values)]
+
+
+def _number(name: str, value: Any, row: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"reward function {name} returned {_described(value)} for completion {row}; it must be a finite number or None")
+    return number
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{value}" if value is None or isinstance(value, float) else f"{kind} {in_a_line(value, 40)}" if isinstance(value, (bool, int, str, bytes)) else f"a {kind}"

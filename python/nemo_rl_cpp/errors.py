@@ -1,0 +1,252 @@
+"""How an exception becomes one sentence, and where its traceback goes.
+
+A command line prints the sentence and the name of a file with the traceback; with `--debug` the traceback too. From Python
+an exception stays an exception; one from a user's own code says, with its own type, which function of which file and line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+PACKAGE = Path(__file__).resolve().parent
+ERROR_FILE = "error.txt"
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)  # ours say what to do when raised with a message
+_INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # says nothing beside the line's number
+_LONGEST = 600  # characters of a message of somebody else's
+
+_folder: Path | None = None  # of the run's logs, once there is one
+
+
+class UserCodeError(Exception):
+    """Code of the user failed: a reward function, an environment, a data set, a loss. The message is one sentence with its
+    function, file and line; `__cause__` is what it raised, whose type this exception has too (see `in_user_code`)."""
+
+    def __init__(self, sentence: str) -> None:
+        Exception.__init__(self, sentence)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        where = f"{short_path(self.file)}:{self.line}"
+        return where if self.function == "<module>" else f"{self.function} ({where})"
+
+
+def short_path(path: str | os.PathLike[str]) -> str:
+    """The path as messages show it: relative to the working folder when it lies below it."""
+    full = Path(path)
+    try:
+        return str(full.resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
+    """From here on, `save_traceback` writes into this folder: the log folder of a run."""
+    global _folder
+    _folder = None if folder is None else Path(folder)
+
+
+# ---- whose mistake
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.realpath(file).startswith(str(PACKAGE) + os.sep)
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith("<frozen") or {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return True
+    return os.path.realpath(file).startswith(tuple(f"{path}{os.sep}" for path in _LIBRARIES))
+
+
+def _places(error: BaseException) -> list[Place]:
+    """The lines that the exception came through, from outside to inside."""
+    frames: Iterable[tuple[FrameType, int]] = traceback.walk_tb(error.__traceback__)
+    return [Place(frame.f_code.co_filename, line, _INNER.sub("", frame.f_code.co_qualname)) for frame, line in frames]
+
+
+def user_place(error: BaseException) -> Place | None:
+    """Where in the user's own code an exception arose that came up through this package; None when it arose in ours.
+
+    Libraries do not count: a function of the user that hands nonsense to one is the place. Nor does what called us.
+    """
+    places = _places(error)
+    first = next((i for i, place in enumerate(places) if _is_ours(place.file)), len(places))
+    for place in reversed(places[first:]):
+        if _is_ours(place.file):
+            return None
+        if not _is_library(place.file):
+            return place
+    return None
+
+
+def _called_place(error: BaseException) -> Place | None:
+    """Where our innermost line called somebody else's code: the user's function also where it is installed as a package."""
+    places = _places(error)
+    last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
+    return places[last + 1] if last + 1 < len(places) else None
+
+
+def _as_type_of(error: BaseException) -> type[UserCodeError]:
+    """UserCodeError that is also an instance of the exception's type, where Python allows it."""
+    kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end anything by itself
+    try:
+        return type(kind.__name__, (UserCodeError, kind), {"__module__": kind.__module__})
+    except TypeError:
+        return UserCodeError
+
+
+def in_user_code(error: BaseException, what: str = "your code", hint: str = "", called: bool = False) -> UserCodeError | None:
+    """The exception to raise in place of one that arose in the user's code: it has its type, and one sentence as message.
+    None for one that did not, for Ctrl-C, and for one that says it already. `called`: it comes from a call of the user's code
+    for sure, wherever that lies."""
+    if isinstance(error, (UserCodeError, KeyboardInterrupt, GeneratorExit)):
+        return None
+    place = user_place(error) or (_called_place(error) if called else None)
+    if place is None:
+        return None
+    said = "called sys.exit, which does not end a run" if isinstance(error, SystemExit) else f"failed with {_type_and_text(error)}"
+    return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
+
+
+@contextmanager
+def user_code(what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> Iterator[None]:
+    """Around a call of the user's code: an exception from it says so in one sentence (`in_user_code`)."""
+    try:
+        yield
+    except BaseException as error:
+        told = in_user_code(error, what, hint(error) if hint is not None else "", called=True)
+        if told is None:
+            raise
+        raise told from error
+
+
+# ---- the sentence
+
+
+def _flat(text: str) -> str:
+    """One line of a message of several: lines joined, the C++ stack and pointers to it cut off."""
+    text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
+    line = "; ".join(re.sub(r"\s+", " ", line).strip(" ;") for line in text.strip().splitlines() if line.strip())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+def _type_and_text(error: BaseException) -> str:
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        return f"KeyError {error.args[0]!r}"
+    text = _flat(str(error))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _says_it_all(error: BaseException) -> bool:
+    """Whether the message was written by this package for its users."""
+    if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
+        return True
+    places = _places(error)
+    return isinstance(error, _SENTENCES) and not isinstance(error, UnicodeError) and (not places or _is_ours(places[-1].file))
+
+
+def one_sentence(error: BaseException) -> str:
+    """What a user is told about an exception, in one line."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return (
+            "out of memory; `--dry-run` shows what each phase needs: lower policy.train_micro_batch_size, "
+            f"policy.generation.max_batch_size or policy.max_total_sequence_length ({_type_and_text(error)})"
+        )
+    if isinstance(error, OSError) and error.strerror:
+        return _os_sentence(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and not _is_own_module(error.name):
+        return _package_sentence(error.name, user_place(error))
+    if _says_it_all(error) and str(error):
+        return _flat(str(error))
+    told = in_user_code(error)
+    if told is not None:
+        return str(told)
+    ours = next((place for place in reversed(_places(error)) if _is_ours(place.file)), None)
+    where = f", in {ours.function} ({Path(ours.file).relative_to(PACKAGE.parent)}:{ours.line})" if ours else ""
+    return f"unexpected {_type_and_text(error)}{where}"
+
+
+def _package_sentence(name: str, place: Place | None) -> str:
+    wanted = f", which {place} imports" if place else ""
+    package = name.partition(".")[0]
+    if package != name and package in sys.modules:
+        return f"there is no module {name}{wanted}"
+    return f"the package {package}{wanted}{',' if wanted else ''} is not installed: run `pip install {package}`"
+
+
+def _is_own_module(name: str) -> bool:
+    return name.partition(".")[0] == "nemo_rl_cpp"
+
+
+def _os_sentence(error: OSError) -> str:
+    names = " -> ".join(repr(str(name)) for name in (error.filename, error.filename2) if name is not None)
+    text = f"{names}: {error.strerror}" if names else error.strerror
+    place = user_place(error)
+    return f"{text}, in {place}" if place else text
+
+
+# ---- the command line
+
+
+def save_traceback(error: BaseException) -> Path | None:
+    """Writes the traceback into the run's log folder, or into the folder for temporary files; None where neither works."""
+    text = "".join(traceback.format_exception(error))
+    stamp = f"nemo_rl_cpp_error_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}.txt"
+    for path in ([_folder / ERROR_FILE] if _folder is not None else []) + [Path(tempfile.gettempdir()) / stamp]:
+        try:
+            path.write_text(text, encoding="utf-8")
+            return path
+        except OSError:
+            continue
+    return None
+
+
+def report(error: BaseException, debug: bool = False, rename: Callable[[str], str] | None = None) -> None:
+    """Prints the sentence and where the traceback is to stderr; with `debug` the traceback before it. `rename` may put the
+    names of this command's own keys into the sentence."""
+    if debug:
+        traceback.print_exception(error)
+    sentence = one_sentence(error)
+    path = save_traceback(error)
+    sentence = rename(sentence) if rename is not None else sentence
+    print(f"error: {sentence}" + (f" (details: {short_path(path)})" if path is not None else ""), file=sys.stderr, flush=True)
+
+
+def guarded(work: Callable[[], Any], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
+    """The exit status of `work()`: what it returns (None is 0); 1 after an exception, of which one sentence is printed; 130 or
+    128 + the signal's number where the user ended it. `sys.exit` in somebody else's code is an error, whatever its number."""
+    from nemo_rl_cpp.utils.interrupts import Ended
+
+    try:
+        return work() or 0
+    except KeyboardInterrupt:
+        print("interrupted: stopped at once", file=sys.stderr, flush=True)
+        return 130
+    except Ended as ended:
+        print(f"ended by {ended.signal_name}: stopped at once", file=sys.stderr, flush=True)
+        return ended.code
+    except BaseException as error:
+        report(error, debug, rename)
+        return 1

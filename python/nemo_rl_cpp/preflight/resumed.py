@@ -1,0 +1,222 @@
+"""What a checkpoint says of its run, and how the configuration differs from it: what is said and what is refused on resume.
+
+No torch and no weights: `preflight` asks before the start, and the run itself again, when tokenizer and rows are loaded too
+(`algorithms/resume.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_rl_cpp import _config
+from nemo_rl_cpp.config.messages import shown
+from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
+from nemo_rl_cpp.utils.access import written
+from nemo_rl_cpp.utils.durable import MANIFEST, manifest_facts, read_text
+from nemo_rl_cpp.utils.log_interface import flatten_dict
+
+IDENTITY = Path("trainer_state") / "identity.json"
+_OWN_LINE = re.compile(r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII)  # what `dump_yaml` writes of a configuration
+_HF_NAMES = {
+    "num_layers": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "rope_inv_freq": ("rope_theta", "rope_scaling", "rope_parameters"),
+    "rope_attention_factor": ("rope_scaling", "rope_parameters"),
+    "qkv_bias": ("attention_bias", "model_type"),
+    "output_bias": ("attention_bias",),
+    "qk_norm": ("model_type",),
+}
+WHAT_TO_DO = (
+    "set it back, or give the new run a checkpointing.checkpoint_dir of its own (to start from the checkpoint's weights set "
+    "policy.model_name to its policy/weights)"
+)
+_NOT_OF_THE_RUN = {"checkpointing.resume"}
+
+
+class Saved(NamedTuple):
+    """A checkpoint: its folder, when it was saved, its configuration (None: not readable) and `identity.json`."""
+
+    path: Path
+    time: str
+    config: dict[str, Any] | None
+    identity: dict[str, Any]
+
+
+class Change(NamedTuple):
+    """A key of the configuration that is not what it was; both values as YAML would show them."""
+
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def read_saved(folder: Path) -> Saved:
+    """What a checkpoint says of the run that wrote it."""
+    try:
+        when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST).stat().st_mtime))
+    except OSError:
+        when = "at a time that is not known"
+    try:
+        identity = json.loads(read_text(folder / IDENTITY))
+    except (OSError, ValueError, RecursionError):
+        identity = {}
+    if not isinstance(identity, dict) or not isinstance(identity.get("models", {}), dict):
+        identity = {}
+    return Saved(folder, str(when), _saved_config(folder / "config.yaml"), identity)
+
+
+def _saved_config(file: Path) -> dict[str, Any] | None:
+    """The configuration that a checkpoint holds, interpolations as text; None unless this program wrote it: a file of
+    another may name further files."""
+    try:
+        if all(_OWN_LINE.fullmatch(line) for line in read_text(file).splitlines()):
+            return {name: section for name, section in _config.load_file(str(file)).items() if isinstance(section, dict)}
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def changes(saved: Saved, config: Any) -> list[Change]:
+    """Every key whose value is another one than in the checkpoint. A key that the checkpoint's schema did not have yet
+    counts only where somebody wrote it."""
+    if saved.config is None:
+        return []
+    before = flatten_dict(saved.config, expand_lists=False)
+    now = flatten_dict(written(config), expand_lists=False)
+    positions = getattr(config, "positions", {}) or {}
+    found = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if old == new or key in _NOT_OF_THE_RUN or (key not in before and key not in positions):
+            continue
+        found.append(Change(key, shown(old) if key in before else "(not set)", shown(new) if key in now else "(not set)"))
+    return found
+
+
+def headline(saved: Saved, changed: list[Change]) -> str:
+    """The first line of a resumed run."""
+    begin = f"Resuming {short(saved.path)}, saved {saved.time}."
+    if saved.config is None:
+        return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
+    return f"{begin} " + (f"Changed since: {', '.join(map(str, changed))}" if changed else "Nothing in the configuration has changed.")
+
+
+def environment_keys(config: Any) -> list[str]:
+    """Keys whose values come from environment variables: they are not written down, so they cannot be compared."""
+    return sorted(getattr(config, "environment_values", {}) or {})
+
+
+# ---- what is refused
+
+
+def refusals(saved: Saved, config: Any) -> Iterator[tuple[str, str]]:
+    """(key, why) for everything in the configuration that makes it another run than the checkpoint's."""
+    before = saved.config or {}
+    sections = [name for name in ("grpo", "ppo") if hasattr(config, name)]
+    if saved.config is not None and sections and not isinstance(before.get(sections[0]), Mapping):
+        other = "PPO" if "ppo" in before else "GRPO"
+        yield sections[0], f"the checkpoint is of a {other} run, this one is {sections[0].upper()}"
+        return
+    loop = sections[0] if sections else "grpo"
+    fixed = {
+        f"{loop}.seed": "the order of the data and every random draw follow from it",
+        "data.shuffle": "the position in the data is of another order",
+        "data.use_multiple_dataloader": "the position in the data is of other loaders",
+        "policy.precision": "weights and optimizer state are kept in it",
+        "value.precision": "weights and optimizer state are kept in it",
+    }
+    masked = set(environment_keys(config))
+    now = flatten_dict(written(config), expand_lists=False)
+    old = flatten_dict(before, expand_lists=False)
+    for key, why in fixed.items():
+        if key in old and key in now and old[key] != now[key] and key not in masked:
+            yield key, f"{shown(old[key])} -> {shown(now[key])}: {why}"
+    names = [[row.get("dataset_name") for row in _sections(tree)] for tree in (before, written(config))]
+    if saved.config is not None and names[0] != names[1]:
+        yield "data.train.dataset_name", f"{_list(names[0])} -> {_list(names[1])} is another data set"
+    for section in ("policy", "value"):
+        if hasattr(config, section) and (section == "policy" or config.ppo.adv_estimator.name == "gae"):
+            yield from _model_refusals(saved, section, getattr(config, section))
+
+
+def _sections(tree: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    train = (tree.get("data") or {}).get("train")
+    return [row for row in (train if isinstance(train, list) else [train]) if isinstance(row, Mapping)]
+
+
+def _list(names: list[Any]) -> str:
+    return ", ".join(map(shown, names)) or "none"
+
+
+def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[str, str]]:
+    folder = saved.path / section / "weights"
+    if not folder.is_dir():
+        yield section, f"the checkpoint holds no {section} model"
+        return
+    key, before = f"{section}.model_name", ((saved.config or {}).get(section) or {}).get("model_name")
+    known, now = saved.identity.get("models", {}).get(section), weights_identity(config.model_name)
+    moved = known is not None and known == now
+    if before is not None and before != config.model_name and not moved and "${" not in str(before):
+        yield key, f"{before} -> {config.model_name} is another model"
+    elif known is not None and now is not None and known != now:
+        yield key, f"{config.model_name} holds other weights than when the run began"
+    try:
+        with_overrides = read_config(config.model_name, config.hf_config_overrides)
+    except (OSError, ValueError, RecursionError):  # a name of the hub, or no model folder: said elsewhere
+        return
+    yield from architecture_refusals(saved, section, config, with_overrides)
+
+
+def architecture_refusals(saved: Saved, section: str, config: Any, model_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, why) where the native decoder would compute something else: `model_config` is the model's config.json with
+    the overrides laid over it."""
+    value_head = section == "value"
+    try:
+        saved_config = read_config(saved.path / section / "weights")
+        before, now = (native_config(dict(c), value_head=value_head) for c in (saved_config, model_config))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # what cannot be computed at all is said elsewhere
+    for name in (name for name in now if before.get(name) != now[name]):
+        keys = [k for k in _HF_NAMES.get(name, (name,)) if saved_config.get(k) != model_config.get(k)] or [name]
+        for k in keys:
+            overridden = k in (config.hf_config_overrides or {})
+            key = f"{section}.hf_config_overrides.{k}" if overridden else f"{section}.model_name"
+            yield key, f"{k} {shown(saved_config.get(k))} -> {shown(model_config.get(k))} is another architecture"
+
+
+def weights_identity(folder: str | Path) -> str | None:
+    """A number of a model folder's weights: over every tensor's name, dtype, shape and 192 of its bytes, whatever the
+    files are called. None where there are none to be read."""
+    if not Path(folder).is_dir():
+        return None
+    lines = []
+    try:
+        for name, tensor in raw_tensors(weight_files(Path(folder))):
+            size = len(tensor.data)
+            sample = b"".join(bytes(tensor.data[at : at + 64]) for at in (0, max(0, size // 2 - 32), max(0, size - 64)))
+            lines.append(f"{name} {tensor.dtype} {tensor.shape} {hashlib.sha256(sample).hexdigest()}")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
+    """One sentence for all that is refused, and what to do."""
+    listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
+    return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
+
+
+def short(path: Path) -> str:
+    """A path relative to the working directory where it lies below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

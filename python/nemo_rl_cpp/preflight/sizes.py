@@ -1,0 +1,44 @@
+"""Sizes and engines that a file was written for, and whether this machine can hold what they run on here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.config.fold import fold_text
+from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, machine_memory, size_text, swap_memory
+
+from .finding import Finding
+
+_EXPERTS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB](?![a-zA-Z0-9])")  # 30B-A3B: so many parameters, so many of them active
+
+
+def check(config: Any) -> Iterator[Finding]:
+    """The one line about what was folded, and an error where weights and optimizer alone are more than the machine's memory."""
+    text = fold_text(config)
+    if text is not None:
+        yield Finding("warning", "", text)
+    if not hasattr(config, "policy") or config.cluster.device != "cpu":
+        return
+    name = config.policy.model_name
+    if _EXPERTS.search(name) and not Path(name).expanduser().is_dir():
+        yield Finding(
+            "warning",
+            "policy.model_name",
+            f"is {name}, by its name a mixture of experts, which is not supported (Llama, Qwen2 and Qwen3 without experts are): the run ends "
+            "where it reads the model's config.json",
+        )
+    needed, memory = certain_bytes(config), machine_memory()
+    machine = memory + swap_memory() if memory is not None else None
+    if needed is not None and machine is not None and needed > machine:
+        yield Finding(
+            "error",
+            "policy.model_name",
+            f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
+            f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",
+        )
+    elif fits(config) is False:
+        peak = max(phase.total for phase in forecast(config) or ())
+        yield Finding("warning", "", f"the forecast of memory, {size_text(peak)} at the peak, {fit_text(config)}")

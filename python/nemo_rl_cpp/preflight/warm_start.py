@@ -1,0 +1,23 @@
+"""Whether the critic's weights that a fresh PPO run begins with are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .finding import Finding
+
+
+def check(config: Any) -> Iterator[Finding]:
+    """An error where `ppo.warm_start_value_checkpoint` names no critic; nothing for a run that goes on from its own checkpoint."""
+    checkpoint = config.ppo.warm_start_value_checkpoint if hasattr(config, "ppo") else None
+    if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():
+        return
+    if config.checkpointing.enabled and any(Path(config.checkpointing.checkpoint_dir).expanduser().glob("step_*")):
+        return
+    yield Finding(
+        "error",
+        "ppo.warm_start_value_checkpoint",
+        f"is {checkpoint}, which has no folder value/weights: name a folder step_N that a PPO run with a critic has saved, or write null",
+    )

@@ -1,0 +1,127 @@
+"""Prompts in every form that a caller brings, as rows with the key `prompt`; what is no rows is refused in one sentence."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.argument_checks import check_prompt, described, in_a_line, is_conversation, names_of
+from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+
+FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
+_RESERVED = ("prompts", "completions")
+_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz")
+_HUB_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)+")
+
+
+def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
+    """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
+
+    A text is one prompt, unless it names a data file, which is read. A mapping of columns, a data frame (pandas, polars,
+    pyarrow) and a `datasets.Dataset` are rows. Raises ValueError for all else.
+    """
+    items, source = _items(given, name)
+    rows = [_row(item, i, source) for i, item in enumerate(items)]
+    if not rows:
+        raise ValueError(f"{source} is empty: {FORMS}")
+    for i, row in enumerate(rows):
+        _check_row(row, f"row {i} of {source}", name)
+    return rows
+
+
+def _items(given: Any, name: str) -> tuple[list[Any], str]:
+    """The prompts or rows one by one, and how messages name where they come from."""
+    if given is None:
+        raise ValueError(f"{name} is missing: {FORMS}")
+    if isinstance(given, os.PathLike):
+        return _read(os.fspath(given), name)
+    if isinstance(given, str):
+        return _read(given, name) if _is_path(given, name) else ([given], name)
+    if isinstance(given, (bool, int, float, complex, bytes, bytearray, set, frozenset)) or callable(given):
+        raise ValueError(f"{name} is {described(given)}: {FORMS}")
+    if isinstance(given, Mapping):
+        return _from_mapping(given, name), name
+    for method, options in (("to_dicts", {}), ("to_pylist", {}), ("to_dict", {"orient": "records"})):
+        if hasattr(given, method) and hasattr(given, "columns"):  # polars; pyarrow; pandas
+            return getattr(given, method)(**options), name
+    if getattr(given, "ndim", 1) != 1:
+        raise ValueError(f"{name} is {described(given)} of {given.ndim} dimensions: {FORMS}")
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name} is {described(given)}: {FORMS}")
+    items = given.tolist() if hasattr(given, "tolist") else list(given)  # of numpy and pandas
+    return ([items] if is_conversation(items) else items), name
+
+
+def _is_path(text: str, name: str) -> bool:
+    """Whether a text is meant as a path: it names a file or folder, or ends like a data file. ValueError where it may be."""
+    if not text.strip():
+        return False
+    try:
+        path = Path(text).expanduser()
+        there = path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a zero byte, no such user
+        return False
+    if there:
+        return True
+    if path.suffix.lower() in _DATA_FILES and not any(c.isspace() for c in text):
+        raise ValueError(f"{name} names the file {text}, which does not exist (if it is a prompt, write [{text!r}])")
+    if _HUB_NAME.fullmatch(text):
+        raise ValueError(
+            f"{name} is {text!r}, which looks like a path or the name of a data set: give the rows (datasets.load_dataset({text!r}, split=...)), "
+            f"or, if it is a prompt, [{text!r}]"
+        )
+    return False
+
+
+def _read(path: str, name: str) -> tuple[list[Any], str]:
+    try:
+        found = load_dataset_from_path(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {' '.join(str(error).split())}") from None
+    rows = list(found)
+    if path.lower().endswith(".txt"):  # its lines are the prompts
+        rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
+    return rows, f"{name} ({path})"
+
+
+def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
+    parts = [key for key, value in given.items() if hasattr(value, "column_names") or hasattr(value, "iloc") and hasattr(value, "columns")]
+    if parts:
+        raise ValueError(f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{in_a_line(parts[0])}]")
+    if "prompt" not in given:
+        raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
+    if isinstance(given["prompt"], str) or is_conversation(given["prompt"]):
+        return [given]  # one row
+    wrong = next((key for key, value in given.items() if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)), None)
+    if wrong is not None:
+        raise ValueError(f"{name} is a mapping of columns, whose column {in_a_line(wrong)} is {described(given[wrong])}: each must be a list, one value a row")
+    columns = {key: value.tolist() if hasattr(value, "tolist") else list(value) for key, value in given.items()}
+    lengths = {key: len(values) for key, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{name} is a mapping of columns of different lengths: {', '.join(f'{in_a_line(k)} has {n}' for k, n in lengths.items())}")
+    return [dict(zip(columns, values)) for values in zip(*columns.values())]
+
+
+def _row(item: Any, index: int, source: str) -> dict[str, Any]:
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, str) or is_conversation(item):
+        return {"prompt": item}
+    shape = f" of {len(item)}" if isinstance(item, (list, tuple)) else ""
+    raise ValueError(
+        f"row {index} of {source} is {described(item)}{shape}; a row is a text, a conversation (a list of messages with role and content), "
+        'or a mapping such as {"prompt": "1+1=", "answer": "2"}'
+    )
+
+
+def _check_row(row: dict[str, Any], where: str, name: str) -> None:
+    wrong = next((key for key in row if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{where} has the key {in_a_line(wrong)}; keys must be texts")
+    if "prompt" not in row:
+        raise ValueError(f"{where} has no key 'prompt', it has {names_of(row)}")
+    taken = next((key for key in _RESERVED if key in row), None)
+    if taken is not None:
+        raise ValueError(f"{where} has the key {taken!r}, under which reward functions are given something else: rename it")
+    check_prompt(row["prompt"], where)

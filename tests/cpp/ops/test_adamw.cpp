@@ -1,0 +1,57 @@
+// AdamW (Loshchilov and Hutter, 2019) by hand and against its formula in float64; the norm; rounding to bfloat16.
+#include "ops/adamw.h"
+
+#include <cmath>
+
+#include "ops/close.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+TEST(AdamW, TheFirstStepMovesByTheLearningRate) {
+  // after one step the corrected moments are g and g², so the move is lr·g/|g|, and decay takes lr·weight_decay·w before it
+  const auto w = at::tensor({2.0, -1.0, 0.5}), g = at::tensor({0.3, -7.0, 1e-3}), m = at::zeros({3}, at::kDouble), v = at::zeros({3}, at::kDouble);
+  adamw_step(w, g, m, v, std::nullopt, {0.1, 0.9, 0.999, 0.0, 0.5}, 1, 1.0);
+  expect_close(w, at::tensor({2.0 * 0.95 - 0.1, -1.0 * 0.95 + 0.1, 0.5 * 0.95 - 0.1}), 1e-12, "weights");
+}
+
+TEST(AdamW, StepsEqualTheFormula) {
+  for (const auto type : {at::kDouble, at::kFloat}) {
+    const AdamWSettings s{1e-2, 0.8, 0.95, 1e-6, 0.1};
+    const double scale = 0.25;  // gradients are multiplied first
+    const std::int64_t n = 1003;
+    const auto w = randn({n}, 1, type), m = at::zeros({n}, type), v = at::zeros({n}, type);
+    auto ew = w.to(at::kDouble).clone(), em = at::zeros({n}, at::kDouble), ev = at::zeros({n}, at::kDouble);
+    for (std::int64_t step = 1; step <= 5; ++step) {
+      const auto g = randn({n}, 10 + static_cast<std::uint64_t>(step), type);
+      adamw_step(w, g, m, v, std::nullopt, s, step, scale);
+      const auto eg = g.to(at::kDouble) * scale;
+      em = em * s.beta1 + eg * (1 - s.beta1);
+      ev = ev * s.beta2 + eg * eg * (1 - s.beta2);
+      const auto corrected = em / (1 - std::pow(s.beta1, step)), root = (ev / (1 - std::pow(s.beta2, step))).sqrt();
+      ew = ew * (1 - s.lr * s.weight_decay) - s.lr * corrected / (root + s.eps);
+    }
+    expect_close(w, ew, 4 * bound_of(type), "weights");
+    expect_close(m, em, 4 * bound_of(type), "exp_avg");
+    expect_close(v, ev, 4 * bound_of(type), "exp_avg_sq");
+  }
+}
+
+TEST(AdamW, TheComputeCopyIsTheRoundedWeights) {
+  const auto w = randn({77}, 1, at::kFloat), g = randn({77}, 2, at::kFloat), m = at::zeros({77}), v = at::zeros({77}), compute = at::empty({77}, at::kBFloat16);
+  adamw_step(w, g, m, v, compute, {1e-3}, 1, 1.0);
+  EXPECT_TRUE(at::equal(compute, w.to(at::kBFloat16)));
+  const auto again = at::empty({77}, at::kBFloat16);
+  round_weights(w, again);
+  EXPECT_TRUE(at::equal(again, compute));
+}
+
+TEST(AdamW, NormByHand) {
+  EXPECT_EQ(l2_norm(at::tensor({3.0f, 4.0f})), 5.0);
+  EXPECT_EQ(l2_norm(at::zeros({0})), 0.0);
+  const auto x = randn({100003}, 1, at::kFloat);
+  EXPECT_NEAR(l2_norm(x) / x.to(at::kDouble).norm().item<double>(), 1.0, 1e-12);
+}
+
+}  // namespace
+}  // namespace nemo_rl::ops

@@ -1,0 +1,39 @@
+// Gated activations against ATen in float64, with gradients; odd sizes, and the gradient in place.
+#include "ops/swiglu.h"
+
+#include "ops/close.h"
+
+namespace nemo_rl::ops {
+namespace {
+
+using kernels::Gate;
+
+at::Tensor reference(const at::Tensor& gate_up, Gate gate) {
+  const auto halves = gate_up.chunk(2, 1);
+  return (gate == Gate::silu ? at::silu(halves[0]) : at::gelu(halves[0], "tanh")) * halves[1];
+}
+
+TEST(Swiglu, ByHand) {
+  const auto gate_up = at::tensor({0.0, 1.0, 3.0, 2.0}).view({1, 4}), act = at::empty({1, 2}, at::kDouble);
+  swiglu_forward(gate_up, act);
+  EXPECT_EQ(act[0][0].item<double>(), 0.0);
+  EXPECT_NEAR(act[0][1].item<double>(), 2 / (1 + std::exp(-1.0)), 1e-15);
+}
+
+TEST(Swiglu, EqualsAtenForwardAndBackwardForEveryTypeAndGate) {
+  for (const auto type : kTypes)
+    for (const auto gate : {Gate::silu, Gate::gelu_tanh})
+      for (const std::int64_t I : {1, 16, 37}) {
+        const auto gate_up = randn({9, 2 * I}, 1, type) * 3, d_act = randn({9, I}, 2, type), act = at::empty({9, I}, type);
+        swiglu_forward(gate_up, act, gate);
+        const auto leaf = gate_up.to(at::kDouble).clone().set_requires_grad(true);
+        const auto expected = reference(leaf, gate);
+        expect_close(act, expected.detach(), bound_of(type), "act");
+        expected.backward(d_act.to(at::kDouble));
+        swiglu_backward(d_act, gate_up, gate_up, gate);
+        expect_close(gate_up, leaf.grad(), 2 * bound_of(type), "d_gate_up");
+      }
+}
+
+}  // namespace
+}  // namespace nemo_rl::ops

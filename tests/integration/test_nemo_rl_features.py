@@ -1,0 +1,100 @@
+"""GDPO, length penalties and a warm start of the critic in whole runs of the tiny model."""
+
+import pytest
+import tiny
+import torch
+
+from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.preflight import preflight
+from nemo_rl_cpp.config import load_ppo_config
+
+
+def first_is_even(completions, **columns):
+    return [float(text[:1] in set("02468")) for text in completions]
+
+
+def last_is_low(completions, **columns):
+    return [float(text[-1:] in set("01234")) for text in completions]
+
+
+def parts():
+    return RewardFunctionEnvironment([first_is_even, last_is_low], as_parts=True)
+
+
+def test_gdpo_normalises_each_part_for_itself(tmp_path, monkeypatch):
+    batches, compute = [], grpo.compute_advantages
+
+    def record(made, batch, *rest):
+        advantages = compute(made, batch, *rest)
+        batches.append((batch, advantages))
+        return advantages
+
+    monkeypatch.setattr(grpo, "compute_advantages", record)
+    options = ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[2.0,1.0]", "grpo.adv_estimator.use_leave_one_out_baseline=false")
+    run = tiny.train(tmp_path, *tiny.SMALL, *options, "grpo.max_num_steps=2", environment=parts())
+    assert len(run.history) == 2
+    batch, advantages = batches[0]
+    assert torch.equal(batch["rewards"], batch["reward/first_is_even"] + batch["reward/last_is_low"])
+
+    def normalised(rewards):
+        groups = rewards.double().reshape(-1, 4)
+        centred = groups - groups.mean(1, keepdim=True)
+        std = groups.std(1, keepdim=True)
+        return torch.where(std > 0, centred / (std + 1e-6), centred).reshape(-1)
+
+    combined = 2.0 * normalised(batch["reward/first_is_even"]) + normalised(batch["reward/last_is_low"])
+    expected = (combined - combined.mean()) / combined.std()
+    assert torch.allclose(advantages[:, 0].double(), expected, atol=1e-4)
+
+
+def test_gdpo_without_parts_says_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match="at least two reward components.*Set grpo.adv_estimator.name to grpo"):
+        tiny.train(tmp_path, *tiny.SMALL, "grpo.adv_estimator.name=gdpo", "grpo.max_num_steps=1")
+
+
+def test_the_length_penalty_reaches_training_but_not_the_accuracy(tmp_path):
+    environment = RewardFunctionEnvironment(first_is_even)
+    run = tiny.train(tmp_path, *tiny.SMALL, "+grpo.length_penalty.default={pass_rate_length_penalty_weight: 0.5}", "grpo.max_num_steps=1", environment=environment)
+    row = run.history[0]
+    assert row["length_penalty/adjusted_frac"] > 0 > row["length_penalty/reward_delta_mean"]
+    assert row["accuracy"] == pytest.approx(row["length_penalty/env_reward_mean"])
+    assert row["reward"] == pytest.approx(row["accuracy"] + row["length_penalty/reward_delta_mean"])
+
+
+PPO = ("ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "value.train_global_batch_size=32", "ppo.ppo_epochs=1")
+
+
+def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_optimizer(tmp_path):
+    first = tiny.train(
+        tmp_path / "a", *PPO, "ppo.max_num_steps=2", "checkpointing.enabled=true", "checkpointing.save_period=2", config="ppo_tiny.yaml",
+    )  # fmt: skip
+    checkpoint = tmp_path / "a" / "checkpoints" / "step_2"
+    warm = tiny.make(tmp_path / "b", *PPO, f"ppo.warm_start_value_checkpoint={checkpoint}", config="ppo_tiny.yaml")
+    cold = tiny.make(tmp_path / "c", *PPO, config="ppo_tiny.yaml")
+    digests = [run.parts.critic.model.weight_digest() for run in (first, warm, cold)]
+    assert digests[0] == digests[1] != digests[2]
+    assert warm.policy.weight_digest() == cold.policy.weight_digest()
+    assert warm.parts.critic.model.schedule.lr == cold.parts.critic.model.schedule.lr and warm.state.step == 0
+
+
+@pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
+def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
+    run = tiny.make(tmp_path, *PPO[:-1], f"ppo.ppo_epochs={epochs}", f"ppo.critic_ppo_epochs={critic}", "ppo.max_num_steps=1", "ppo.policy_training_start_step=0", config="ppo_tiny.yaml")
+    passes = {"policy": 0, "value": 0}
+    for name, part in (("policy", run.parts.policy), ("value", run.parts.critic)):
+        def counted(*args, name=name, train=part.train, **options):
+            passes[name] += 1
+            return train(*args, **options)
+
+        part.train = counted
+    run.loop(run.parts, run.config, run.state)
+    assert (passes["policy"], passes["value"]) == expected
+
+
+def test_a_warm_start_from_nothing_is_an_error_before_the_run(tmp_path):
+    config = load_ppo_config("ppo_tiny.yaml", [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"])
+    [finding] = [finding for finding in preflight(config) if finding.level == "error"]
+    assert finding.key == "ppo.warm_start_value_checkpoint" and "value/weights" in finding.message
+    with pytest.raises(ValueError, match="ppo.warm_start_value_checkpoint is .*value/weights is not there"):
+        tiny.make(tmp_path / "run", *PPO, f"ppo.warm_start_value_checkpoint={tmp_path}", config="ppo_tiny.yaml")

@@ -1,0 +1,116 @@
+"""grpo.length_penalty: every term on hand-computed groups, what is left alone, and where the loop applies it."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty, band_factor, penalized, reasoning_and_answer
+from nemo_rl_cpp.config.length_penalty import LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+REWARDS = [1.0, 0.0, 1.0, 1.0]
+LENGTHS = {"reasoning": [4, 1, 0, 8], "answer": [6, 1, 4, 2], "total": [10, 2, 4, 10]}
+
+
+def changes(rewards=REWARDS, lengths=LENGTHS, bands=None, **params):
+    return penalized(rewards, lengths, LengthPenaltyParams(**params), bands)
+
+
+@pytest.mark.parametrize("params, expected", [
+    ({}, [1, 0, 1, 1]),
+    ({"total_bonus": 0.5}, [1, 0, 1.5, 1]),
+    ({"reasoning_bonus": 0.5}, [1.5, 0, 1, 1]),  # the third has no reasoning and does not compete
+    ({"answer_bonus": 0.25}, [1, 0, 1, 1.25]),
+    ({"longest_total_penalty": 0.5}, [0.5, 0, 1, 1]),  # the first of equals
+    ({"longest_reasoning_penalty": 0.5}, [1, 0, 1, 0.5]),
+    ({"longest_answer_penalty": 2.0}, [0, 0, 1, 1]),  # never below 0
+    # weights of lengths 10, 4, 10: 0, 1, 0 less their mean 1/3
+    ({"group_total_length_penalty_coeff": 0.3}, [0.9, 0, 1.2, 0.9]),
+    # share of right ones 3/4, longest right one 10
+    ({"pass_rate_length_penalty_weight": 0.4}, [0.7, 0, 1 - 0.4 * 0.75 * 0.4, 0.7]),
+    ({"total_bonus": 0.5, "longest_total_penalty": 0.25}, [0.75, 0, 1.5, 1]),
+])  # fmt: skip
+def test_each_term(params, expected):
+    assert changes(**params) == pytest.approx(expected)
+
+
+def test_outliers_by_the_modified_z_score():
+    rewards, lengths = [1.0] * 5, {name: [10, 11, 12, 13, 100] for name in ("reasoning", "answer", "total")}
+    # median 12, deviations 2 1 0 1 88, MAD 1: 0.6745 * 88 = 59.4
+    assert changes(rewards, lengths, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == [1, 1, 1, 1, 0.5]
+    assert changes(rewards, lengths, total_zmad_threshold=60, total_zmad_penalty=0.5) == rewards
+    assert changes(rewards, lengths, total_zmad_threshold=0, total_zmad_penalty=0.5) == rewards
+    equal = {name: [10] * 4 + [99] for name in lengths}
+    assert changes(rewards, equal, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == rewards  # MAD 0
+
+
+def test_a_group_with_one_right_response_has_nothing_to_compare():
+    assert changes([1.0, 0.0, 0.0, 0.0], total_bonus=0.5, longest_total_penalty=0.5, group_total_length_penalty_coeff=1) == [1, 0, 0, 0]
+
+
+def test_bands_multiply_right_rewards():
+    band = ProfileBandChannel(a=4, b=12, f=0.5)
+    assert [band_factor(length, band) for length in (4, 8, 12, 50)] == [1.0, 0.75, 0.5, 0.5]
+    # lengths 10: 1 - 6/8 * 0.5
+    assert changes(bands={"total": band}, profile_band_total=True) == pytest.approx([0.625, 0, 1, 0.625])
+    assert changes(bands={"total": band}) == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("field, expected", [("a", [0.9, 0, 1.2, 0.9]), ("b", [1, 0, 1, 1])])
+def test_the_gate_compares_the_mean_length_of_right_responses(field, expected):
+    band = ProfileBandChannel(a=7.9, b=8.0, f=1.0)  # the mean is 8
+    gate = {"group_length_penalty_profile_gate": True, "group_length_penalty_profile_gate_field": field}
+    assert changes(bands={"total": band}, group_total_length_penalty_coeff=0.3, **gate) == pytest.approx(expected)
+    assert changes(group_total_length_penalty_coeff=0.3, **gate) == [1, 0, 1, 1]  # no band: closed
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("<think>a b</think>c", ("a b", "c")), ("a b</think>c", ("a b", "c")), ("<think>cut off", ("cut off", "")), ("plain", ("", "plain")),
+])  # fmt: skip
+def test_reasoning_and_answer(text, expected):
+    assert reasoning_and_answer(text) == expected
+
+
+def rollouts(texts, rewards, groups, tasks=None, **columns):
+    logs = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in texts]
+    return BatchedDataDict(
+        message_log=logs, total_reward=torch.tensor(rewards), group_id=torch.tensor(groups), task_name=tasks or ["t"] * len(texts), **columns
+    )
+
+
+def letters(text, add_special_tokens):
+    assert add_special_tokens is False
+    return {"input_ids": list(text)}
+
+
+BONUS = {"default": {"total_bonus": 0.5}}
+
+
+def test_groups_are_apart_and_the_metrics_are_means_over_samples():
+    batch = rollouts(["aaaa", "a", "aa", "aaa"], [1.0, 1.0, 0.5, 1.0], [0, 0, 1, 1])
+    metrics = apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)
+    assert batch["total_reward"].tolist() == [1.0, 1.5, 0.5, 1.0]  # the second group is not binary
+    assert metrics == {
+        "length_penalty/env_reward_mean": 0.875, "length_penalty/reward_delta_mean": 0.125, "length_penalty/wiped_correct_frac": 0.0,
+        "length_penalty/adjusted_frac": 0.25, "length_penalty/skipped_non_binary_frac": 0.5,
+    }  # fmt: skip
+
+
+def test_rewards_in_parts_are_left_alone():
+    batch = rollouts(["aa", "a"], [1.0, 1.0], [0, 0], **{"reward/x": torch.ones(2)})
+    assert apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)["length_penalty/skipped_non_binary_frac"] == 1.0
+    assert batch["total_reward"].tolist() == [1.0, 1.0]
+
+
+def test_overrides_of_a_task_replace_single_keys():
+    config = LengthPenaltyConfig(**BONUS, agent_overrides={"off": {"enabled": False}, "more": {"longest_total_penalty": 0.25}, "same": None})
+    tasks = ["off"] * 2 + ["more"] * 2 + ["same"] * 2 + ["other"] * 2
+    batch = rollouts(["aa", "a"] * 4, [1.0] * 8, [0, 0, 1, 1, 2, 2, 3, 3], tasks)
+    apply_length_penalty(batch, config, letters)
+    assert batch["total_reward"].tolist() == [1, 1, 0.75, 1.5, 1, 1.5, 1, 1.5]
+
+
+def test_a_band_that_is_given_is_on_unless_the_default_says_otherwise():
+    band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
+    assert LengthPenaltyConfig(profile_band=band).params_of("t").profile_band_total
+    assert not LengthPenaltyConfig(profile_band=band, default={"profile_band_total": False}).params_of("t").profile_band_total
+    assert not LengthPenaltyConfig(profile_band=band | {"enabled": False}).params_of("t").profile_band_total

@@ -1,0 +1,74 @@
+"""masked_reward_policy: whether samples without a gradient vote in their group's statistics and in dynamic sampling."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.grpo import compute_advantages
+from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+
+class Parts:
+    advantage_estimator = GRPOAdvantageEstimator(AdvEstimatorConfig(use_leave_one_out_baseline=False, normalize_rewards=False), None)
+
+
+def train_batch(rewards, masks):
+    size = len(rewards)
+    return {
+        "input_ids": torch.zeros(size, 2, dtype=torch.long), "group_id": torch.zeros(size, dtype=torch.long), "rewards": torch.tensor(rewards),
+        "token_mask": torch.ones(size, 2), "sample_mask": torch.tensor(masks), "generation_logprobs": torch.zeros(size, 2),
+    }  # fmt: skip
+
+
+def test_the_baseline_is_over_those_that_vote():
+    batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
+    included = compute_advantages(Parts, batch)[:, 0].tolist()
+    excluded = compute_advantages(Parts, batch, "exclude")[:, 0].tolist()
+    assert included == [-0.5, 0.5, -0.5, 0.5]
+    assert excluded[1:] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+
+
+def rollouts(rewards, truncated, masked=None):
+    batch = BatchedDataDict(
+        total_reward=torch.tensor(rewards), group_id=torch.arange(len(rewards)) // 4, truncated=torch.tensor(truncated),
+        loss_multiplier=torch.ones(len(rewards)),
+    )  # fmt: skip
+    if masked is not None:
+        batch["mask_sample"] = torch.tensor(masked)
+    return batch
+
+
+def mixed_groups(rewards, truncated, masked=None, **section):
+    sampler = GroupSampler.from_config({"num_prompts_per_step": 9, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9, **section})
+    sampler.add(rollouts(rewards, truncated, masked))
+    return sampler.cached_groups
+
+
+CUT = ([0.0, 1.0, 1.0, 1.0], [True, False, False, False])
+
+
+@pytest.mark.parametrize("section, kept", [
+    ({}, 1),
+    ({"overlong_filtering": True}, 1),
+    ({"overlong_filtering": True, "masked_reward_policy": "include"}, 1),
+    ({"overlong_filtering": True, "masked_reward_policy": "exclude"}, 0),  # all that vote are right
+    ({"masked_reward_policy": "exclude"}, 1),  # without filtering the truncated one has its gradient, and votes
+])  # fmt: skip
+def test_dynamic_sampling_asks_those_that_vote(section, kept):
+    assert mixed_groups(*CUT, **section) == kept
+
+
+@pytest.mark.parametrize("masked, kept", [([True, False, False, False], 0), ([True] * 3 + [False], 0), ([True] * 4, 0), ([False] * 4, 1)])
+def test_samples_that_an_environment_masks_do_not_vote(masked, kept):
+    assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
+
+
+def test_a_group_that_voters_keep_is_trained_whole():
+    sampler = GroupSampler.from_config({
+        "num_prompts_per_step": 1, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "overlong_filtering": True,
+        "masked_reward_policy": "exclude",
+    })  # fmt: skip
+    sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [True, False, False, False]))
+    assert sampler.take().size == 4

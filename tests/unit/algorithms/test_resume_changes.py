@@ -1,0 +1,322 @@
+"""Resuming under another configuration: each change is said and effective, or refused with its key; nothing is silent."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.preflight import preflight
+from nemo_rl_cpp.utils.checkpoint import ResumeError
+from nemo_rl_cpp.utils.durable import seal_folder
+from nemo_rl_cpp.utils.folder_lock import FolderInUseError
+
+RUN = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null", "logger.tensorboard_enabled=false")
+ROWS = [{"input": f"{i}", "output": f"{i}"} for i in range(100, 140)]
+
+
+def close(run):
+    run.parts.run.logger.finish()
+    run.parts.run.checkpoints.shutdown()
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def run_of_two_steps(tmp_path_factory):
+    """A run of 2 steps from the model folder `model`, on rows of the file `rows.jsonl`."""
+    root = tmp_path_factory.mktemp("resume")
+    first = tiny.train(root / "seedling", *RUN, "grpo.max_num_steps=1")
+    shutil.copytree(root / "seedling" / "checkpoints" / "step_1" / "policy" / "weights", root / "model")
+    write_rows(root / "rows.jsonl", ROWS)
+    tiny.train(root / "run", *RUN, "grpo.max_num_steps=2", *own(root))
+    assert first.state.step == 1
+    return root
+
+
+def own(root, model="model", rows="rows.jsonl"):
+    return (
+        f"policy.model_name={root / model}", "data.train.dataset_name=ResponseDataset",
+        "~data.train.num_digits", f"+data.train.data_path={root / rows}", "data.validation=null",
+        "+data.train.input_key=input", "+data.train.output_key=output",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def root(run_of_two_steps, tmp_path):
+    """A copy of that run at the same paths below another folder: the model and rows stay where they are."""
+    shutil.copytree(run_of_two_steps / "run", tmp_path / "run")
+    return tmp_path
+
+
+def resume(root, base, *overrides, model="model", rows="rows.jsonl", **options):
+    run = tiny.make(root / "run", *RUN, *own(base, model, rows), *overrides, **options)
+    close(run)
+    return run
+
+
+SAID = {
+    "policy.optimizer.kwargs.lr=2e-3": "policy.optimizer.kwargs.lr 0.001 -> 0.002",
+    "policy.optimizer.kwargs.weight_decay=0.5": "policy.optimizer.kwargs.weight_decay 0.1 -> 0.5",
+    "policy.generation.temperature=0.7": "policy.generation.temperature 1.0 -> 0.7",
+    "grpo.num_prompts_per_step=4 policy.train_global_batch_size=16": "grpo.num_prompts_per_step 8 -> 4",
+    "grpo.max_num_steps=9": "grpo.max_num_steps 2 -> 9",
+    "loss_fn.ratio_clip_max=0.3": "loss_fn.ratio_clip_max 0.2 -> 0.3",
+    "loss_fn.reference_policy_kl_penalty=0.01 grpo.skip_reference_policy_logprobs_calculation=false": "loss_fn.reference_policy_kl_penalty 0.0 -> 0.01",
+    "policy.max_grad_norm=0.5": "policy.max_grad_norm 1.0 -> 0.5",
+    "policy.generation.stop_strings=[x]": "policy.generation.stop_strings null -> ['x']",
+    "policy.max_total_sequence_length=12": "policy.max_total_sequence_length 16 -> 12",
+    "grpo.use_leave_one_out_baseline=false": "grpo.use_leave_one_out_baseline true -> false",
+    "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'": "policy.tokenizer.chat_template null -> ",
+}
+
+
+@pytest.mark.parametrize("overrides", SAID)
+def test_what_may_change_is_said(root, run_of_two_steps, capsys, overrides):
+    parts = [overrides] if "'" in overrides else overrides.split()
+    run = resume(root, run_of_two_steps, *parts)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Resuming "))
+    assert re.match(r"Resuming \S+/run/checkpoints/step_2, saved 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\. Changed since: ", line)
+    assert SAID[overrides] in line and run.state.step == 2
+
+
+def test_an_unchanged_configuration_is_said_to_be(run_of_two_steps, capsys):
+    resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
+    out = capsys.readouterr().out
+    assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
+
+
+def test_a_prompt_file_with_another_text_is_said(tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    for text in ("Reverse: {}", "Turn around: {}"):
+        file.write_text(text)
+        run = tiny.train(tmp_path, *RUN, "grpo.max_num_steps=1", f"+data.train.prompt_file={file}", "policy.max_total_sequence_length=32",
+                         config="grpo_tiny.yaml")  # fmt: skip
+        close(run)
+    assert "Changed since: the prompt files those of the checkpoint -> others" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("identity", ["[]", "{", "[" * 100_000, '{"models": []}', '{"train": 5, "tokenizer": []}', '{"models": {"policy": {}}}'])
+def test_an_identity_that_is_none_ends_in_a_sentence_or_a_resumed_run(root, run_of_two_steps, identity, capsys):
+    """Whoever can write a checkpoint can write its manifest too."""
+    step = root / "run" / "checkpoints" / "step_2"
+    (step / "trainer_state" / "identity.json").write_text(identity)
+    (step / "manifest.json").unlink()
+    seal_folder(step)
+    try:
+        resume(root, run_of_two_steps)
+    except ResumeError as error:
+        assert "data.train" in str(error) or "policy.model_name" in str(error)
+    else:
+        assert "Resuming" in capsys.readouterr().out
+
+
+def test_a_saved_configuration_is_never_followed_out_of_its_checkpoint(root, run_of_two_steps, tmp_path, capsys):
+    secret = tmp_path / "secret.yaml"
+    secret.write_text("grpo: {seed: 41}\n")
+    step = root / "run" / "checkpoints" / "step_2"
+    config = step / "config.yaml"
+    config.write_text(f"defaults: {secret}\n" + config.read_text())
+    (step / "manifest.json").unlink()
+    seal_folder(step)
+    resume(root, run_of_two_steps)
+    assert "Its config.yaml cannot be read, so what changed since is not known." in capsys.readouterr().out
+
+
+def test_a_moved_model_and_moved_rows_are_the_same_run(root, run_of_two_steps, capsys):
+    shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model_moved", dirs_exist_ok=True)
+    shutil.copy(run_of_two_steps / "rows.jsonl", run_of_two_steps / "moved.jsonl")
+    resume(root, run_of_two_steps, model="model_moved", rows="moved.jsonl")
+    out = capsys.readouterr().out
+    assert "policy.model_name" in out and "data.train.data_path" in out
+
+
+def other_weights(root):
+    shutil.copytree(root / "model", root / "model2", dirs_exist_ok=True)
+    tensors = {name: tensor * 1.01 for name, tensor in load_file(root / "model2" / "model.safetensors").items()}
+    save_file(tensors, root / "model2" / "model.safetensors", metadata={"format": "pt"})
+
+
+def other_tokenizer(root):
+    shutil.copytree(root / "model", root / "tok2", dirs_exist_ok=True)
+    tokenizer = json.loads((root / "tok2" / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["0"], vocab["1"] = vocab["1"], vocab["0"]
+    (root / "tok2" / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def other_rows(root):
+    write_rows(root / "other.jsonl", [{**ROWS[0], "input": "777"}, *ROWS[1:]])
+    write_rows(root / "more.jsonl", [*ROWS, ROWS[0]])
+
+
+REFUSED = [
+    ("other weights", {"model": "model2"}, (), r"policy.model_name: \S+/model -> \S+/model2 is another model"),
+    ("other tokenizer", {}, ("policy.tokenizer.name=BASE/tok2",), r"policy.tokenizer.name: \S+/tok2 is another tokenizer"),
+    ("other rows", {"rows": "other.jsonl"}, (), "data.train: other rows: another data set"),
+    ("more rows", {"rows": "more.jsonl"}, (), "data.train: 40 -> 41 rows: another data set"),
+    ("other heads", {}, ("policy.hf_config_overrides.num_attention_heads=8", "policy.hf_config_overrides.num_key_value_heads=8", "+policy.hf_config_overrides.head_dim=8"),
+     "policy.hf_config_overrides.num_attention_heads: num_attention_heads 4 -> 8 is another architecture"),
+    ("rope_theta", {}, ("+policy.hf_config_overrides.rope_theta=500.0",), "policy.hf_config_overrides.rope_theta: rope_theta 10000.0 -> 500.0"),
+    ("rms_norm_eps", {}, ("+policy.hf_config_overrides.rms_norm_eps=1e-2",), "policy.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.01"),
+    ("seed", {}, ("grpo.seed=7",), "grpo.seed: 42 -> 7: the order of the data"),
+    ("shuffle", {}, ("data.shuffle=false",), "data.shuffle: true -> false"),
+    ("precision", {}, ("policy.precision=bfloat16",), "policy.precision: 'float32' -> 'bfloat16'"),
+    ("data set", {}, ("data.train.dataset_name=reverse_digits",), "data.train.dataset_name: 'ResponseDataset' -> 'reverse_digits' is another data set"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, paths, overrides, words", REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, paths, overrides, words, monkeypatch):
+    for prepare in (other_weights, other_tokenizer, other_rows):
+        prepare(run_of_two_steps)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
+    if name == "data set":
+        overrides += ["~data.train.data_path", "~data.train.input_key", "~data.train.output_key", "+data.train.num_digits=3"]
+    with pytest.raises(ResumeError, match=words) as caught:
+        resume(root, run_of_two_steps, *overrides, **paths)
+    text = str(caught.value)
+    assert "checkpointing.checkpoint_dir" in text and "\n" not in text
+    assert not (root / "run" / "logs" / "exp_002").exists()
+    assert (root / "run" / "checkpoints" / "step_2").is_dir()
+
+
+def config_of(root, base, *overrides, **paths):
+    fixed = [f"logger.log_dir={root / 'run' / 'logs'}", f"checkpointing.checkpoint_dir={root / 'run' / 'checkpoints'}", "grpo.val_period=0", "grpo.val_at_end=false"]
+    return load_grpo_config("grpo_tiny.yaml", [*fixed, *RUN, *own(base, **paths), *overrides])
+
+
+@pytest.mark.parametrize("name, paths, overrides, words", [row for row in REFUSED if "tokenizer" not in row[0] and "rows" not in row[0]], ids=lambda v: None)
+def test_preflight_finds_what_the_files_tell(root, run_of_two_steps, name, paths, overrides, words):
+    """Before torch: everything but the tokenizer and the rows themselves."""
+    other_weights(run_of_two_steps)
+    overrides = [*overrides]
+    if name == "data set":
+        overrides += ["~data.train.data_path", "~data.train.input_key", "~data.train.output_key", "+data.train.num_digits=3"]
+    errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
+    wanted = words.replace(": ", " ", 1)  # key and reason
+    assert any(re.match(wanted, text) and "run/checkpoints/step_2: set it back" in text for text in errors), errors
+    assert [f for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "step_2" in str(f)] == []
+
+
+def test_a_changed_learning_rate_and_schedule_count_from_the_next_step(root, run_of_two_steps):
+    def rate(*overrides):
+        return resume(root, run_of_two_steps, *overrides).policy.learning_rate
+
+    assert rate() == 1e-3
+    assert rate("policy.optimizer.kwargs.lr=2e-3") == 2e-3
+    # LinearLR from a tenth over 10 calls: after 2 calls 0.1 + 0.9 * 2 / 10
+    warm_up = "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 10}}]"
+    assert rate(warm_up) == pytest.approx(1e-3 * 0.28, rel=1e-12)
+    assert rate(warm_up, "policy.optimizer.kwargs.lr=1e-2") == pytest.approx(1e-2 * 0.28, rel=1e-12)
+
+
+def test_weights_of_the_checkpoint_are_those_that_go_on(root, run_of_two_steps):
+    """Equal: the resumed policy holds the checkpoint's bits, whatever else changed."""
+    run = resume(root, run_of_two_steps, "policy.optimizer.kwargs.lr=2e-3")
+    saved = load_file(root / "run" / "checkpoints" / "step_2" / "policy" / "weights" / "model.safetensors")
+    assert all(bool((run.policy.state_dict()[name] == tensor).all()) for name, tensor in saved.items())
+
+
+def test_another_algorithm_is_refused(root, run_of_two_steps):
+    with pytest.raises(ResumeError, match="ppo: the checkpoint is of a GRPO run, this one is PPO"):
+        tiny.make(root / "run", "checkpointing.enabled=true", config="ppo_tiny.yaml")
+
+
+def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
+    resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
+    out = capsys.readouterr().out
+    assert "has all 2 of grpo.max_num_steps=2: nothing is left to train. Raise grpo.max_num_steps" in out
+    assert "checkpointing.checkpoint_dir" in out
+
+
+def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
+    first = tiny.make(tmp_path, *RUN)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(FolderInUseError, match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own"):
+        tiny.make(tmp_path, *RUN)
+    close(first)
+
+
+def test_a_run_that_could_not_be_built_gives_its_folder_free(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny.make(tmp_path, *RUN)
+    assert not (tmp_path / "checkpoints").exists()
+    close(tiny.make(tmp_path, *RUN))
+
+
+def test_kept_groups_of_another_size_are_left_out_and_said(tmp_path, capsys):
+    keep = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=2")
+    first = tiny.train(tmp_path, *RUN, *keep, "grpo.max_num_steps=2", "grpo.dynamic_sampling_max_gen_batches=50")
+    assert first.state.step == 2
+    file = tmp_path / "checkpoints" / "step_2" / "trainer_state" / "sampler.json"
+    if json.loads(file.read_text())["cache"] is None:
+        pytest.fail("the run kept no groups: the test tries nothing")
+    close(tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3"))
+    assert "left out" not in capsys.readouterr().out
+    other = tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=16")
+    close(other)
+    assert "the settings of dynamic sampling changed" in capsys.readouterr().out
+    assert other.parts.sampler.cached_groups == 0
+
+
+def test_old_sampler_files_are_read_as_data_only(tmp_path):
+    """Checkpoints of earlier versions pickled the kept groups."""
+    import pickle
+
+    import torch
+
+    from nemo_rl_cpp.algorithms.checkpointing import Resume
+    from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+    from nemo_rl_cpp.algorithms.train_state import TrainState
+
+    state = GroupSampler(2).state_dict() | {"reward_sum": 0.5}
+    folder = tmp_path / "step_1" / "trainer_state"
+    folder.mkdir(parents=True)
+    torch.save(state, folder / "sampler.pt")
+    sampler = GroupSampler(2)
+    Resume(tmp_path / "step_1", TrainState()).load_sampler(sampler)
+    assert sampler.state_dict() == state
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    for payload in (pickle.dumps({"cache": Evil()}), None):
+        if payload is None:
+            torch.save({"cache": Evil()}, folder / "sampler.pt")
+        else:
+            (folder / "sampler.pt").write_bytes(payload)
+        with pytest.raises(ValueError, match="sampler.pt holds more than plain data, which could run code"):
+            Resume(tmp_path / "step_1", TrainState()).load_sampler(sampler)
+        assert not (tmp_path / "ran").exists()
+
+
+PPO = (
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "checkpointing.enabled=true",
+    "checkpointing.save_period=1", "checkpointing.metric_name=null", "logger.tensorboard_enabled=false", "ppo.max_num_steps=1",
+)  # fmt: skip
+
+
+def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
+    tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
+    run = tiny.make(tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml")
+    close(run)
+    assert re.search(r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25", capsys.readouterr().out)
+    assert run.value.learning_rate == 0.25
+    with pytest.raises(ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"):
+        tiny.make(tmp_path, *PPO, "+policy.hf_config_overrides.rms_norm_eps=0.5", config="ppo_tiny.yaml")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_1" / "value")  # as a run with the estimator raw_reward leaves it
+    (tmp_path / "checkpoints" / "step_1" / "manifest.json").unlink()
+    seal_folder(tmp_path / "checkpoints" / "step_1")
+    with pytest.raises(ResumeError, match="value: the checkpoint holds no value model"):
+        tiny.make(tmp_path, *PPO, config="ppo_tiny.yaml")

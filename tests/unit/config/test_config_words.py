@@ -1,0 +1,106 @@
+"""Words of messages that a user can follow: values as they were written, keys of other trainers, tabs, and the `+` remedy."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.foreign_names import FOREIGN
+from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config.messages import known_keys
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = f"defaults: {ROOT / 'configs/grpo_tiny.yaml'}\n"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def problems(text="", overrides=(), load=load_grpo_config):
+    Path("run.yaml").write_text(TINY + text)
+    with pytest.raises(ConfigError) as caught:
+        load("run.yaml", list(overrides))
+    return [str(problem) for problem in caught.value.problems]
+
+
+# lines of YAML, the text as it was written
+TEXTS = {
+    "checkpointing:\n  checkpoint_must_save_by: 1:00:00:00   # a day": "1:00:00:00",
+    "checkpointing: {checkpoint_must_save_by: 1:00:00:00}": "1:00:00:00",
+    "logger:\n  wandb: {name: NO, project: text}": "NO",
+    "logger:\n  wandb:\n    name: off": "off",
+    "logger:\n  wandb: {entity: x, project: 0123}": "0123",
+    "logger:\n  wandb:\n    'name':   12e03": "12e03",
+    "logger:\n  wandb:\n    name: 2_000": "2_000",
+    "policy:\n  generation:\n    stop_strings: [a, yes, b]": "yes",
+    "policy:\n  generation:\n    stop_strings:\n      - a\n      - 12:30 # noon": "12:30",
+    "policy:\n  tokenizer: {name: 7}": "7",
+}
+
+
+@pytest.mark.parametrize("lines", TEXTS)
+def test_the_value_is_quoted_as_it_was_written_and_quotes_help(lines):
+    (problem,) = problems(lines + "\n")
+    assert "must be a text" in problem and problem.endswith(f"(write '{TEXTS[lines]}' in quotes)")
+    line = int(re.match(r"run.yaml:(\d+): ", problem)[1])
+    followed = (TINY + lines).splitlines()
+    followed[line - 1] = followed[line - 1].replace(TEXTS[lines], f"'{TEXTS[lines]}'")
+    Path("followed.yaml").write_text("\n".join(followed) + "\n")
+    load_grpo_config("followed.yaml")
+
+
+@pytest.mark.parametrize("override, key", [("logger.wandb.name=1e5", "name"), ("logger.wandb.project=true", "project")])
+def test_an_override_is_quoted_as_a_shell_needs_it(override, key):
+    (problem,) = problems(overrides=[override])
+    advice = re.search(r"\(write (.*), with both pairs of quotes\)", problem)[1]
+    (word,) = shlex.split(advice)
+    assert load_grpo_config("run.yaml", [word]).logger.wandb[key] == override.partition("=")[2]
+
+
+@pytest.mark.parametrize("text", ["grpo:\n  seed: 3\n\tval_period: 4\n", "grpo:\n\tseed: 3\n", "grpo:\tseed: 3\n"])
+def test_a_tab_is_named(text):
+    (problem,) = problems(text)
+    assert re.match(r"run.yaml:\d+: there is a tab in this line", problem)
+
+
+def test_the_plus_remedy_is_there_where_it_works():
+    override = "policy.hf_config_overrides={rope_scaling: {rope_type: yarn}}"
+    (problem,) = problems(overrides=[override])
+    assert problem.endswith(f"policy.hf_config_overrides.rope_scaling is unknown (to add a key of your own write +{override})")
+    assert load_grpo_config("run.yaml", ["+" + override]).policy.hf_config_overrides["rope_scaling"] == {"rope_type": "yarn"}
+    (problem,) = problems(overrides=["policy.generation.vllm_kwargs.top_k=3"])  # beside "did you mean"
+    assert "did you mean policy.generation.top_k?" in problem and "write +policy.generation.vllm_kwargs.top_k=3)" in problem
+    load_grpo_config("run.yaml", ["+policy.generation.vllm_kwargs.top_k=3"])
+    for override in ("grpo.sed=3", "env.reverse_digits.digits=3", "policy.generation.temprature=1"):
+        (problem,) = problems(overrides=[override])
+        assert "write +" not in problem
+        with pytest.raises(ConfigError):  # it would not have helped
+            load_grpo_config("run.yaml", ["+" + override])
+
+
+def test_keys_of_other_trainers():
+    found = problems("grpo: {max_completion_length: 256, beta: 0.04, num_generations: 8}\nlearning_rate: 1e-6\npolicy: {epsilon_high: 0.28}\n")
+    wanted = {
+        "max_completion_length": "policy.generation.max_new_tokens", "beta": "loss_fn.reference_policy_kl_penalty",
+        "num_generations": "grpo.num_generations_per_prompt", "learning_rate": "policy.optimizer.kwargs.lr", "epsilon_high": "loss_fn.ratio_clip_max",
+    }  # fmt: skip
+    assert len(found) == len(wanted)
+    for theirs, ours in wanted.items():
+        assert sum(problem.endswith(f"is unknown here: other trainers' {theirs} is {ours}") for problem in found) == 1
+    Path("run.yaml").write_text(f"defaults: {ROOT / 'configs/ppo_tiny.yaml'}\n")
+    with pytest.raises(ConfigError, match="other trainers' max_steps is ppo.max_num_steps"):
+        load_ppo_config("run.yaml", ["ppo.max_steps=4"])
+    with pytest.raises(ConfigError, match="other trainers' max_completion_length is generation.max_new_tokens"):
+        load_eval_config("evals/eval.yaml", ["max_completion_length=4"])
+
+
+def test_no_key_of_ours_is_called_foreign_and_each_leads_to_one():
+    ours = known_keys(GRPOMasterConfig)
+    for name, key in FOREIGN.items():
+        assert key in ours or key.startswith("env.reward_functions.") or key.startswith("data."), key
+    top = {key for model in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig) for key in known_keys(model) if "." not in key}
+    assert not top & set(FOREIGN)

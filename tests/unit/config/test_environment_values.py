@@ -1,0 +1,89 @@
+"""Values of environment variables stand in no file that a run writes; a resumed run gets them anew."""
+
+import pytest
+import tiny
+
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.config.locate import find_config
+from nemo_rl_cpp.utils.access import written
+
+PARENT = find_config("grpo_tiny.yaml").resolve()
+SECRET = "s3cr3t-value-of-a-token"
+
+
+def load(tmp_path, text, *overrides):
+    file = tmp_path / "own.yaml"
+    file.write_text(f"defaults: {PARENT}\n" + text)
+    return load_grpo_config(file, [f"checkpointing.checkpoint_dir={tmp_path / 'ck'}", f"logger.log_dir={tmp_path / 'logs'}", *overrides])
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    monkeypatch.setenv("TOKEN", SECRET)
+    monkeypatch.setenv("STEPS", "7")
+
+
+CASES = {
+    "direct": ("logger: {wandb: {entity: '${oc.env:TOKEN}'}}\n", (), "logger.wandb.entity", "${oc.env:TOKEN}", SECRET),
+    "with a default": ("logger: {wandb: {entity: '${oc.env:NOT_SET_ANYWHERE,TOKEN}'}}\n", (), "logger.wandb.entity", "${oc.env:NOT_SET_ANYWHERE,TOKEN}", "TOKEN"),
+    "inside a text": ("logger: {wandb: {entity: 'Bearer ${oc.env:TOKEN}!'}}\n", (), "logger.wandb.entity", "Bearer ${oc.env:TOKEN}!", f"Bearer {SECRET}!"),
+    "by an override": ("", ("logger.wandb.entity='${oc.env:TOKEN}'",), "logger.wandb.entity", "${oc.env:TOKEN}", SECRET),
+    "by reference": (
+        "logger: {wandb: {entity: '${oc.env:TOKEN}', name: '${logger.wandb.entity}'}}\n", (), "logger.wandb.name", "${logger.wandb.entity}", SECRET),
+    "by a sibling": ("logger: {wandb: {entity: '${oc.env:TOKEN}', name: '${.entity}'}}\n", (), "logger.wandb.name", "${.entity}", SECRET),
+    "by a chain": (
+        "logger: {wandb: {entity: '${oc.env:TOKEN}', name: '${.entity}', project: '${.name}'}}\n", (), "logger.wandb.project", "${.name}", SECRET),
+    "in a list": ("policy: {generation: {stop_strings: ['a', '${oc.env:TOKEN}']}}\n", (), "policy.generation.stop_strings", ["a", "${oc.env:TOKEN}"], ["a", SECRET]),
+    "a number": ("grpo: {max_num_steps: '${oc.env:STEPS}'}\n", (), "grpo.max_num_steps", "${oc.env:STEPS}", 7),
+}  # fmt: skip
+
+
+def value(tree, key):
+    for part in key.split("."):
+        tree = tree[part]
+    return tree
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_run_has_the_value_and_files_have_the_text(tmp_path, name):
+    text, overrides, key, shown, real = CASES[name]
+    try:
+        config = load(tmp_path, text, *overrides)
+    except ValueError as error:
+        if name == "a number":  # OmegaConf's variables are texts
+            pytest.skip(str(error))
+        raise
+    assert value(config.resolved, key) == real
+    assert value(written(config), key) == shown
+    assert SECRET not in str(written(config))
+
+
+def test_a_value_that_defaults_are_filled_with_is_hidden_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL", str(tmp_path / "a-model-folder"))
+    config = load(tmp_path, "policy: {model_name: '${oc.env:MODEL}', tokenizer: {name: '${oc.env:MODEL}'}}\n")
+    assert config.policy.tokenizer.name == str(tmp_path / "a-model-folder")
+    assert "a-model-folder" not in str(written(config)["policy"])
+
+
+def test_nothing_changes_without_such_values(tmp_path):
+    config = load(tmp_path, "logger: {wandb: {entity: plain, name: '${logger.wandb.entity}'}}\n")
+    assert config.environment_values == {} and written(config) == config.resolved
+    assert value(written(config), "logger.wandb.name") == "plain"
+
+
+def test_no_file_of_a_run_holds_the_value_and_the_run_resumes(tmp_path, capsys, monkeypatch):
+    own = tmp_path / "own.yaml"
+    own.write_text(f"defaults: {PARENT}\n" + "logger: {wandb: {entity: '${oc.env:TOKEN}', name: 'x-${.entity}'}}\n")
+    run = ("checkpointing.enabled=true", "checkpointing.metric_name=null", *tiny.SMALL)
+    tiny.train(tmp_path, *run, "grpo.max_num_steps=1", config=str(own))
+    files = [path for folder in ("checkpoints", "logs") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    saved = (tmp_path / "checkpoints" / "step_1" / "config.yaml").read_text()
+    assert 'entity: "${oc.env:TOKEN}"' in saved
+    monkeypatch.setenv("TOKEN", "another-token-than-before")
+    resumed = tiny.train(tmp_path, *run, "grpo.max_num_steps=2", config=str(own))
+    out = capsys.readouterr().out
+    assert resumed.state.step == 2 and resumed.config.logger.wandb.entity == "another-token-than-before"
+    assert "Changed since: grpo.max_num_steps 1 -> 2\n" in out
+    assert "Not compared, since their values come from environment variables: logger.wandb.entity, logger.wandb.name" in out

@@ -1,0 +1,216 @@
+"""Sizes and engines that a file was written for: accepted as they stand, said in one line, refused with cluster.strict_sizes."""
+
+import re
+
+import pytest
+
+from nemo_rl_cpp import cli, run_grpo_math
+from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
+from nemo_rl_cpp.config.memory import certain_bytes, forecast_summary
+from nemo_rl_cpp.preflight import preflight, sizes
+
+EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
+TINY = ["policy.model_name=tiny-random"]
+
+
+def test_one_line_names_devices_engine_time_and_memory():
+    config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=meta-llama/Llama-3.1-8B-Instruct"])
+    text = fold_text(config)
+    assert text.startswith(
+        "written for 8 devices (cluster.gpus_per_node 8, policy.dtensor_cfg.tensor_parallel_size 4) and the engine vllm: "
+        "runs on 1 device (cpu) with the native engine; same mathematics, about 8 times the time"
+    )
+    assert "about 144 GB for weights, gradients and AdamW of 8 billion parameters (by the model's name) alone" in text
+    assert "\n" not in text
+    assert config.cluster.gpus_per_node == 8 and config.policy.generation.backend == "vllm"  # as they stand
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "megatron", "trtllm", "dynamo"])
+def test_every_engine_of_nemo_rl_is_taken_for_the_native_one(backend):
+    config = load_grpo_config("grpo_tiny.yaml", [f"policy.generation.backend={backend}"])
+    assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
+
+
+def test_nothing_is_said_where_nothing_is_folded():
+    assert fold_text(load_grpo_config("grpo_tiny.yaml")) is None
+    assert fold_text(load_ppo_config("ppo_tiny.yaml")) is None
+    assert fold_text(load_eval_config("evals/eval.yaml")) is None
+
+
+def test_devices_are_those_of_the_cluster_or_of_the_largest_cut():
+    def of(*overrides):
+        return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))
+
+    assert of("cluster.num_nodes=16", "cluster.gpus_per_node=8") == 128
+    assert of("policy.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.context_parallel_size=2") == 8
+    assert of("policy.generation.vllm_cfg.tensor_parallel_size=4") == 4
+    assert of("policy.megatron_cfg.tensor_model_parallel_size=4") == 1  # of a backend that is not enabled
+    assert of("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.pipeline_model_parallel_size=3") == 3
+
+
+def test_the_critic_counts_where_there_is_one():
+    overrides = ["value.megatron_cfg.tensor_model_parallel_size=2", "cluster.strict_sizes=true"]
+    with pytest.raises(ConfigError, match="value.megatron_cfg.tensor_model_parallel_size is 2.*set it to 1"):
+        load_ppo_config(overrides=overrides)
+    raw = load_ppo_config("ppo_tiny_raw_reward.yaml", ["value.dtensor_cfg.tensor_parallel_size=2"])
+    assert sizes_of(raw) == {}
+
+
+def test_strict_sizes_refuses_each_size_and_devices_of_its_own():
+    overrides = [*EIGHT, "cluster.strict_sizes=true", "policy.generation.colocated.enabled=false"]
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("grpo_math_1B.yaml", overrides)
+    assert [problem.key for problem in caught.value.problems] == [
+        "cluster.gpus_per_node", "policy.dtensor_cfg.tensor_parallel_size", "policy.generation.colocated.enabled",
+    ]  # fmt: skip
+
+
+def test_an_engine_with_devices_of_its_own_shares_the_one_device():
+    config = load_grpo_config("grpo_tiny.yaml", ["policy.generation.colocated.enabled=false"])
+    assert "generation on devices of its own: runs on 1 device (cpu)" in fold_text(config)
+
+
+def test_an_evaluation_is_folded_too():
+    config = load_eval_config("evals/eval.yaml", ["generation.backend=vllm", "cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"])
+    assert fold_text(config).startswith("written for 8 devices (cluster.gpus_per_node 8, generation.vllm_cfg.tensor_parallel_size 8)")
+
+
+@pytest.mark.parametrize("override", [
+    "grpo.async_grpo.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
+    "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=in_order",
+])  # fmt: skip
+def test_what_changes_results_is_never_folded(override):
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("grpo_math_1B.yaml", [*EIGHT, override])
+    assert caught.value.problems[0].key.startswith(override.lstrip("+").partition("=")[0].partition(".sampler")[0])
+
+
+def test_run_check_and_dry_run_print_the_line_once(capsys, tmp_path):
+    overrides = [*EIGHT, f"checkpointing.checkpoint_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs"]
+    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", *overrides]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("written for 8 devices") == 1
+    cli.main(["check", "--config", "grpo_tiny.yaml", *overrides])
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("written for 8 devices") == 1
+
+
+def test_dry_run_lists_keys_that_only_steer_another_implementation_once(capsys):
+    arguments = ["--dry-run", "policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.dtensor_cfg._v2=false", *TINY]
+    run_grpo_math.main(["--config", "grpo_tiny.yaml", *arguments])
+    out = capsys.readouterr().out
+    listed = out[out.index("Keys without effect here") :]
+    assert "  policy.dtensor_cfg: _v2\n" in listed and "  policy.generation.vllm_cfg: gpu_memory_utilization\n" in listed
+    assert listed.count("gpu_memory_utilization") == 1
+
+
+def test_usual_values_and_effective_keys_are_not_listed():
+    config = load_grpo_config("grpo_tiny.yaml", ["policy.dtensor_cfg._v2=true", "grpo.seed=3"])
+    listed = keys_without_effect(config)
+    assert "policy.dtensor_cfg" not in listed and "grpo" not in listed
+
+
+def large_model(tmp_path, layers):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": %d, "num_attention_heads": 32, '
+        '"vocab_size": 150000}' % layers
+    )
+    return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}"])
+
+
+def test_what_this_machine_cannot_hold_is_refused_by_its_figure(tmp_path):
+    config = large_model(tmp_path, 4000)
+    [finding] = list(sizes.check(config))
+    assert (finding.level, finding.key) == ("error", "policy.model_name")
+    assert re.search(r"take [\d.e+]+ GB, but this machine has [\d.]+ GB", finding.message)
+    assert finding in preflight(config)
+
+
+def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, monkeypatch):
+    config = large_model(tmp_path, 1)
+    query = 4096 * (2 * 4096 + 2 * 4096)
+    parameters = query + 3 * 4096 * 16384 + 2 * 4096 + 2 * 150000 * 4096 + 4096
+    kept = parameters * (2 + 4 + 8 + 4) + parameters * 2  # policy, gradients, and the reference weights of the KL term
+    assert certain_bytes(config) == kept
+    for memory, refused in ((kept, False), (kept - 1, True)):
+        monkeypatch.setattr(sizes, "machine_memory", lambda memory=memory: memory)
+        assert any(finding.level == "error" for finding in sizes.check(config)) == refused
+
+
+@pytest.mark.parametrize("name, said", [("Qwen/Qwen3-30B-A3B", True), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)])
+def test_a_mixture_of_experts_is_named_by_its_name(name, said):
+    config = load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={name}"])
+    assert any("mixture of experts" in finding.message for finding in sizes.check(config)) == said
+
+
+def test_the_newest_keys_of_the_base_files_load():
+    config = load_ppo_config("ppo_math_1B.yaml", [
+        "+ppo.critic_ppo_epochs='${ppo.ppo_epochs}'", "+ppo.warm_start_value_checkpoint=null", "+policy.dtensor_cfg.save_consolidated='false'",
+        "+policy.dtensor_cfg.lora_cfg.restore_from=null", "+policy.generation.mcore_generation_config.logprobs_mode=processed_logprobs",
+        "+policy.generation.vllm_cfg.refit_with_reload_api=false",
+    ])  # fmt: skip
+    assert config.ppo.critic_ppo_epochs == config.ppo.ppo_epochs == 4
+
+
+def test_an_unknown_size_is_said_not_refused():
+    config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=owner/nameless", "cluster.gpus_per_node=8"])
+    assert forecast_summary(config) == "not known, the sizes of owner/nameless are not on this machine"
+    assert [finding.level for finding in sizes.check(config)] == ["warning"]
+
+
+@pytest.mark.parametrize("override, expected", [
+    ("policy.tokenizer.chat_template_kwargs.enable_thinking=true", {"enable_thinking": True}),
+    ("policy.tokenizer.chat_template_kwargs={enable_thinking: true}", {"enable_thinking": True}),
+    ("+policy.tokenizer.chat_template_kwargs.enable_thinking=true", {"enable_thinking": True}),
+])  # fmt: skip
+def test_keys_of_free_mappings_need_no_plus(override, expected):
+    assert load_grpo_config("grpo_math_1B.yaml", [override]).policy.tokenizer.chat_template_kwargs == expected
+    evaluation = load_eval_config("evals/eval.yaml", [override.replace("policy.", "")])
+    assert evaluation.tokenizer.chat_template_kwargs == expected
+
+
+def test_other_unknown_keys_still_need_one():
+    with pytest.raises(ConfigError, match="did you mean"):
+        load_grpo_config("grpo_math_1B.yaml", ["env.math.num_wokers=3"])
+    config = load_grpo_config("grpo_math_1B.yaml", ["policy.hf_config_overrides={rope_scaling: {factor: 4.0}}", "policy.generation.vllm_kwargs.x=1"])
+    assert config.policy.hf_config_overrides == {"rope_scaling": {"factor": 4.0}}
+    assert config.policy.generation.vllm_kwargs == {"x": 1}
+
+
+def test_the_newest_name_of_the_pytorch_backend(tmp_path):
+    file = tmp_path / "new.yaml"
+    file.write_text("defaults: grpo_math_1B.yaml\n")
+    for overrides in (["++policy.automodel_cfg.activation_checkpointing=true"], ["policy.dtensor_cfg.activation_checkpointing=true"]):
+        assert load_grpo_config("grpo_math_1B.yaml", overrides).policy.activation_checkpointing
+
+
+def test_router_replay_that_is_off_loads():
+    load_grpo_config("grpo_math_1B.yaml", ["+policy.router_replay={enabled: false, dtype: bfloat16}"])
+
+
+def test_data_default_takes_the_keys_of_its_data_set(tmp_path):
+    file = tmp_path / "data.yaml"
+    file.write_text(
+        "policy: {model_name: m}\nenv: {math: {}}\ndata:\n  train: {data_path: a.jsonl, input_key: q}\n  validation: {data_path: b.jsonl}\n"
+        "  default: {dataset_name: ResponseDataset, input_key: question, output_key: answer, env_name: math}\n"
+    )
+    data = load_grpo_config(file).data
+    assert data.default.dataset_name == "ResponseDataset" and data.default["output_key"] == "answer"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "GSM8K", "AIME2024", "AIME2025", "AIME2026", "math", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro"])
+def test_names_of_data_sets_that_the_guides_print(name):
+    assert load_grpo_config("grpo_math_1B.yaml", [f"data.train={{dataset_name: {name}}}"]).data.train.dataset_name == name
+
+
+def test_an_evaluation_with_one_environment_needs_no_name_of_it():
+    one = load_eval_config("evals/eval.yaml", ["~data.env_name"])
+    assert one.data.env_name == "math"
+    with pytest.raises(ConfigError, match="data.env_name is missing.*env has math, arithmetic"):
+        load_eval_config("evals/eval.yaml", ["~data.env_name", "+env.arithmetic={}"])
+
+
+def test_an_evaluation_of_a_file_in_nemo_rls_words():
+    data = load_eval_config("evals/local_eval.yaml", ["data.dataset_name=mine.jsonl", "data.problem_key=p"]).data
+    assert (data.dataset_name, data["data_path"], data["input_key"], data["output_key"]) == ("ResponseDataset", "mine.jsonl", "p", "Answer")

@@ -1,0 +1,280 @@
+"""Configurations made in Python: values arrive as they are given, and every check of a file holds."""
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.ppo import PPOConfig
+from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.config.rewards import RewardScalingConfig
+
+TEXTS = ["\n", "\t", "é", "日本", "🙂", "\\n", "${x}", "${", "a'b\"c", "???", "null", "true", "1e5", "[1,2]", "{a: 1}", "a=b", " ", "#", "given_value_0_0_"]
+NOTEBOOK = {"grpo.num_prompts_per_step": 4, "grpo.num_generations_per_prompt": 8, "policy.train_global_batch_size": 32}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_grpo_config("grpo_tiny.yaml").model_dump()
+
+
+def changed(tree, dotted, value):
+    tree = copy.deepcopy(tree)
+    node = tree
+    *sections, name = dotted.split(".")
+    for part in sections:
+        node = node[part]
+    node[name] = value
+    return tree
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_what_the_caller_gave(text):
+    config = load_grpo_config(
+        "grpo_notebook.yaml",
+        values=NOTEBOOK | {"policy.generation.stop_strings": [text, "x"], "policy.model_name": text, "policy.hf_config_overrides": {"a": [text]}},
+    )
+    assert config.policy.generation.stop_strings == [text, "x"]
+    assert config.policy.model_name == config.policy.tokenizer.name == text  # the file's ${policy.model_name} sees it
+    assert config.policy.hf_config_overrides == {"a": [text]}
+
+
+def test_interpolations_of_the_file_see_values():
+    config = load_grpo_config("grpo_math_1B.yaml", values={"policy.max_total_sequence_length": 96, "policy.generation.max_new_tokens": 7})
+    assert config.policy.generation.vllm_cfg.max_model_len == 96 and config.policy.generation.max_new_tokens == 7
+    assert config.positions["policy.generation.max_new_tokens"] == "value of policy.generation.max_new_tokens"
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "held"),
+    [
+        ("policy.generation.stop_strings", "###", ["###"]),
+        ("policy.generation.stop_token_ids", 3, [3]),
+        ("policy.optimizer.kwargs.betas", (0.9, 0.95), [0.9, 0.95]),
+        ("policy.optimizer.kwargs.lr", np.float64(1e-5), 1e-5),
+        ("policy.optimizer.kwargs.lr", 0.1 + 0.2, 0.1 + 0.2),
+        ("grpo.seed", np.int64(7), 7),
+        ("grpo.max_num_steps", 1e3, 1000),
+        ("policy.model_name", Path("a") / "b", "a/b"),
+        ("grpo.reward_scaling", {"enabled": True, "correct": 2.0}, RewardScalingConfig(enabled=True, target_max=2.0)),
+        ("grpo.max_num_gen_batches", 3, 3),
+    ],
+)
+def test_what_a_value_becomes(key, given, held):
+    found = load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | {key: given})
+    for part in key.split("."):
+        found = found[part]
+    assert found == held and type(found) is type(held)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"grpo.seed": "7"}, "argument x: grpo.seed must be an integer, not '7'"),
+        ({"grpo.seed": True}, "argument x: grpo.seed must be a number, not true"),
+        ({"grpo.seed": -1}, "argument x: grpo.seed must be at least 0, not -1"),
+        ({"grpo.seed": 10**30}, "argument x: grpo.seed must be an integer of at most 64 bits"),
+        ({"grpo.seeed": 7}, "argument x: grpo.seeed is unknown; did you mean seed?"),
+        ({"grpo.overlong_filtering": "yes"}, "argument x: grpo.overlong_filtering must be true or false, not 'yes'"),
+        ({"policy.model_name": b"a"}, "argument x: policy.model_name must be a text, not b'a'"),
+        ({"policy.generation.stop_strings": {"a"}}, "argument x: policy.generation.stop_strings must be a list, not {'a'}"),
+        ({"policy.generation.temperature": float("nan")}, "argument x: policy.generation.temperature must be a finite number, not nan"),
+        ({"policy.generation.temperature": 1e-40},
+         "argument x: policy.generation.temperature must lie between 1e-38 and 1e+38, or be 0 for greedy decoding, not 1e-40"),
+        ({"policy.train_global_batch_size": 7}, "argument x: policy.train_global_batch_size is 7, which does not divide the 32 samples"),
+        ({"policy": 3}, "argument x: policy must be a section (lines of key: value), not 3"),
+        ({"grpo.reward_scaling": {1: 2}}, "argument x: grpo.reward_scaling the keys of a mapping must be texts, not int (1)"),
+        ({"größe": 1}, "argument x: größe is unknown"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_argument(values, message):
+    with pytest.raises(ConfigError) as caught:
+        load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | values, places=dict.fromkeys(values, "argument x"))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+UNSUPPORTED = [
+    ("policy.dtensor_cfg.lora_cfg", {"enabled": True}, "LoRA is not supported"),
+    ("grpo.async_grpo", {"enabled": True}, "training while generating is not supported"),
+    ("policy.dtensor_cfg.tensor_parallel_size", 4, "training on several devices is not supported"),
+    ("loss_fn.ratio_clip_c", 0.5, "must be greater than 1"),
+    ("policy.train_global_batch_size", 7, "does not divide the 256 samples"),
+    ("grpo.num_generations_per_prompt", 1, "is its own baseline"),
+    ("grpo.reward_shaping", {"stop_properly_penalty_coef": 1.5}, "must lie between 0 and 1"),
+    ("policy.bogus", 1, "policy.bogus is unknown"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED)
+def test_a_configuration_made_in_python_is_checked(tiny, key, value, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        GRPOMasterConfig(**changed(tiny, key, value))
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED[:-1])
+def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
+    from nemo_rl_cpp.algorithms import grpo
+
+    config = GRPOMasterConfig(**tiny)
+    node = config
+    *sections, name = key.split(".")
+    for part in sections:
+        node = node[part]
+    node[name] = value
+    for start in (lambda: grpo.setup(config, None, None, None), lambda: grpo.main(config), lambda: checked(config, GRPOMasterConfig)):
+        with pytest.raises(ConfigError, match=message):
+            start()
+
+
+def test_other_runs_are_checked_too():
+    from nemo_rl_cpp.algorithms import ppo
+    from nemo_rl_cpp.evals import eval as evals
+
+    tree = load_ppo_config("ppo_tiny.yaml").model_dump()
+    with pytest.raises(ConfigError, match="must be greater than 1"):
+        ppo.setup(changed(tree, "loss_fn.ratio_clip_c", 0.5), None, None, None)
+    with pytest.raises(ConfigError, match="is greedy, so all responses"):
+        evals.main(changed(load_eval_config("evals/eval.yaml", ["generation.model_name=tiny-random"]).model_dump(), "eval.num_tests_per_prompt", 2))
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "model"),
+    [(load_grpo_config, "grpo_tiny.yaml", GRPOMasterConfig), (load_ppo_config, "ppo_tiny.yaml", PPOMasterConfig),
+     (load_eval_config, "evals/eval.yaml", EvalMasterConfig), (load_grpo_config, "dapo_tiny.yaml", GRPOMasterConfig)],
+)  # fmt: skip
+def test_a_loaded_configuration_made_again_is_the_same(load, name, model):
+    config = load(name)
+    tree = config.model_dump()
+    assert checked(config, model) is config and config.model_dump() == tree
+    assert model(**tree).model_dump() == tree == checked(tree, model).model_dump()
+    assert pickle.loads(pickle.dumps(config)).model_dump() == copy.deepcopy(config).model_dump() == tree
+
+
+def test_a_wrong_assignment_is_refused_where_it_stands(tiny):
+    config = GRPOMasterConfig(**tiny)
+    with pytest.raises(ConfigError, match="^GRPOConfig: seed must be an integer, not 'x'$"):
+        config.grpo.seed = "x"
+    with pytest.raises(ConfigError, match="^GRPOConfig: sed is unknown; did you mean seed?"):
+        config["grpo"]["sed"] = 1
+    config.policy.generation.stop_strings = "a"
+    assert config.policy.generation.stop_strings == ["a"]
+    config.policy.generation.stop_strings.append(3)
+    with pytest.raises(ConfigError, match="policy.generation.stop_strings.1 must be a text"):
+        checked(config, GRPOMasterConfig)
+
+
+def test_the_guides_names_are_known():
+    assert GRPOConfig(dapo_batch_multiplier=3, max_num_gen_batches=2, reward_scaling={"incorrect": -1}).model_dump(exclude_unset=True) == {
+        "batch_multiplier": 3.0, "dynamic_sampling_max_gen_batches": 2, "reward_scaling": {"target_min": -1.0}}  # fmt: skip
+    assert PPOConfig(dapo_batch_multiplier=3)["dapo_batch_multiplier"] == 3
+    assert GenerationConfig(max_model_len=9).vllm_cfg.max_model_len == 9
+    assert PolicyConfig.of({"model_name": "m", "generation": {"max_model_len": 9}}).generation.vllm_cfg.max_model_len == 9
+    scaling = RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0)
+    assert (scaling.target_min, scaling.target_max, scaling["correct"]) == (-1.0, 1.0, 1.0)
+    with pytest.raises(ConfigError, match="correct and target_max are one key with two values"):
+        RewardScalingConfig(correct=1.0, target_max=2.0)
+
+
+def test_there_is_one_class_of_a_name():
+    import nemo_rl_cpp.config as config
+    from nemo_rl_cpp.algorithms import advantage_estimator, grpo, loss, reward_functions, reward_scaling
+    from nemo_rl_cpp.config import cluster, env, value
+    from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, RewardPenaltyConfig
+    from nemo_rl_cpp.config.loss import MseValueLossConfig
+    from nemo_rl_cpp.config.rewards import RewardShapingConfig
+    from nemo_rl_cpp.distributed import virtual_cluster
+    from nemo_rl_cpp.environments import code_environment, math_environment
+    from nemo_rl_cpp.models import generation
+    from nemo_rl_cpp.models import value as value_model
+
+    assert loss.ClippedPGLossConfig is ClippedPGLossConfig and loss.MseValueLossConfig is MseValueLossConfig
+    assert reward_functions.RewardShapingConfig is grpo.RewardShapingConfig is RewardShapingConfig
+    assert reward_scaling.RewardScalingConfig is grpo.RewardScalingConfig is RewardScalingConfig
+    assert advantage_estimator.AdvEstimatorConfig is grpo.AdvEstimatorConfig is AdvEstimatorConfig
+    assert grpo.RewardPenaltyConfig is RewardPenaltyConfig and grpo.MasterConfig is config.GRPOMasterConfig
+    assert generation.GenerationConfig is GenerationConfig and virtual_cluster.ClusterConfig is cluster.ClusterConfig
+    assert math_environment.MathEnvConfig is env.MathEnvConfig and code_environment.CodeEnvConfig is env.CodeEnvConfig
+    assert value_model.ValueConfig is value.ValueConfig and value_model.Value.__name__ == "Value"
+
+
+def test_settings_in_other_forms_are_as_strict():
+    import torch
+
+    from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
+    from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+    from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
+    from nemo_rl_cpp.environments.math_environment import MathEnvironment
+
+    @dataclasses.dataclass
+    class Settings:
+        ratio_clip_mx: float = 0.28
+
+    for given in ({"ratio_clip_mx": 0.28}, Settings()):
+        with pytest.raises(ConfigError, match="ratio_clip_mx is unknown; did you mean ratio_clip_max?"):
+            ClippedPGLossFn(given)
+    with pytest.raises(ConfigError, match="expected a ClippedPGLossConfig or a mapping, not int"):
+        ClippedPGLossFn(3)
+    assert ClippedPGLossFn({"ratio_clip_max": 0.28}).ratio_clip_max == 0.28
+    for config in (RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0), {"enabled": True, "correct": 1.0, "incorrect": -1.0}):
+        assert scale_rewards({"total_reward": torch.tensor([0.0, 1.0])}, config)["total_reward"].tolist() == [-1.0, 1.0]
+    with pytest.raises(ConfigError, match="use_leave_one_out_baselin is unknown; did you mean use_leave_one_out_baseline?"):
+        ADVANTAGE_ESTIMATORS["grpo"]({"use_leave_one_out_baselin": False}, {})
+    with pytest.raises(ConfigError, match="env.math.num_worker is unknown; did you mean num_workers?"):
+        MathEnvironment({"num_worker": 1})
+
+
+def test_a_section_wants_keywords():
+    with pytest.raises(ConfigError, match=r"ClippedPGLossConfig\(\*\*mapping\)"):
+        ClippedPGLossConfig({"ratio_clip_max": 0.28})
+    with pytest.raises(ConfigError, match="must be a GRPOMasterConfig or a mapping, not list"):
+        checked([], GRPOMasterConfig)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"grpo.adv_estimator.use_leave_one_out_baseline": False, "grpo.adv_estimator.normalize_rewards": False}, True),
+        ({"grpo.adv_estimator.name": "reinforce_plus_plus"}, True),
+        ({"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.adv_estimator.minus_baseline": False}, False),
+        ({"loss_fn.positive_example_nll_weight": 0.5}, False),
+    ],
+)
+def test_a_group_of_one_is_refused_where_it_teaches_nothing(changes, refused):
+    values = {"grpo.num_generations_per_prompt": 1, "grpo.num_prompts_per_step": 32, "policy.train_global_batch_size": 32} | changes
+    if not refused:
+        assert load_grpo_config("grpo_tiny.yaml", values=values).grpo.num_generations_per_prompt == 1
+        return
+    with pytest.raises(ConfigError, match="grpo.num_generations_per_prompt is 1: .* set at least 2") as caught:
+        load_grpo_config("grpo_tiny.yaml", values=values)
+    assert len(caught.value.problems) == 1
+    # the estimator's own arithmetic: every advantage is 0
+    import torch
+
+    from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
+
+    settings = {key.rpartition(".")[2]: value for key, value in changes.items()}
+    estimator = ADVANTAGE_ESTIMATORS[settings.get("name", "grpo")](settings, {})
+    rewards, mask = torch.tensor([1.0, 0.0, 3.0]), torch.ones(3, 2)
+    assert not estimator.compute_advantage(torch.zeros(3, 1), rewards, mask, group_id=torch.arange(3)).any()
+
+
+def test_a_group_of_one_may_serve_ppo():
+    config = load_ppo_config("ppo_tiny.yaml", values={"ppo.num_generations_per_prompt": 1, "ppo.num_prompts_per_step": 32,
+                                                      "policy.train_global_batch_size": 32, "value.train_global_batch_size": 32})  # fmt: skip
+    assert config.ppo.num_generations_per_prompt == 1
+
+
+def test_overrides_are_texts():
+    assert load_grpo_config("grpo_tiny.yaml", "grpo.seed=5").grpo.seed == 5
+    with pytest.raises(ConfigError, match="an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"):
+        load_grpo_config("grpo_tiny.yaml", [{"grpo.seed": 1}])

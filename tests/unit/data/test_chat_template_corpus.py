@@ -1,0 +1,264 @@
+"""Chat templates of the kinds that users bring, each on conversations of every shape: as transformers renders them.
+
+Where transformers refuses, so do we, and always by ChatTemplateError. A prompt that lost a message is refused, and a value
+that is no template is never taken for one.
+"""
+
+import json
+
+import pytest
+
+from nemo_rl_cpp.data import chat_template
+from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, render_chat_template
+from nemo_rl_cpp.data.chat_templates import COMMON_CHAT_TEMPLATES
+from nemo_rl_cpp.data.prompt_rendering import render_prompt
+from nemo_rl_cpp.data.template_choice import choose_template
+
+KEY = "policy.tokenizer.chat_template"
+
+
+def turns(before="<|{role}|>\n", after="</s>\n", content="message['content']", start="<|assistant|>\n", first=""):
+    """A template that writes every message between two marks."""
+    begin, end = before.split("{role}") if "{role}" in before else (before, None)
+    opening = f"{{{{ '{begin}' }}}}" if end is None else f"{{{{ '{begin}' + message['role'] + '{end}' }}}}"
+    opening, after, start = (text.replace("\n", "\\n") for text in (opening, after, start))
+    return (
+        f"{first}{{% for message in messages %}}{opening}{{{{ {content} }}}}{{{{ '{after}' }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{start}' }}}}{{% endif %}}"
+    )
+
+
+TOOL_CALLS = (
+    "{%- if tools %}{{ '<tools>' + (tools | tojson) + '</tools>\n' }}{%- endif %}"
+    "{%- for m in messages %}{{ '[' + m.role + ']' }}{% if m.content is defined %}{{ m.content }}{% endif %}"
+    "{%- if m.tool_calls %}{% for call in m.tool_calls %}{{ '<call>' ~ call.function.name ~ (call.function.arguments | tojson) ~ '</call>' }}"
+    "{% endfor %}{% endif %}\n{% endfor %}"
+)
+TEMPLATES = {
+    "passthrough": PASSTHROUGH,
+    "role headers": COMMON_CHAT_TEMPLATES.simple_role_header,
+    "marks and line breaks": turns("<|start|>{role}\n", "<|end|>\n", start="<|start|>assistant\n"),
+    "header ids with bos": turns("<h>{role}</h>\n\n", "<eot>", "message['content'] | trim", "<h>assistant</h>\n\n", "{{ bos_token }}"),
+    "zephyr-like": turns("<|{role}|>\n", "{eos}").replace("'{eos}'", "eos_token"),
+    "attributes": turns(content="message.content"),
+    "trim": turns(content="message['content'].strip()"),
+    "upper": turns(content="message['content'] | upper"),
+    "html escape": turns(content="message['content'] | e"),
+    "replace": turns(content="message['content'].replace('a', 'b')"),
+    "tojson": turns(content="message['content'] | tojson"),
+    "format": turns(content="'%s' | format(message['content'])"),
+    "concatenates": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
+    "tilde": "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}",
+    "system first or default": (
+        "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% set rest = messages[1:] %}"
+        "{% else %}{{ 'You help.' }}{% set rest = messages %}{% endif %}{% for m in rest %}{{ '\n' + m.role + '>' + m.content }}{% endfor %}"
+    ),
+    "reassigned messages": (
+        "{% if messages[0].role == 'system' %}{% set lead = messages[0].content + '\n' %}{% set messages = messages[1:] %}"
+        "{% else %}{% set lead = '' %}{% endif %}{% for m in messages %}{{ (lead if loop.first else '') + m.content }}|{% endfor %}"
+    ),
+    "system inside the user's turn": (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set lead = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+        "{% else %}{% set lead = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ '<turn>' + m.role + '\n' + (lead if loop.first else '') + m.content | trim + '</turn>\n' }}{% endfor %}"
+    ),
+    "refuses system": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m.content }}{% endfor %}",
+    "skips system": "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "last message only": "Q: {{ messages[-1]['content'] }}\nA:",
+    "first message only": "Q: {{ messages[0].content }}\nA:",
+    "counts messages": "{{ messages | length }} messages",
+    "misspelt key": "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}. {{ m.content }}\n{% endfor %}{{ ns.n }}",
+    "macro": "{% macro turn(m) %}[{{ m.role }}] {{ m.content }}{% endmacro %}{% for m in messages %}{{ turn(m) }}\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.content }};{% endfor %}",
+    "stops at the tool": "{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}{{ m.content }};{% endfor %}",
+    "generation block": "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "reverse": "{% for m in messages | reverse %}{{ m.content }}\n{% endfor %}",
+    "joined": "{{ messages | map(attribute='content') | join('\n') }}",
+    "selected": "{% for m in messages | selectattr('role', 'equalto', 'user') %}{{ m.content }}{% endfor %}",
+    "loop variables": "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ m.content }}{{ '' if loop.last else ', ' }}{% endfor %}",
+    "whitespace control": "{%- for m in messages -%}\n  {{- m.role }}: {{ m.content -}}\n  {%- if not loop.last %}\n{% endif -%}\n{%- endfor -%}",
+    "string tests": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}\n{% endfor %}",
+    "first part": "{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}\n{% endfor %}",
+    "drops thoughts": "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}",
+    "reasoning": "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n{% endfor %}",
+    "thinking": "{% for m in messages %}{% if m.thinking is defined %}({{ m.thinking }}){% endif %}{{ m.content or '' }}\n{% endfor %}",
+    "tools": TOOL_CALLS,
+    "whole messages": "{{ messages | tojson(indent=1) }}",
+    "keys in order": "{% for m in messages %}{% for k, v in m.items() %}{{ k }}={{ v }};{% endfor %}\n{% endfor %}",
+    "documents": "{% for d in documents or [] %}<{{ d.title }}>{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "variables": "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}",
+    "month": "{{ strftime_now('%Y') | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "slices": "{% for m in messages[:1] + messages[1:] %}{{ m.content }}{% endfor %}{{ '-' * 3 }}{{ 2 ** 3 }}",
+    "undefined function": "{{ messages[0].content }}{{ nothing() }}",
+    "writes into messages": "{{ messages.append(1) }}{{ messages[0].content }}",
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "é": "<&>"}}}
+ASK = {"role": "user", "content": "What is <1 & 1>?"}
+CONVERSATIONS = {
+    "user": [ASK],
+    "system": [{"role": "system", "content": "Be brief."}, ASK],
+    "turns": [ASK, {"role": "assistant", "content": "Two."}, {"role": "user", "content": " And\n2 + 2? "}],
+    "null beside tool calls": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3", "name": None}],
+    "thoughts": [ASK, {"role": "assistant", "content": "ok", "reasoning": "hm"}, {"role": "user", "content": "go"}],
+    "ends with assistant": [ASK, {"role": "assistant", "content": "<think>a</think>b"}],
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object"}}}]
+
+
+def outcome(render):
+    try:
+        return render()
+    except Exception as error:  # noqa: BLE001 - transformers raises errors of many kinds
+        return error
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_as_transformers_or_refused_by_both(name, smollm2, hf_smollm2):
+    options = {"chat_template": TEMPLATES[name], "tokenize": False, "enable_thinking": False}
+    for shape, messages in CONVERSATIONS.items():
+        for more in ({"add_generation_prompt": True}, {"tools": TOOLS}, {"documents": [{"title": "t", "text": "x"}]}):
+            theirs = outcome(lambda: hf_smollm2.apply_chat_template(messages, **options, **more))
+            ours = outcome(lambda: smollm2.apply_chat_template(messages, **options, **more))
+            if isinstance(theirs, Exception):
+                assert type(ours) is ChatTemplateError, (shape, more, theirs, ours)
+            else:
+                assert ours == theirs, (shape, more)
+
+
+LOSE = {  # template -> shapes of which it loses a message that it was given
+    "skips system": {"system"},
+    "last message only": {"system", "turns", "null beside tool calls", "thoughts", "ends with assistant"},
+    "first message only": {"system", "turns", "null beside tool calls", "thoughts", "ends with assistant"},
+    "counts messages": set(CONVERSATIONS),
+    "misspelt key": set(CONVERSATIONS),
+    "selected": {"system", "turns", "null beside tool calls", "thoughts", "ends with assistant"},
+    "loop controls": {"null beside tool calls"},
+    "stops at the tool": {"null beside tool calls"},
+    "first part": set(CONVERSATIONS),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_that_lost_a_message_is_refused(name, smollm2):
+    smollm2.chat_template, own = TEMPLATES[name], smollm2.chat_template
+    try:
+        for shape, messages in CONVERSATIONS.items():
+            plain = outcome(lambda: smollm2.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            checked = outcome(lambda: render_prompt(smollm2, messages))
+            if isinstance(plain, Exception):
+                assert type(checked) is ChatTemplateError and str(checked) == str(plain)
+            elif shape in LOSE.get(name, ()):
+                assert type(checked) is ChatTemplateError and "leaves out message" in str(checked), (shape, checked)
+            else:
+                assert checked == plain, shape
+    finally:
+        smollm2.chat_template = own
+
+
+def test_the_corpus_is_as_large_as_it_should_be():
+    assert len(TEMPLATES) >= 40 and len(set(TEMPLATES.values())) == len(TEMPLATES)
+
+
+@pytest.mark.parametrize("value", ["my.j2", "my.jinja", "my.jinja2", "my.txt", "./my.txt", "no_ending"])
+def test_a_path_is_read(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / value).write_text(TEMPLATES["tilde"], encoding="utf-8-sig")
+    assert choose_template(value, None, KEY) == TEMPLATES["tilde"]
+    (tmp_path / value).write_text("Question: {question}")
+    with pytest.raises(ChatTemplateError, match="never uses `messages`"):
+        choose_template(value, None, KEY)
+
+
+def test_a_json_file_holds_the_template_in_an_entry(tmp_path):
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": PASSTHROUGH}))
+    assert choose_template(str(file), None, KEY) == PASSTHROUGH
+    for text in ("[]", "{", '{"chat_template": 1}'):
+        file.write_text(text)
+        with pytest.raises(ChatTemplateError, match="chat_template.json"):
+            choose_template(str(file), None, KEY)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ChatTemplateError, match="not UTF-8"):
+        choose_template(str(file), None, KEY)
+
+
+@pytest.mark.parametrize("value", ["gone.j2", "gone.jinja", "folder/gone", "gone.txt"])
+def test_a_path_that_is_not_there_is_refused(value):
+    with pytest.raises(FileNotFoundError, match="policy.tokenizer.chat_template: the file '.*gone"):
+        choose_template(value, None, KEY)
+
+
+def test_names_are_looked_up_among_the_tokenizers_templates():
+    own = {"default": TEMPLATES["tilde"], "tool_use": TOOL_CALLS, "broken": "D"}
+    assert choose_template("tool_use", own, KEY) == TOOL_CALLS
+    assert choose_template("default", own, KEY) == own and choose_template(None, own, KEY) == PASSTHROUGH
+    with pytest.raises(ChatTemplateError, match="'broken' never uses"):
+        choose_template("broken", own, KEY)
+    with pytest.raises(ChatTemplateError, match="named templates are broken, default, tool_use"):
+        choose_template("chatml", own, KEY)
+
+
+@pytest.mark.parametrize("value", ["chatml", "tool_use", "", " ", "Question: {question}", "{}", "messages", "User: x\nAssistant:"])
+def test_what_is_no_template_is_never_taken_for_one(value):
+    with pytest.raises(ChatTemplateError, match="policy.tokenizer.chat_template is .*neither a template"):
+        choose_template(value, None, KEY)
+
+
+@pytest.mark.parametrize("value", ["{{ bos_token }}", "{{ message }}", "{% set messages = [] %}{{ x }}", "{# messages #}{{ 1 }}", "{{ prompt }}"])
+def test_a_template_without_messages_is_refused(value):
+    with pytest.raises(ChatTemplateError, match="never uses `messages`, so every prompt would lose its question"):
+        choose_template(value, None, KEY)
+    with pytest.raises(ChatTemplateError, match="must be a text"):
+        choose_template(["x"], None, KEY)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% for i in range(9) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}{% set ns.x = ns.x + [i] %}{{ ns.x | sum }}{% endfor %}",
+    ],
+)
+def test_a_template_without_end_is_stopped(template, monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    with pytest.raises(ChatTemplateError, match="longer than 0.2 s|RecursionError"):
+        render_chat_template(template, [ASK])
+    assert render_chat_template(PASSTHROUGH, [ASK]) == ASK["content"], "the next one has its full time"
+
+
+@pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 12 }}", "{{ [0] * 10 ** 11 }}", "{{ 10 ** 11 * 'x' }}", "{{ 2 ** messages[0].n }}"])
+def test_a_single_operation_without_end_is_refused(template):
+    with pytest.raises(ChatTemplateError, match="would make a value"):
+        render_chat_template(template, [{**ASK, "n": 10**9}])
+    assert render_chat_template("{{ 2 ** 10 }}{{ 2 * 'ab' }}{{ 1.5 * 2 }}{{ 2 ** -1 }}", [ASK]) == "1024abab3.00.5"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ {}[1].x }}", "{{ strftime_now(1) }}", "{{ (1).x.y }}"])
+def test_errors_inside_are_always_chat_template_errors(template):
+    with pytest.raises(ChatTemplateError, match="chat template failed on these messages"):
+        render_chat_template(template, [ASK, ASK])
+
+
+@pytest.mark.parametrize("messages", ["text", None, 5, {"role": "user", "content": "x"}, ["text"], [None]])
+def test_what_is_no_conversation_is_refused_in_words(messages):
+    with pytest.raises(ChatTemplateError, match="conversation is a list|message is a mapping"):
+        render_chat_template(PASSTHROUGH, messages)
+
+
+def test_going_on_with_a_message_needs_its_content():
+    call = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    for messages in (call, [], [{"role": "assistant", "content": [{"type": "image"}]}]):
+        with pytest.raises(ChatTemplateError, match="no content to go on with"):
+            render_chat_template("{{ messages | length }}", messages, continue_final_message=True)
+
+
+def test_objects_reach_a_template_as_plain_values():
+    class Secret:
+        def content(self):
+            return "called"
+
+    text = render_chat_template("{{ messages[0].content }}|{{ messages[0].x.content }}|{{ x }}", [{"content": "a", "x": Secret()}], variables={"x": Secret()})
+    assert text == "a||<Secret>"

@@ -1,0 +1,193 @@
+"""Data files of the kinds that users bring: each row's question and truth as expected, or a refusal with file and row.
+
+Expected values are written by hand. The tokenizer's template writes `[role]content` for every message and `[assistant]`.
+"""
+
+import gzip
+import io
+import json
+
+import pytest
+from tests.fakes import ByteTokenizer
+
+from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
+
+
+def jsonl(*rows, ascii_only=False):
+    return "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows).encode()
+
+
+def parquet(*rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), sink)
+    return sink.getvalue()
+
+
+def arrow(*rows):
+    import pyarrow
+
+    sink, table = io.BytesIO(), pyarrow.Table.from_pylist(list(rows))
+    with pyarrow.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    return sink.getvalue()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+QA = [{"input": "1+1?", "output": "2"}, {"input": "2+2?", "output": "4"}]
+BOTH = [("[user]1+1?[assistant]", "2"), ("[user]2+2?[assistant]", "4")]
+ONE = BOTH[:1]
+TRL = {"input_key": "prompt", "output_key": "answer"}
+VERL = {"input_key": "prompt", "output_key": "reward_model.ground_truth"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+# name, content (or files of a folder), keys of the section, (prompt, truth) of each row
+READ = [
+    ("lines.jsonl", jsonl(*QA), {}, BOTH),
+    ("bom.jsonl", b"\xef\xbb\xbf" + jsonl(*QA), {}, BOTH),
+    ("crlf.jsonl", jsonl(*QA).replace(b"\n", b"\r\n"), {}, BOTH),
+    ("no_last_newline.jsonl", jsonl(*QA).rstrip(), {}, BOTH),
+    ("blank_lines.jsonl", b"\n" + jsonl(QA[0]) + b"\n  \n" + jsonl(QA[1]), {}, BOTH),
+    ("separators.jsonl", jsonl({"input": "a\u2028b\x85c", "output": "d"}), {}, [("[user]a\u2028b\x85c[assistant]", "d")]),
+    ("escapes.jsonl", jsonl({"input": "é 日 🙂", "output": "ß"}, ascii_only=True), {}, [("[user]é 日 🙂[assistant]", "ß")]),
+    ("list.jsonl", json.dumps(QA, indent=1).encode(), {}, BOTH),
+    ("list.json", json.dumps(QA).encode(), {}, BOTH),
+    ("columns.json", json.dumps({"input": ["1+1?", "2+2?"], "output": ["2", "4"]}).encode(), {}, BOTH),
+    ("one_object.json", json.dumps(QA[0], indent=2).encode(), {}, ONE),
+    ("UPPER.JSONL", jsonl(*QA), {}, BOTH),
+    ("extra_columns.jsonl", jsonl({**QA[0], "id": 7, "meta": {"a": [1]}}), {}, ONE),
+    ("other_names.jsonl", jsonl({"q": "1+1?", "a": "2"}), {"input_key": "q", "output_key": "a"}, ONE),
+    ("dots_in_names.jsonl", jsonl({"q.text": "1+1?", "a": "2"}), {"input_key": "q.text", "output_key": "a"}, ONE),
+    ("numbers.jsonl", jsonl({"input": 12, "output": 34}, {"input": 1.5, "output": -2.5}), {}, [("[user]12[assistant]", "34"), ("[user]1.5[assistant]", "-2.5")]),
+    ("one_row_of_lists.jsonl", jsonl({"input": [user("1+1?")], "output": ["assert f(1) == 2"]}), {}, [("[user]1+1?[assistant]", ["assert f(1) == 2"])]),
+    ("braces.jsonl", jsonl({"input": "{} {x} {{}} \\boxed{}", "output": "{}"}), {}, [("[user]{} {x} {{}} \\boxed{}[assistant]", "{}")]),
+    ("jinja.jsonl", jsonl({"input": "{{ messages }} {% x %}", "output": "1"}), {}, [("[user]{{ messages }} {% x %}[assistant]", "1")]),
+    ("spaces.jsonl", jsonl({"input": "  1+1?\n", "output": " 2 "}), {}, [("[user]  1+1?\n[assistant]", " 2 ")]),
+    ("null_truth.jsonl", jsonl({"input": "1+1?", "output": None}), {}, [("[user]1+1?[assistant]", None)]),
+    ("table.csv", b"input,output\n1+1?,2\n2+2?,4\n", {}, BOTH),
+    ("quoted.csv", b'input,output\n"a, ""b""\nc",2\n', {}, [('[user]a, "b"\nc[assistant]', "2")]),
+    ("bom_crlf.csv", b"\xef\xbb\xbfinput,output\r\n1+1?,2\r\n", {}, ONE),
+    ("separator.csv", "input,output\n\"a\u2028b\",2\n".encode(), {}, [("[user]a\u2028b[assistant]", "2")]),
+    ("table.parquet", parquet(*QA), {}, BOTH),
+    ("verl.parquet", parquet({"prompt": [user("1+1?")], "reward_model": {"style": "rule", "ground_truth": "2"}}), VERL, ONE),
+    ("conversations.parquet", parquet({"messages": [system("S"), user("1+1?"), assistant("2")]}), {}, [("[system]S[user]1+1?[assistant]", "2")]),
+    ("stream.arrow", arrow(*QA), {}, BOTH),
+    ("messages.jsonl", jsonl({"messages": [user("1+1?"), assistant("2")]}), {}, ONE),
+    ("messages.json", json.dumps({"messages": [user("1+1?"), assistant("2")]}).encode(), {}, ONE),
+    ("system.jsonl", jsonl({"messages": [system("Be short."), user("1+1?"), assistant("2")]}), {}, [("[system]Be short.[user]1+1?[assistant]", "2")]),
+    ("developer.jsonl", jsonl({"messages": [{"role": "developer", "content": "D"}, user("1+1?"), assistant("2")]}), {}, [("[developer]D[user]1+1?[assistant]", "2")]),
+    ("turns.jsonl", jsonl({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}), {}, [("[user]a[assistant]b[user]c[assistant]", "d")]),
+    ("parts.jsonl", jsonl({"messages": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}, assistant([{"type": "text", "text": "2"}])]}), {}, ONE),
+    ("answer_column.jsonl", jsonl({"messages": [user("1+1?")], "answer": "2"}), {"output_key": "answer"}, ONE),
+    ("solution_and_answer.jsonl", jsonl({"messages": [user("1+1?"), assistant("It is 2.")], "answer": "2"}), {"output_key": "answer"}, ONE),
+    ("input_beside_messages.jsonl", jsonl({"messages": [user("1+1?"), assistant("2")], "input": "no", "output": "no"}), {"output_key": "output"}, [("[user]1+1?[assistant]", "2")]),
+    ("trl.jsonl", jsonl({"prompt": [user("1+1?")], "answer": "2"}), TRL, ONE),
+    ("trl_text.jsonl", jsonl({"prompt": "1+1?", "answer": 2}), TRL, ONE),
+    ("trl_completion.jsonl", jsonl({"prompt": [system("S"), user("1+1?")], "completion": [assistant("2")]}), {"input_key": "prompt", "output_key": "completion"}, [("[system]S[user]1+1?[assistant]", "2")]),
+    ("verl.jsonl", jsonl({"data_source": "x", "prompt": [user("1+1?")], "reward_model": {"ground_truth": "2"}}), VERL, ONE),
+    ("deep.jsonl", jsonl({"a": {"b": {"c": "1+1?"}}, "d": {"e": 2}}), {"input_key": "a.b.c", "output_key": "d.e"}, ONE),
+    ("sharegpt.jsonl", jsonl({"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}), {}, ONE),
+    ("sharegpt_system.jsonl", jsonl({"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}), {}, [("[system]S[user]1+1?[assistant]", "2")]),
+    ("conversations_of_roles.jsonl", jsonl({"conversations": [user("1+1?"), assistant("2")]}), {}, ONE),
+    ("tool_result.jsonl", jsonl({"messages": [user("q"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, assistant("4")]}), {}, [("[user]q[assistant][tool]3[assistant]", "4")]),
+    ("shards", {"part-0.parquet": parquet(QA[0]), "part-1.parquet": parquet(QA[1])}, {}, BOTH),
+    ("hub_folder", {"data/train-00000-of-00002.parquet": parquet(QA[0]), "data/train-00001-of-00002.parquet": parquet(QA[1]),
+                    "data/test-00000-of-00001.parquet": parquet({"input": "no", "output": "no"}), "README.md": b"#"}, {}, BOTH),
+    ("split_of_a_folder", {"train.jsonl": jsonl({"input": "no", "output": "no"}), "test.jsonl": jsonl(*QA)}, {"split": "test"}, BOTH),
+    ("folder_with_notes", {"a.jsonl": jsonl(*QA), "notes.txt": b"x", "dataset_infos.json": b"{}"}, {}, BOTH),
+]  # fmt: skip
+
+# name, content, keys of the section, what the refusal says beside the file's name
+REFUSED = [
+    ("broken.jsonl", jsonl(QA[0]) + b'{"input": \n', {}, [":2"]),
+    ("cut_off.json", json.dumps(QA)[:-5].encode(), {}, [":1"]),
+    ("not_rows.jsonl", b'{"input": "a", "output": "b"}\n[1]\n', {}, ["row 2", "expected a JSON object"]),
+    ("python_repr.jsonl", b"{'input': 'a', 'output': 'b'}\n", {}, [":1", "not a JSON object"]),
+    ("deep_nesting.json", b"[" * 100_000, {}, ["nested too deeply"]),
+    ("unequal_columns.json", b'{"input": ["a", "b"], "output": ["c"]}', {}, ["columns differ in length"]),
+    ("utf16.jsonl", jsonl(*QA).decode().encode("utf-16"), {}, ["UTF-16", "save it as UTF-8"]),
+    ("latin1.csv", "input,output\ncafé,1\n".encode("latin-1"), {}, ["byte 16", "Latin-1"]),
+    ("missing_question.jsonl", jsonl(QA[0], {"output": "4"}), {}, ["row 2", "'input' is missing", "['output']"]),
+    ("missing_answer.jsonl", jsonl(QA[0], {"input": "2+2?"}), {}, ["row 2", "'output' is missing"]),
+    ("missing_nested.jsonl", jsonl({"prompt": "q", "reward_model": {"style": "rule"}}), VERL, ["row 1", "'reward_model.ground_truth' is missing", "['style']"]),
+    ("other_columns.jsonl", jsonl({"question": "q", "answer": "a"}), {}, ["input_key is 'input'", "perhaps input_key: question and output_key: answer"]),
+    ("verl_columns.jsonl", jsonl({"prompt": [user("q")], "reward_model": {"ground_truth": "2"}}), {}, ["output_key: reward_model.ground_truth"]),
+    ("null_question.jsonl", jsonl(QA[0], {"input": None, "output": "4"}), {}, ["row 2", "'input'", "not null"]),
+    ("empty_question.jsonl", jsonl(QA[0], {"input": " ", "output": "4"}), {}, ["row 2", "'input' is an empty text"]),
+    ("boolean_question.jsonl", jsonl({"input": True, "output": "4"}), {}, ["row 1", "not a truth value"]),
+    ("mapping_question.jsonl", jsonl({"input": {"text": "q"}, "output": "4"}), {}, ["row 1", "a mapping with the keys ['text']"]),
+    ("list_of_texts.jsonl", jsonl({"input": ["a", "b"], "output": "4"}), {}, ["row 1", "input[0] must be a message"]),
+    ("empty_cell.csv", b"input,output\n1+1?,2\n,4\n", {}, ["row 2", "'input' is an empty text"]),
+    ("ragged.csv", b"input,output\n1+1?,2\n2+2?\n", {}, ["row 3", "another number of fields"]),
+    ("column_twice.csv", b"input,output,output\n1,2,3\n", {}, ["'output' twice"]),
+    ("semicolons.csv", b"input;output\n1+1?;2\n", {}, ["columns ['input;output']"]),
+    ("damaged.parquet", parquet(*QA)[:-20], {}, ["not a readable .parquet file"]),
+    ("pointer.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", {}, ["not a readable .parquet file"]),
+    ("damaged.arrow", b"nothing", {}, ["not a readable .arrow file"]),
+    ("empty.jsonl", b"", {}, ["holds no rows"]),
+    ("header_only.csv", b"input,output\n", {}, ["holds no rows"]),
+    ("packed.jsonl.gz", gzip.compress(jsonl(*QA)), {}, ["must be a file ending in"]),
+    ("sheet.xlsx", b"PK", {}, ["must be a file ending in"]),
+    ("unknown_role.jsonl", jsonl({"messages": [{"role": "human", "content": "q"}, assistant("a")]}), {}, ["row 1", "messages[0].role is 'human'", "known are system"]),
+    ("capital_role.jsonl", jsonl({"messages": [{"role": "User", "content": "q"}, assistant("a")]}), {}, ["row 1", "role is 'User'"]),
+    ("unknown_from.jsonl", jsonl({"conversations": [{"from": "bing", "value": "q"}, {"from": "gpt", "value": "a"}]}), {}, ["row 1", "conversations[0].from is 'bing'"]),
+    ("no_role.jsonl", jsonl({"messages": [{"content": "q"}, assistant("a")]}), {}, ["row 1", "messages[0] has no 'role'"]),
+    ("no_content.jsonl", jsonl({"messages": [{"role": "user"}, assistant("a")]}), {}, ["row 1", "messages[0].content must be a text"]),
+    ("null_content.jsonl", jsonl({"messages": [user(None), assistant("a")]}), {}, ["row 1", "messages[0].content", "not null"]),
+    ("image.jsonl", jsonl({"messages": [user([{"type": "image", "url": "x"}]), assistant("a")]}), {}, ["row 1", "type 'image'", "only text"]),
+    ("messages_of_texts.jsonl", jsonl({"messages": ["q", "a"]}), {}, ["row 1", "messages[0] must be a message"]),
+    ("messages_as_text.jsonl", jsonl({"messages": json.dumps([user("q"), assistant("a")])}), {}, ["row 1", "'messages' is a text"]),
+    ("prompt_as_text.jsonl", jsonl({"prompt": str([user("q")]), "answer": "a"}), TRL, ["row 1", "'prompt' is a text, expected a list"]),
+    ("empty_messages.jsonl", jsonl({"messages": []}), {}, ["row 1", "empty list"]),
+    ("null_messages.jsonl", jsonl({"messages": [user("q"), assistant("a")]}, {"messages": None}), {}, ["row 2", "not null"]),
+    ("only_question.jsonl", jsonl({"messages": [user("q")]}), {}, ["row 1", "ends with user and holds no answer", "output_key"]),
+    ("only_system.jsonl", jsonl({"messages": [system("S"), assistant("a")]}), {}, ["row 1", "no message of the user"]),
+    ("two_answers.jsonl", jsonl({"messages": [user("q"), assistant("a"), assistant("b")]}), {}, ["row 1", "must end with the user's question"]),
+    ("mixed_folder", {"a.jsonl": jsonl(*QA), "b.csv": b"input,output\n1,2\n"}, {}, [".csv, .jsonl"]),
+    ("folder_without_data", {"model.bin": b"x"}, {}, ["no file ending in"]),
+    ("folder_without_split", {"test-0.parquet": parquet(*QA)}, {}, ["splits ['test']", "split is 'train'"]),
+    ("folder_with_stray", {"train.jsonl": jsonl(*QA), "more.jsonl": jsonl(*QA)}, {}, ["'more.jsonl', which belongs to none"]),
+]  # fmt: skip
+
+
+def section(tmp_path, name, content, keys):
+    path = tmp_path / name
+    for file, data in content.items() if isinstance(content, dict) else [("", content)]:
+        target = path / file if file else path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    return {"dataset_name": "ResponseDataset", "data_path": str(path), **keys}
+
+
+@pytest.mark.parametrize("name, content, keys, expected", READ, ids=[case[0] for case in READ])
+def test_question_and_truth_of_each_row(tmp_path, name, content, keys, expected):
+    raw = load_response_dataset(section(tmp_path, name, content, keys))
+    data = [raw.processor(raw.dataset[i], raw.task_spec, ByteTokenizer(), None, i) for i in range(len(raw.dataset))]
+    assert [("".join(m["content"] for m in d["message_log"]), d["extra_env_info"]["ground_truth"]) for d in data] == expected
+    assert all(m["token_ids"].tolist() == list(m["content"].encode()) for d in data for m in d["message_log"])
+
+
+@pytest.mark.parametrize("name, content, keys, words", REFUSED, ids=[case[0] for case in REFUSED])
+def test_refusals_name_file_row_and_key(tmp_path, name, content, keys, words):
+    with pytest.raises(ValueError) as refused:
+        load_response_dataset(section(tmp_path, name, content, keys))
+    assert type(refused.value) is ValueError and "\n" not in str(refused.value)
+    for word in (name, *words):
+        assert word in str(refused.value), refused.value
+
+
+def test_the_corpus_is_as_large_as_it_should_be():
+    assert len(READ) + len(REFUSED) >= 60 and len({case[0] for case in READ + REFUSED}) == len(READ) + len(REFUSED)

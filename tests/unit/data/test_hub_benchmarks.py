@@ -1,0 +1,69 @@
+"""NeMo RL's benchmark data sets, the download replaced; data set names; what `data.default` hands on."""
+
+import pytest
+
+from nemo_rl_cpp.config.data import defaults_for, is_class_name
+from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset
+from nemo_rl_cpp.data.datasets.response_datasets import dataset_class, hub_math
+from nemo_rl_cpp.data.datasets.response_datasets.hub_math import last_boxed
+from nemo_rl_cpp.data.utils import get_train_dataset_name
+
+GPQA = {"Question": "Q", "Correct Answer": "yes", **{f"Incorrect Answer {i}": f"no{i}" for i in (1, 2, 3)}}
+TABLES = {
+    "EleutherAI/hendrycks_math": {"problem": "Q", "solution": r"so \boxed{1}, no: \boxed{\frac{1}{2}}."},
+    "MathArena/aime_2026": {"problem": "Q", "answer": 34},
+    "cais/mmlu": {"question": "Q", "choices": ["a", "b", "c", "d"], "answer": 2},
+    "TIGER-Lab/MMLU-Pro": {"question": "Q", "options": list("abcdef"), "answer_index": 5},
+    "Idavidrein/gpqa": GPQA,
+    "openai/gsm8k": {"question": "Q", "answer": "#### 3"},
+}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    calls = []
+
+    def fake(name, subset, split):
+        calls.append((name, subset, split))
+        return ListDataset([TABLES[name]])
+
+    monkeypatch.setattr(hub_math, "load_hub_dataset", fake)
+    return calls
+
+
+def first(name):
+    return load_eval_dataset({"dataset_name": name}).dataset[0]
+
+
+def test_answers_of_the_math_sets(asked):
+    assert first("math")["messages"][1]["content"] == r"\frac{1}{2}"
+    assert len(asked) == 7 and {split for _, _, split in asked} == {"test"}
+    assert first("AIME2026")["messages"][1]["content"] == "34"
+    assert first("gsm8k")["messages"][1]["content"] == "3"
+
+
+@pytest.mark.parametrize(("name", "right", "shown"), [("mmlu", "C", 4), ("mmlu_pro", "F", 6), ("gpqa", None, 4), ("gpqa_diamond", None, 4)])
+def test_multiple_choice_sets_show_their_options(asked, name, right, shown):
+    row = first(name)
+    user, assistant = (message["content"] for message in row["messages"])
+    options = {letter: text for letter, text in row["options"].items() if text is not None}
+    assert user == "Q\n" + "\n".join(f"{letter}) {text}" for letter, text in options.items()) and len(options) == shown
+    assert assistant == row["answer"] == (right or next(letter for letter, text in options.items() if text == "yes"))
+    assert first(name) == row
+
+
+def test_the_last_box_with_its_braces():
+    assert last_boxed("no box") == "no box" and last_boxed(r"\boxed{a{b}c} x") == "a{b}c" and last_boxed(r"\boxed{open") == r"\boxed{open"
+
+
+def test_a_name_with_a_dot_need_not_be_a_class():
+    assert is_class_name("my_package.sets.Mine") and not is_class_name("NuminaMath-1.5") and not is_class_name("math")
+    with pytest.raises(ValueError, match="NuminaMath-1.5"):
+        dataset_class("NuminaMath-1.5")
+
+
+def test_defaults_reach_the_data_sets_that_take_them():
+    default = {"dataset_name": "ResponseDataset", "input_key": "problem", "prompt_file": "p.txt"}
+    assert defaults_for({"data_path": "x"}, default) == default
+    assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == {"dataset_name": "ResponseDataset", "prompt_file": "p.txt"}
+    assert get_train_dataset_name({"train": {}, "default": default}) == "ResponseDataset"

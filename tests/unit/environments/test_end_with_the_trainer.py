@@ -1,0 +1,54 @@
+"""A trainer that is killed tells nobody; its verifiers and the programs in their sandboxes end all the same, at once."""
+
+import os
+import subprocess
+import sys
+import time
+
+from processes import descendants, processes_inside, wait_until_gone
+
+DEAF = "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nif os.fork() == 0: os.setsid()\nwhile True: pass"
+TRAINER = f"""
+import threading
+from hostile_verifier import HostileVerifier
+from nemo_rl_cpp.environments.code_environment import CodeEnvironment
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
+
+def code():
+    env = CodeEnvironment({{"num_workers": 2, "time_limit_s": 60.0, "total_time_limit_s": 60.0}})
+    programs = [[{{"role": "assistant", "content": text}}] for text in (import_and_sleep, deaf)]
+    env.step(programs, [{{"ground_truth": {{"inputs": [""], "outputs": [""]}}}}] * 2)
+
+def verifiers():
+    VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=60.0)).verify(["bigint", "sleep"], ["ok", "ok"])
+
+import_and_sleep, deaf = "import time; time.sleep(60)", {DEAF!r}
+threading.Thread(target=code).start()
+threading.Thread(target=verifiers).start()
+"""
+
+
+def judges(pid: str) -> bool:
+    """Whether a verifier has been given its task: it listens to the end of its input then, by a signal."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/status") as status:
+            ignored = next(int(line.split()[1], 16) for line in status if line.startswith("SigIgn"))
+            return b"HostileVerifier" in command.read() and not ignored >> 28 & 1  # SIGIO is 29
+    except (OSError, StopIteration):
+        return False
+
+
+def test_nothing_outlives_a_killed_trainer():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=env)
+    try:
+        while True:
+            assert trainer.poll() is None
+            started = descendants(trainer.pid)
+            if len(started & processes_inside()) == 3 and sum(map(judges, started)) == 2:
+                break
+            time.sleep(0.05)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert wait_until_gone(started, 5.0) == []

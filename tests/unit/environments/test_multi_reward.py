@@ -1,0 +1,55 @@
+"""Environments that give their reward in parts."""
+
+import pytest
+import torch
+
+from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+
+RESPONSES = {
+    "<think>2 and 2</think>\n<answer>4</answer>": (1, 1, 1),
+    "<think>a\nb</think>\n<answer> 4 </answer>": (1, 1, 1),
+    "<think>2 and 2</think>\n<answer>5</answer>": (0, 1, 1),
+    "<think>2 and 2</think>\n<answer>four</answer>": (0, 0, 1),
+    "<think>2 and 2</think> <answer>4</answer>": (1, 1, 0),  # no line feed
+    "<answer>3</answer><answer>4</answer>": (1, 1, 0),
+    "4": (1, 1, 0),
+    "The answer is 4": (0, 0, 0),
+    "<think>x</think>\n<answer>4</answer> and more": (1, 1, 0),
+    "": (0, 0, 0),
+}
+
+
+def logs(responses):
+    return [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": response}] for response in responses]
+
+
+def test_three_parts():
+    environment = MathMultiRewardEnvironment({"num_workers": 8})
+    result = environment.step(logs(RESPONSES), [{"ground_truth": "4"}] * len(RESPONSES), return_extracted_answer=True)
+    parts = torch.stack([result.rewards[name] for name in ("reward/correctness", "reward/integer", "reward/format")], 1)
+    assert [tuple(row) for row in parts.tolist()] == list(RESPONSES.values())
+    assert result.observations[0]["content"] == "Environment: correct" and result.observations[2]["content"] == "Environment: incorrect"
+    assert result.terminateds.tolist() == [1] * len(RESPONSES) and result.answers[0] == "4"
+
+
+def test_extract_answer():
+    assert extract_answer("<answer>1</answer> then <answer> 2 </answer> x") == "2"
+
+
+def longer(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def even(completions, **columns):
+    return [None if not text else float(len(text) % 2 == 0) for text in completions]
+
+
+def test_reward_functions_as_parts():
+    environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
+    result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
+    assert {name: values.tolist() for name, values in result.rewards.items()} == {"longer": [1.0, 1.5, 0.0], "even": [2.0, 0.0, 0.0]}
+    summed = RewardFunctionEnvironment([longer, even], [0.5, 2.0]).step(logs(["ab", "abc", ""]), [{}, {}, {}])
+    assert summed.rewards.tolist() == [3.0, 1.5, 0.0]
+    with pytest.raises(ValueError, match="different names"):
+        RewardFunctionEnvironment([even, even], as_parts=True)

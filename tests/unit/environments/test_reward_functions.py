@@ -1,0 +1,154 @@
+"""Reward functions: their names, their kinds, and what they may return."""
+
+import asyncio
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+
+LOGS = [[{"role": "user", "content": f"{n}="}, {"role": "assistant", "content": str(n)}] for n in range(3)]
+INFO = [{"answer": str(n)} for n in range(3)]
+
+
+def rewards(functions, weights=None):
+    return RewardFunctionEnvironment(functions, weights).step(LOGS, INFO).rewards.tolist()
+
+
+class Fixed:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, completions):
+        return [self.value] * len(completions)
+
+
+def scaled(completions, factor):
+    return [factor * float(text) for text in completions]
+
+
+async def later(completions, answer):
+    await asyncio.sleep(0)
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+
+def test_each_function_has_a_metric_of_its_own():
+    def metrics(*functions):
+        environment = RewardFunctionEnvironment(functions)
+        environment.step(LOGS, INFO)
+        return environment.pop_metrics()
+
+    one = lambda completions: [1.0] * 3  # noqa: E731
+    two = lambda completions: [2.0] * 3  # noqa: E731
+    assert metrics(one, two) == {"rewards/<lambda>_1": 1.0, "rewards/<lambda>_2": 2.0}
+    assert metrics(partial(scaled, factor=1), partial(scaled, factor=3)) == {"rewards/scaled_1": 1.0, "rewards/scaled_2": 3.0}
+    assert metrics(Fixed(4.0), Fixed(5.0), later) == {"rewards/Fixed_1": 4.0, "rewards/Fixed_2": 5.0, "rewards/later": 1.0}
+
+    def scaled_1(completions):
+        return [7.0] * 3
+
+    assert metrics(scaled_1, partial(scaled, factor=1), partial(scaled, factor=2)) == {
+        "rewards/scaled_1": 7.0, "rewards/scaled_2": 1.0, "rewards/scaled_3": 2.0}  # fmt: skip
+
+
+def test_async_functions_are_awaited():
+    assert rewards(later) == [1.0, 1.0, 1.0]
+
+    class Judge:
+        async def __call__(self, completions):
+            return [0.5] * len(completions)
+
+    assert rewards([later, Judge(), partial(later)]) == [2.5] * 3
+
+    async def notebook():  # whose thread has a loop that runs
+        return rewards(later)
+
+    assert asyncio.run(notebook()) == [1.0, 1.0, 1.0]
+
+    async def fails(completions):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        rewards(fails)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 2, 3], (1.0, 2.0, 3.0), iter([1, 2, 3]), np.array([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0]), [np.float32(1), torch.tensor(2), 3], range(1, 4),
+     {1: "a", 2: "b", 3: "c"}.keys()],
+)  # fmt: skip
+def test_numbers_in_any_sequence(values):
+    assert rewards(lambda completions: values) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (0.5, "must return one number a completion, a list of 3, but returned 0.5"),
+        (3, "but returned int 3"),
+        (None, "must return one number a completion, a list of 3, but returned None"),
+        (True, "but returned bool True"),
+        ("111", "but returned str '111'"),
+        ({"a": 1}, "but returned a dict"),
+        ({1, 2, 3}, "but returned a set"),
+        (torch.tensor(0.5), "but returned a Tensor"),
+        (torch.zeros(3, 1), r"but returned a Tensor of shape \(3, 1\)"),
+        ([1, 2], "returned 2 rewards for 3 completions"),
+        (iter(range(10**9)), "returned 4 rewards for 3 completions"),
+        ([1, 2, math.nan], "returned nan for completion 2; it must be a finite number or None"),
+        ([1, math.inf, 2], "returned inf for completion 1"),
+        ([1, "2", 3], "returned str '2' for completion 1"),
+        ([1, [2], 3], "returned a list for completion 1"),
+        ([1, 10**400, 3], "for completion 1"),
+        ([1, 2j, 3], "returned a complex for completion 1"),
+    ],
+)
+def test_what_is_no_reward_is_refused(returned, message):
+    def mine(completions):
+        return returned
+
+    with pytest.raises(ValueError, match=f"reward function mine {message}" if message.startswith(("must", "returned")) else message) as caught:
+        rewards(mine)
+    assert "\n" not in str(caught.value)
+
+
+def test_completions_without_any_reward_are_said_once(capsys):
+    environment = RewardFunctionEnvironment(lambda completions: [None, 1.0, None])
+    assert environment.step(LOGS, INFO).rewards.tolist() == [0.0, 1.0, 0.0]
+    environment.step(LOGS, INFO)
+    assert capsys.readouterr().err.count("2 of 3 completions got None from every reward function; such ones count as 0") == 1
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "message"),
+    [
+        (3, None, "reward_funcs is 3; it must be a function, the dotted name of one, or a list"),
+        (b"a.b", None, "reward_funcs is b'a.b'"),
+        ({scaled}, None, "reward_funcs is {<function"),
+        ([], None, "0 reward functions and 0 weights"),
+        ([scaled, 3], None, "a reward function is 3; it must be a function or the dotted name of one"),
+        ("scaled", None, "must be a dotted name: module.function"),
+        ("no_such_module.f", None, "cannot be found: No module named 'no_such_module'"),
+        ("math.no_such_function", None, "cannot be found: module 'math' has no attribute 'no_such_function'"),
+        ("math.pi", None, "is a float, no function"),
+        (max, None, "reward function max"),
+        (len, None, "reward function len takes 'obj' by position only"),
+        (scaled, "1", "must be a list of numbers"),
+        (scaled, ["1"], "a weight of a reward function = '1': expected a number"),
+        (scaled, [True], "a weight of a reward function = True"),
+        (scaled, [math.nan], "a weight of a reward function = nan"),
+        (scaled, [1, 2], "1 reward functions and 2 weights"),
+        ({"functions": scaled, 1: 2}, None, "takes functions and weights"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused(functions, weights, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        RewardFunctionEnvironment(functions, weights)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_weight_is_a_list_of_one():
+    assert rewards(Fixed(2.0), 0.5) == [1.0] * 3 and rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3

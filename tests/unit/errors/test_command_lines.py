@@ -1,0 +1,214 @@
+"""The command lines as a user calls them: options, exit statuses, signals, and whose keys a sentence names."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp import __version__, cli, run_eval, run_grpo_math, run_ppo
+from nemo_rl_cpp.command_line import plain_warnings, unknown_option
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = [
+    "--config", "grpo_tiny.yaml", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
+    "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false", "logger.tensorboard_enabled=false",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("nemo_rl_cpp.errors._folder", None)
+
+
+def leaves_with(main, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--list"], "unknown option --list"),
+    (["-x"], "unknown option -x"),
+    (["--grpo.seed", "10"], "write grpo.seed=10"),
+    (["--grpo.seed=10"], "write grpo.seed=10"),
+    (["--grpo.seed", "a.b=1"], "write grpo.seed=VALUE"),
+    (["--policy.generation.temperature", "-1"], "write policy.generation.temperature=-1"),
+    (["grpo.seed=3", "--dryrun"], "unknown option --dryrun"),
+])  # fmt: skip
+def test_an_option_that_is_unknown_is_called_so(words, message, capsys):
+    assert message in unknown_option(words)
+    for main in (run_grpo_math.main, run_ppo.main, run_eval.main):
+        assert leaves_with(main, words) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1
+    assert cli.main(["check", "--config", "grpo_tiny.yaml", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_overrides_are_no_options():
+    assert unknown_option(["a.b=1", "+a.c=-2", "~a.d", "++x={y: --z}", "-"]) is None
+
+
+@pytest.mark.parametrize("main", [run_grpo_math.main, run_ppo.main, run_eval.main, cli.main])
+def test_version_and_help(main, capsys):
+    assert leaves_with(main, ["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"nemo_rl_cpp {__version__}"
+    assert leaves_with(main, ["--help"]) == 0
+    shown = capsys.readouterr().out
+    if main is not cli.main:
+        listed = shown.partition("shipped configurations:")[2].split()
+        assert "examples:" in shown and len(listed) >= 3
+        assert ("ppo_tiny.yaml" in listed) == (main is run_ppo.main) and ("grpo_tiny.yaml" in listed) == (main is run_grpo_math.main)
+
+
+def test_one_command_for_all(capsys):
+    """From a wheel there are no scripts: `nemo-rl-cpp train` and `eval` are the same runs."""
+    for words in (["train", "--config", "grpo_tiny.yaml"], ["train", "--config", "ppo_tiny.yaml"], ["eval", "--config", "evals/eval.yaml"]):
+        assert cli.main([*words, "--dry-run"]) == 0
+        assert "model_name: " in capsys.readouterr().out
+    assert cli.main(["configs"]) == 0 and "grpo_tiny.yaml\n" in capsys.readouterr().out
+    assert cli.main(["train", "--config", "nowhere.yaml"]) == 2 and "nowhere.yaml does not exist" in capsys.readouterr().err
+    assert cli.main(["report", "."]) == 2 and "holds no metrics.jsonl" in capsys.readouterr().err
+    assert cli.main([]) == 2
+    listed = capsys.readouterr().err
+    assert all(name in listed for name in ("train", "eval", "check", "generate", "report", "configs"))
+
+
+@pytest.mark.parametrize("main, config, words", [
+    (run_eval.main, "grpo_tiny.yaml", "grpo makes the file a configuration of a GRPO run, not of an evaluation: it is run by examples/run_grpo_math.py"),
+    (run_grpo_math.main, "evals/eval.yaml", "eval makes the file a configuration of an evaluation, not of a GRPO run: it is run by examples/run_eval.py"),
+    (run_grpo_math.main, "ppo_tiny.yaml", "ppo makes the file a configuration of a PPO run"),
+    (run_ppo.main, "grpo_tiny.yaml", "grpo makes the file a configuration of a GRPO run"),
+])  # fmt: skip
+def test_a_file_of_another_kind_is_said_to_be_one_and_nothing_else(main, config, words, capsys):
+    assert main(["--config", config]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 2 and words in shown
+
+
+def test_a_sentence_of_an_evaluation_names_its_own_keys(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", "empty")
+    assert run_eval.main(["generation.model_name=nobody/has-this"]) in (1, 2)
+    shown = capsys.readouterr().err
+    assert "generation.model_name" in shown and "policy.model_name" not in shown and "data.train." not in shown
+    assert "configs/evals/arithmetic_smollm2.yaml" in shown
+
+
+def test_generate_names_its_own_option(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", "empty")
+    assert cli.main(["generate", "--model", "./nowhere", "text"]) == 1
+    shown = capsys.readouterr().err
+    assert "--model is './nowhere'" in shown and "policy." not in shown and shown.count("\n") == 1
+    assert "(details: " in shown and "SourceError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
+
+
+def test_warnings_are_one_plain_line():
+    before = warnings.formatwarning
+    with plain_warnings():
+        assert warnings.formatwarning(UserWarning("two\nlines"), UserWarning, "observe.py", 65) == "warning: two lines\n"
+    assert warnings.formatwarning is before
+
+
+def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.config.memory.machine_memory", lambda: 23e9)
+    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run"]) == 0
+    shown, warned = capsys.readouterr()
+    assert shown.startswith("Peak memory by phase") and "fits into this machine's 23 GB" in shown and not warned
+    large = "hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 128256"
+    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{large}}}"]) == 0
+    shown, warned = capsys.readouterr()
+    assert "does not fit into this machine's 23 GB" in shown
+    assert warned.startswith("warning: the forecast of memory, 1") and "does not fit" in warned
+
+
+# ---- processes
+
+
+def started(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    )
+
+
+HANGING = """\
+import time
+def hangs(completions, **_):
+    print("hanging", flush=True)
+    while True:
+        try:
+            time.sleep(1000)
+        except BaseException:
+            pass
+"""
+
+
+def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
+    """The function's module lies beside the configuration, and another one in the working folder: both are found, though
+    `examples/run_grpo_math.py` puts neither folder on Python's path."""
+    Path("mine").mkdir()
+    Path("mine/beside_the_config.py").write_text(HANGING)
+    Path("in_the_folder.py").write_text("def left(completions, **_):\n    return [0.0 for _ in completions]\n")
+    Path("mine/run.yaml").write_text(
+        f"defaults: {ROOT / 'configs/grpo_tiny.yaml'}\ndata: {{default: {{env_name: reward_functions}}}}\n"
+        "env: {reward_functions: {functions: [in_the_folder.left, beside_the_config.hangs]}}\n"
+    )
+    run = started(str(ROOT / "examples/run_grpo_math.py"), "--config", "mine/run.yaml", *TINY[2:], "logger.log_dir=logs")
+    for line in run.stdout:
+        if "hanging" in line:
+            break
+    run.send_signal(signal.SIGINT)
+    first = [run.stderr.readline(), run.stderr.readline()]
+    assert "saves nothing" in first[1] and "with a checkpoint" not in first[1]
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 143 and "ended by SIGTERM: stopped at once" in err and "Traceback" not in err
+
+
+def test_ctrl_c_that_an_import_loses_ends_the_program_all_the_same():
+    code = (
+        "import signal\n"
+        "from nemo_rl_cpp.utils.interrupts import GracefulStop, program, raise_if_interrupted\n"
+        "def work():\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except BaseException:\n"
+        "        pass\n"  # as importing torch does
+        "    print('lost')\n"
+        "    raise_if_interrupted()\n"
+        "    return 0\n"
+        "raise SystemExit(program(work))\n"
+    )
+    run = started("-c", code)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (130, "lost\n") and "interrupted: stopped at once" in err
+    run = started("-c", code.replace("raise_if_interrupted()", "GracefulStop().__enter__()"))
+    run.communicate(timeout=60)
+    assert run.returncode == 130
+
+
+def test_ctrl_c_while_torch_loads(tmp_path):
+    """Before the first step nothing is worth a graceful end: the program ends at once, without a traceback."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch._tensor':\n"
+        "            sys.meta_path.remove(self)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "from nemo_rl_cpp.run_grpo_math import main\n"
+        f"sys.exit(main({[*TINY, 'grpo.max_num_steps=1000']!r}))\n"
+    )
+    run = started("-c", code)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode in (130, -signal.SIGINT) and "step 1" not in out  # both are 130 in a shell
+    assert err.strip() == "interrupted: stopped at once"

@@ -1,0 +1,154 @@
+"""From an exception to one sentence: whose mistake it is, what is said, and where the traceback goes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_cpp import errors
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.errors import UserCodeError, guarded, one_sentence, save_traceback, user_place
+from nemo_rl_cpp.utils.interrupts import Ended
+
+LOG = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]]
+HERE = Path(__file__).name
+
+
+def caught(call, *arguments):
+    with pytest.raises(BaseException) as info:
+        call(*arguments)
+    return info.value
+
+
+def scored(function, columns=({"truth": "2"},)):
+    return RewardFunctionEnvironment(function).step(LOG, [dict(row) for row in columns])
+
+
+def missing(completions, **columns):
+    return columns["answer"]
+
+
+def test_an_exception_of_the_users_keeps_its_type_and_says_where():
+    error = caught(scored, missing)
+    assert isinstance(error, KeyError) and isinstance(error, UserCodeError)
+    line = missing.__code__.co_firstlineno + 1
+    assert str(error).startswith("reward function missing failed with KeyError 'answer', in missing (") and f"{HERE}:{line})" in str(error)
+    assert str(error).endswith("; the samples have no column 'answer', they have completions, prompts, truth")
+    assert type(error.__cause__) is KeyError and one_sentence(error) == str(error)
+
+
+class OddError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+@pytest.mark.parametrize("raised, kind, text", [
+    (OSError(28, "No space left on device"), OSError, "OSError: [Errno 28] No space left on device"),
+    (OddError("a", "b"), OddError, "OddError: ('a', 'b')"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), UnicodeDecodeError, "UnicodeDecodeError: 'utf-8' codec"),
+    (ValueError(), ValueError, "failed with ValueError, in"),
+    (RuntimeError("one\n  two\n\nthree"), RuntimeError, "RuntimeError: one; two; three, in"),
+    (json.JSONDecodeError("bad", "x", 0), json.JSONDecodeError, "JSONDecodeError: bad"),
+])  # fmt: skip
+def test_any_exception_can_be_told(raised, kind, text):
+    def reward(completions):
+        raise raised
+
+    error = caught(scored, reward)
+    assert isinstance(error, kind) and text in str(error) and "\n" not in str(error)
+
+
+def test_leaving_the_program_is_an_error_that_ends_nothing():
+    def reward(completions):
+        raise SystemExit(0)
+
+    error = caught(scored, reward)
+    assert isinstance(error, RuntimeError) and not isinstance(error, SystemExit) and "called sys.exit" in str(error)
+
+
+def test_ctrl_c_in_a_users_function_stays_what_it_is():
+    def reward(completions):
+        raise KeyboardInterrupt
+
+    assert type(caught(scored, reward)) is KeyboardInterrupt
+
+
+def test_a_library_that_the_users_function_calls_is_not_the_place():
+    def reward(completions):
+        return torch.zeros(2) @ torch.zeros(3)
+
+    error = caught(scored, reward)
+    assert "reward (" in str(error) and HERE in str(error)
+
+
+def test_a_function_that_is_installed_as_a_package_is_the_place_too(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_rewards.py").write_text("def reward(completions, **columns):\n    return columns['answer']\n")
+    monkeypatch.syspath_prepend(folder)
+    error = caught(scored, "installed_rewards.reward")
+    assert isinstance(error, KeyError) and "installed_rewards.py:2); the samples have no column 'answer'" in str(error)
+
+
+def test_what_our_own_code_raises_is_told_as_it_is():
+    error = caught(scored, lambda completions: [1.0, 2.0])
+    assert user_place(error) is None and type(error) is ValueError
+    assert one_sentence(error) == "reward function <lambda> returned 2 rewards for 1 completions"
+
+
+def test_other_sentences(tmp_path):
+    from nemo_rl_cpp.utils.report.writer import write_report
+
+    assert one_sentence(caught(write_report, tmp_path)) == f"{tmp_path} holds no metrics.jsonl: give the log folder of a run, such as logs/exp_001"
+    assert "nowhere.txt': No such file or directory" in one_sentence(caught(open, tmp_path / "nowhere.txt"))
+    assert one_sentence(ModuleNotFoundError("No module named 'nobody.auto'", name="nobody.auto")) == "the package nobody is not installed: run `pip install nobody`"
+    assert one_sentence(MemoryError()).startswith("out of memory; `--dry-run` shows")
+    assert one_sentence(TypeError("x" * 5000)).endswith("...") and len(one_sentence(TypeError("x" * 5000))) < 700
+    noisy = RuntimeError("bad shape\nException raised from run at a.cpp:3 (most recent call first):\nframe #0: ...")
+    assert one_sentence(noisy) == "bad shape"
+
+
+def test_a_mistake_of_ours_names_our_function():
+    from nemo_rl_cpp.environments.utils import chunk_list_to_workers
+
+    sentence = one_sentence(caught(chunk_list_to_workers, 3, 2))
+    assert sentence.startswith("unexpected TypeError: ") and "in chunk_list_to_workers (nemo_rl_cpp/environments/utils.py:" in sentence
+
+
+def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(errors, "_folder", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    error = caught(scored, missing)
+    path = save_traceback(error)
+    assert path.parent == tmp_path and "KeyError: 'answer'" in path.read_text()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(errors, "_folder", tmp_path / "run")
+    assert save_traceback(error) == tmp_path / "run" / "error.txt"
+    monkeypatch.setattr(errors, "_folder", tmp_path / "gone")
+    assert save_traceback(error).parent == tmp_path
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    assert save_traceback(error) is None
+
+
+@pytest.mark.parametrize("raised, status, says", [
+    (SystemExit(0), 1, "error: "), (SystemExit(), 1, "error: "), (SystemExit("words"), 1, "error: "), (ValueError("no"), 1, "error: "),
+    (KeyboardInterrupt(), 130, "interrupted"), (Ended(15), 143, "ended by SIGTERM"), (BaseException("odd"), 1, "error: "),
+])  # fmt: skip
+def test_every_exit_status_is_true(raised, status, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(errors, "_folder", tmp_path)
+
+    def work():
+        raise raised
+
+    assert guarded(work) == status
+    shown = capsys.readouterr().err
+    assert shown.startswith(says) and shown.count("\n") == 1
+    assert guarded(lambda: None) == 0 and guarded(lambda: 2) == 2
+
+
+def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(errors, "_folder", tmp_path)
+    assert guarded(lambda: scored(missing), debug=True) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in shown and shown.splitlines()[-1].startswith("error: reward function missing")

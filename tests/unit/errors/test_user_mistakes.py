@@ -1,0 +1,234 @@
+"""Mistakes of a user outside the YAML: each ends in one sentence on stderr, which names what to mend, and no traceback."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp import cli, run_eval, run_grpo_math
+from nemo_rl_cpp.environments import loading
+
+# what a user writes: module -> text
+MODULES = {
+    "my_rewards": """
+        import os
+        LIMIT = 3
+        def right(completions, ground_truth):
+            return [float(truth in text) for text, truth in zip(completions, ground_truth)]
+        def named_column(completions, answer):
+            return [0.0 for _ in completions]
+        def any_column(completions, **columns):
+            return [float(a in text) for text, a in zip(completions, columns["answer"])]
+        def short(completions, **_):
+            return [1.0]
+        def no_number(completions, **_):
+            return [float("nan")] * len(completions)
+        def divides(completions, **_):
+            return [1 / len("") for _ in completions]
+        def leaves(completions, **_):
+            raise SystemExit(0)
+        def long_words(completions, **_):
+            raise RuntimeError("first line\\nsecond line")
+        def reads(completions, **_):
+            return open("truths.txt").read()
+        """,
+    "wants_package": "import a_package_that_nobody_has\n",
+    "not_python": "def right(completions:\n",
+    "leaves_at_once": "import sys\nsys.exit(0)\n",
+    "fails_at_once": "1 / 0\n",
+    "my_envs": """
+        from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
+        class NoBase:
+            def __init__(self, cfg): pass
+            def step(self, message_log_batch, metadata): return None
+        class NoStep(SingleTurnEnvironment):
+            def __init__(self, cfg): pass
+        class NoSettings(SingleTurnEnvironment):
+            def step(self, message_log_batch, metadata): return None
+        class Base(SingleTurnEnvironment):
+            def __init__(self, cfg): pass
+        class Takes(Base):
+            def step(self, message_log_batch): return None
+        class Constructor(Base):
+            def __init__(self, cfg): self.size = cfg["size"]
+            def step(self, message_log_batch, metadata): return None
+        class Nothing(Base):
+            def step(self, message_log_batch, metadata): return None
+        class One(Base):
+            def step(self, message_log_batch, metadata): return self._finish([1.0], metadata[:1])
+        class Raises(Base):
+            def step(self, message_log_batch, metadata): return message_log_batch[0][0]["text"]
+        class Leaves(Base):
+            def step(self, message_log_batch, metadata): exit(0)
+        """,
+    "my_data": """
+        from nemo_rl_cpp.data.datasets import RawDataset
+        class NoBase:
+            def __init__(self, **config): pass
+        class Fails(RawDataset):
+            def __init__(self, **config): raise KeyError("rows")
+        """,
+}
+
+
+def rewards(*names, **section):
+    given = ", ".join(f"{key}: {value}" for key, value in section.items())
+    return ["data.default.env_name=reward_functions", f"+env={{reward_functions: {{functions: [{', '.join(names)}]{', ' + given if given else ''}}}}}"]
+
+
+def environment(name):
+    return [f"data.default.env_name={name}", f"+env={{{name}: {{}}}}"]
+
+
+def rows(text, name="data.jsonl", **keys):
+    Path(name).write_text(text)
+    section = {"dataset_name": "ResponseDataset", "data_path": name, "input_key": "q", "output_key": "a"} | keys
+    return [f"data.train={{{', '.join(f'{key}: {value}' for key, value in section.items())}}}", "~data.train.num_digits", "data.validation=null"]
+
+
+def model(**changes):
+    folder = Path("model")
+    folder.mkdir()
+    sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 32} | sizes | changes))
+    return ["policy.model_name=model"]
+
+
+def no_gpu(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def no_kernels(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "nemo_rl_cpp._cuda", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=__import__("importlib.util").util.find_spec: None if name.endswith("._cuda") else find(name))
+
+
+def no_key(monkeypatch):
+    from types import SimpleNamespace
+
+    from nemo_rl_cpp.utils import logger
+
+    def init(**options):
+        raise RuntimeError("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
+
+    monkeypatch.setattr(logger, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=__import__("importlib.util").util.find_spec: object() if name == "wandb" else find(name))
+
+
+CASES = {
+    # reward functions
+    "misspelt reward": (lambda: rewards("my_rewards.rigth"), 2, ["my_rewards.rigth", "did you mean right?"]),
+    "misspelt module": (lambda: rewards("my_reward.right"), 2, ["no module my_reward ", "did you mean my_rewards?"]),
+    "module that is not there": (lambda: rewards("elsewhere.right"), 2, ["no module elsewhere", "elsewhere.py", "working folder"]),
+    "name without a module": (lambda: rewards("right"), 2, ["'right'", "my_module.my_name"]),
+    "module of the package is not there": (lambda: rewards("os.nothing.right"), 2, ["os has no nothing"]),
+    "import of a package": (lambda: rewards("wants_package.right"), 2, ["a_package_that_nobody_has", "wants_package.py:1", "pip install a_package_that_nobody_has"]),
+    "no Python": (lambda: rewards("not_python.right"), 2, ["not_python.py:1", "SyntaxError"]),
+    "import that leaves": (lambda: rewards("leaves_at_once.right"), 2, ["leaves_at_once.py:2", "sys.exit"]),
+    "import that fails": (lambda: rewards("fails_at_once.right"), 2, ["fails_at_once.py:1", "ZeroDivisionError"]),
+    "no function": (lambda: rewards("my_rewards.LIMIT"), 2, ["my_rewards.LIMIT", "cannot be called"]),
+    "weights": (lambda: rewards("my_rewards.right", weights="[1, 2]"), 2, ["1 names", "[1, 2]"]),
+    "key of the section": (lambda: rewards("my_rewards.right", wieghts="[1]"), 2, ["functions", "weights", "wieghts"]),
+    "no functions": (lambda: rewards(), 2, ["list of dotted names"]),
+    "column by name": (lambda: rewards("my_rewards.named_column"), 1, ["named_column", "asks for answer", "completions, ground_truth, prompts"]),
+    "column by key": (lambda: rewards("my_rewards.any_column"), 1, ["any_column", "my_rewards.py:8", "no column 'answer'", "completions, ground_truth, prompts"]),
+    "too few rewards": (lambda: rewards("my_rewards.short"), 1, ["short", "1 rewards for 32 completions"]),
+    "reward that is no number": (lambda: rewards("my_rewards.no_number"), 1, ["no_number", "nan"]),
+    "division": (lambda: rewards("my_rewards.divides"), 1, ["divides", "my_rewards.py:14", "ZeroDivisionError"]),
+    "leaves": (lambda: rewards("my_rewards.leaves"), 1, ["leaves", "my_rewards.py:16", "sys.exit"]),
+    "message of two lines": (lambda: rewards("my_rewards.long_words"), 1, ["first line; second line"]),
+    "file of the reward": (lambda: rewards("my_rewards.reads"), 1, ["truths.txt", "my_rewards.py:20"]),
+    # environments
+    "misspelt environment": (lambda: environment("my_envs.NoBas"), 2, ["my_envs.NoBas", "did you mean NoBase?"]),
+    "no base class": (lambda: environment("my_envs.NoBase"), 2, ["my_envs.NoBase", "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"]),
+    "no step": (lambda: environment("my_envs.NoStep"), 2, ["my_envs.NoStep", "lacks step"]),
+    "no settings": (lambda: environment("my_envs.NoSettings"), 2, ["__init__ must take (self, cfg)"]),
+    "step without metadata": (lambda: environment("my_envs.Takes"), 2, ["step(self, message_log_batch)", "metadata"]),
+    "constructor": (lambda: environment("my_envs.Constructor"), 1, ["my_envs.Constructor", "KeyError 'size'", "my_envs.py:14"]),
+    "step returns nothing": (lambda: environment("my_envs.Nothing"), 1, ["NoneType", "EnvironmentReturn"]),
+    "step returns one": (lambda: environment("my_envs.One"), 1, ["1 rewards for 32 conversations"]),
+    "step raises": (lambda: environment("my_envs.Raises"), 1, ["KeyError 'text'", "Raises.step", "my_envs.py:21"]),
+    "step leaves": (lambda: environment("my_envs.Leaves"), 1, ["sys.exit", "Leaves.step"]),
+    # data
+    "no file": (lambda: rows("{}", "other.jsonl", data_path="nowhere.jsonl"), None, ["nowhere.jsonl"]),
+    "broken line": (lambda: rows('{"q": "1", "a": "2"}\n{"q": "1", "a"\n'), None, ["data.jsonl", "2"]),
+    "row without the key": (lambda: rows('{"q": "1", "answer": "2"}\n'), None, ["data.jsonl", "a"]),
+    "no rows": (lambda: rows("\n"), None, ["data.jsonl", "no rows"]),
+    "misspelt data set class": (lambda: ["data.train={dataset_name: my_data.NoBas}", "~data.train.num_digits", "data.validation=null"], None, ["my_data.NoBas"]),
+    "data set without the base": (lambda: ["data.train={dataset_name: my_data.NoBase}", "~data.train.num_digits", "data.validation=null"], None, ["my_data.NoBase", "RawDataset"]),
+    "data set that fails": (lambda: ["data.train={dataset_name: my_data.Fails}", "~data.train.num_digits", "data.validation=null"], None, ["my_data.py:5", "KeyError 'rows'"]),
+    # model and devices
+    "no tokenizer": (lambda: model(), None, ["tokenizer.json"]),
+    "no such folder": (lambda: ["policy.model_name=./nowhere"], None, ["./nowhere", "policy.model_name"]),
+    "no GPU": (lambda: ["cluster.device=cuda"], 1, ["cluster.device", "torch sees no GPU"], no_gpu),
+    "no kernels": (lambda: ["cluster.device=cuda"], 1, ["cluster.device", "NEMO_RL_CUDA=on"], no_kernels),
+    # folders and trackers
+    "log folder is a file": (lambda: [f"logger.log_dir={__file__}"], None, [Path(__file__).name]),
+    "tracker without a key": (lambda: ["logger.wandb_enabled=true"], 1, ["wandb", "WANDB_API_KEY", "WANDB_MODE=offline"], no_key),
+    # the command line
+    "option": (lambda: ["--list"], 2, ["unknown option --list"]),
+    "option for a key": (lambda: ["--grpo.max_num_steps", "10"], 2, ["unknown option", "write grpo.max_num_steps=10"]),
+}  # fmt: skip
+
+SMALL = [
+    "--config", "grpo_tiny.yaml", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "grpo.max_num_steps=1",
+    "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false", "logger.tensorboard_enabled=false",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_the_user(tmp_path, monkeypatch):
+    from textwrap import dedent
+
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(dedent(text).lstrip())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(loading, "_searched", [])
+    monkeypatch.setattr("nemo_rl_cpp.errors._folder", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def one_line(capsys):
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1, errors
+    assert "Traceback" not in errors
+    return errors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence(case, capsys, monkeypatch):
+    overrides, status, words, *prepare = CASES[case]
+    arguments = [*SMALL, "logger.log_dir=logs", *overrides()]
+    for change in prepare:
+        change(monkeypatch)
+    ended = run_grpo_math.main(arguments) if not arguments[-1].startswith("--") and "--grpo.max_num_steps" not in arguments else exit_status(arguments)
+    errors = one_line(capsys)
+    print(ended, errors)
+    assert ended == status if status is not None else ended in (1, 2)
+    for word in words:
+        assert word in errors
+    if ended == 1:  # the traceback is in the file that the sentence names
+        details = Path(re.search(r"\(details: (.*)\)$", errors)[1])
+        assert "Traceback (most recent call last)" in details.read_text()
+
+
+def exit_status(arguments):
+    with pytest.raises(SystemExit) as ended:
+        run_grpo_math.main(arguments)
+    return ended.value.code

@@ -1,0 +1,113 @@
+"""`nemo-rl-cpp generate --chat`: which chat template it uses, and what it says of it."""
+
+import json
+
+import pytest
+
+from nemo_rl_cpp.cli import main
+from nemo_rl_cpp.config.policy import PolicyConfig, TokenizerConfig
+from nemo_rl_cpp.data.chat_template import PASSTHROUGH
+from nemo_rl_cpp.data.checkpoint_template import differences_from_run
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.utils.yaml_text import dump_yaml
+
+OWN = "{% for m in messages %}{{ m.content }}={% endfor %}"
+
+
+def checkpoint(folder, own, run=None):
+    """`step_1` of a run on a model whose template is `own`; `run`: its section policy.tokenizer."""
+    config = PolicyConfig(model_name="tiny-random", precision="float32", max_total_sequence_length=64, generation={"max_new_tokens": 4})
+    config.fill_defaults()
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = own
+    Policy(None, config, tokenizer, init_reference_model=False).save_checkpoint(folder / "step_1" / "policy" / "weights")
+    if run is not None:
+        (folder / "step_1" / "config.yaml").write_text(dump_yaml({"policy": {"model_name": "m", "tokenizer": {"name": "m", **run}}}))
+    return folder / "step_1"
+
+
+def chat(folder, capsys, text="12"):
+    assert main(["generate", "--model", str(folder), "--chat", "--greedy", "--max-new-tokens", "4", "--precision", "float32", text]) == 0
+    return capsys.readouterr()
+
+
+def continued(folder, text):
+    return TextGenerator(folder, precision="float32").generate(text, greedy=True, max_new_tokens=4).text
+
+
+@pytest.mark.parametrize("run", [None, {}, {"chat_template": "default"}, {"chat_template": OWN}, {"chat_template_kwargs": None}])
+def test_the_models_own_template_needs_no_word(tmp_path, capsys, run):
+    folder = checkpoint(tmp_path, OWN, run)
+    out = chat(folder, capsys)
+    assert out.out.strip() == continued(folder, "12=") and "warning" not in out.err
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"chat_template": None}, "the model's own chat template is used; the run trained on contents as they are"),
+        ({"chat_template": "{{ messages[0].content }}+"}, "the model's own chat template is used; the run trained with another one"),
+        ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "the run gave its chat template the values {'enable_thinking': False}"),
+    ],
+)
+def test_another_template_of_the_run_is_said(tmp_path, capsys, run, said):
+    folder = checkpoint(tmp_path, OWN, run)
+    out = chat(folder, capsys)
+    assert out.out.strip() == continued(folder, "12=")
+    assert out.err.count("warning: ") == 1 and said in out.err
+
+
+def test_the_runs_template_serves_a_model_without_one(tmp_path, capsys):
+    folder = checkpoint(tmp_path, None, {"chat_template": OWN})
+    out = chat(folder, capsys)
+    assert out.out.strip() == continued(folder, "12=") and "the model has no chat template of its own: the run's is used" in out.err
+
+
+@pytest.mark.parametrize("run", [None, {"chat_template": None}, {"chat_template": "gone.jinja"}])
+def test_no_template_at_all_is_one_sentence(tmp_path, capsys, run):
+    assert main(["generate", "--model", str(checkpoint(tmp_path, None, run)), "--chat", "12"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "has no chat template" in error and error.count("\n") == 1
+
+
+def test_a_template_that_passes_text_through_is_said(tmp_path, capsys):
+    folder = checkpoint(tmp_path, PASSTHROUGH, {"chat_template": None})
+    out = chat(folder, capsys)
+    assert out.out.strip() == continued(folder, "12") and out.err.count("warning: ") == 1
+    assert "passes text through: the model does not see that this is a message" in out.err
+    with pytest.warns(UserWarning, match="passes text through"):
+        TextGenerator(folder).generate([{"role": "user", "content": "12"}], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "section", "said"),
+    [
+        (None, {"chat_template": None}, None),
+        ({"chat_template": None}, {"chat_template": None}, None),
+        ({}, {"chat_template": "default"}, None),
+        ({"chat_template_kwargs": {}}, {"chat_template_kwargs": None}, None),
+        ({"chat_template": None}, {}, "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null"),
+        ({}, {"chat_template": None}, "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'"),
+        ({"chat_template_kwargs": {"a": 1}}, {}, "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
+    ],
+)
+def test_an_evaluation_says_where_its_prompts_begin_otherwise_than_its_runs(tmp_path, run, section, said):
+    folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
+    remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
+    assert (remarks == []) if said is None else (len(remarks) == 1 and said in remarks[0])
+
+
+def test_bytes_that_form_no_character_do_not_end_a_text(tmp_path):
+    """Random weights on a tokenizer with byte fallback: the stream of text goes on behind them."""
+    from tokenizer_folders import KINDS, TEXT, write
+
+    folder = write(KINDS["llama2"], tmp_path)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    generator = TextGenerator(folder, precision="float32")
+    done = [generator.generate(TEXT, max_new_tokens=60, seed=seed) for seed in range(5)]
+    assert all(len(text.token_ids) == 60 or text.token_ids[-1] == 2 for text in done) and any(len(text.token_ids) == 60 for text in done)

@@ -1,0 +1,130 @@
+"""The walk over NeMo RL's recipes: which load as they stand, with `backend: vllm` and their device counts, and why the others do not.
+
+`nemo_rl_recipes.json` holds, by path below examples/configs, the keys and values that a recipe sets over its parent; the parents'
+values are those of tests/unit/config/nemo_rl_values.json. Names of logs and checkpoints are left out.
+"""
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config, rules
+from nemo_rl_cpp.config.fold import devices_of, fold_text
+from nemo_rl_cpp.utils.yaml_text import dump_yaml
+
+HERE = Path(__file__).parent
+VALUES = json.loads((HERE.parent / "config" / "nemo_rl_values.json").read_text())
+RECIPES = json.loads((HERE / "nemo_rl_recipes.json").read_text())
+PARENTS = {
+    "grpo_math_1B_megatron.yaml": "grpo_math_1B.yaml", "grpo_multiple_datasets.yaml": "grpo_math_1B.yaml", "prorlv2.yaml": "grpo_math_1B.yaml",
+    "recipes/llm/dapo-qwen2.5-7b.yaml": "grpo_math_1B.yaml", "ppo_math_1B_megatron.yaml": "ppo_math_1B.yaml",
+}  # fmt: skip
+NAMES = sorted({*RECIPES, *VALUES})
+
+REASONS = {
+    "training while generating": ("async_grpo", "async_ppo", "async_rl", "rollout_checkpointing", "rollout_recovery", "token_capture"),
+    "quantised training or generation": ("fp8_cfg", "vllm_cfg.precision", "kv_cache_dtype", "quant_cfg", "real_quant", "exp_avg", "is_mx", "policy.optimizer.name"),
+    "LoRA": ("lora_cfg", "peft"),
+    "speculative decoding trained along": ("draft",),
+    "a truncation of weights without its type": ("truncated_importance_sampling_ratio",),
+    "an environment or server that is not there": ("sliding_puzzle", "nemo_gym", "reward_model", "expose_http_server", "env_name", "should_use"),
+    "keys that nothing reads": ("activation_checkpointing_enabled", "steps_per_epoch", "value_loss", "value.megatron_cfg.sequence_packing", "add_system_prompt", "data.dataset_name"),
+}
+
+
+def tree(flat):
+    root = {}
+    for dotted, value in flat.items():
+        *path, last = dotted.split(".")
+        node = root
+        for part in path:
+            node[part] = node[part] if isinstance(node.get(part), dict) else {}
+            node = node[part]
+        node[last] = value
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All recipes as files that inherit from one another, below one folder."""
+    root = tmp_path_factory.mktemp("recipes")
+    for name in NAMES:
+        recipe = RECIPES.get(name, {"shipped": True})
+        flat = VALUES[name] if recipe.get("shipped") else recipe["set"]
+        parent = PARENTS.get(name) if recipe.get("shipped") else recipe["parent"]
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        inherits = "" if parent is None else f"defaults: {Path(*['..'] * (len(Path(name).parts) - 1), parent)}\n"
+        file.write_text(inherits + dump_yaml(tree(flat)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def walk(folder):
+    """name -> configuration, or the ConfigError. Trackers that a recipe enables count as installed."""
+    found, spec = {}, importlib.util.find_spec
+    trackers = pytest.MonkeyPatch()
+    trackers.setattr(rules.importlib.util, "find_spec", lambda name, *rest: object() if name in ("wandb", "mlflow", "swanlab") else spec(name, *rest))
+    for name in NAMES:
+        load = load_eval_config if name.startswith("evals/") else load_ppo_config if "ppo" in name else load_grpo_config
+        try:
+            found[name] = load(folder / name)
+        except ConfigError as error:
+            found[name] = error
+    trackers.undo()
+    return found
+
+
+def loaded(walk):
+    return {name: config for name, config in walk.items() if not isinstance(config, ConfigError)}
+
+
+DENSE = re.compile(r"Llama|Qwen2|Qwen3-[\d.]+B(?!-A)|DeepSeek-R1-Distill-Qwen")
+"""Names of models without experts whose architecture is Llama, Qwen2 or Qwen3."""
+
+
+def model_of(config):
+    return config.policy.model_name if hasattr(config, "policy") else config.generation.model_name
+
+
+def reason_of(key):
+    return next((reason for reason, parts in REASONS.items() if any(part in key for part in parts)), key)
+
+
+def test_most_recipes_load_as_they_stand(walk, capsys):
+    refused = Counter()
+    for name, error in walk.items():
+        if isinstance(error, ConfigError):
+            refused[" + ".join(sorted({reason_of(problem.key) for problem in error.problems}))] += 1
+    dense = [name for name, config in loaded(walk).items() if DENSE.search(model_of(config))]
+    with capsys.disabled():
+        print(f"\n{len(loaded(walk))} of {len(walk)} recipes of NeMo RL load, {len(dense)} of them for models that are supported; refused:")
+        for reason, count in refused.most_common():
+            print(f"  {count:3} {reason}")
+    assert len(loaded(walk)) >= 110 and len(dense) >= 64
+
+
+def test_what_is_refused_is_refused_by_a_known_reason(walk):
+    unknown = {
+        f"{name}: {problem}" for name, error in walk.items() if isinstance(error, ConfigError) for problem in error.problems
+        if reason_of(problem.key) not in REASONS
+    }  # fmt: skip
+    assert unknown == set()
+
+
+def test_every_recipe_that_loads_says_what_is_folded(walk):
+    for name, config in loaded(walk).items():
+        text = fold_text(config)
+        backend = (config.policy.generation if hasattr(config, "policy") else config.generation).backend
+        assert f"the engine {backend}" in text, name
+        if devices_of(config) > 1:
+            assert f"written for {devices_of(config)} devices" in text and "memory forecast" in text, name
+
+
+def test_nothing_that_changes_results_is_among_those_that_load(walk):
+    for name in loaded(walk):
+        assert not any(word in name for word in ("fp8", "nvfp4", "lora", "async", "eagle", "single_controller")), name

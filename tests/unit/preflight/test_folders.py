@@ -1,0 +1,135 @@
+"""What is known of a run's folders before anything is loaded."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.memory import checkpoint_bytes
+from nemo_rl_cpp.preflight import folders, preflight
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.folder_lock import FolderLock
+
+Usage = namedtuple("Usage", "total used free")
+SIZES = (
+    "policy.hf_config_overrides.hidden_size=64", "policy.hf_config_overrides.intermediate_size=128",
+    "policy.hf_config_overrides.num_hidden_layers=2", "policy.hf_config_overrides.vocab_size=16",
+)  # fmt: skip
+
+
+def config_of(tmp_path, *overrides, **paths):
+    checkpoints, logs = paths.get("checkpoints", tmp_path / "ck"), paths.get("logs", tmp_path / "logs")
+    return load_grpo_config("grpo_tiny.yaml", [f"checkpointing.checkpoint_dir={checkpoints}", f"logger.log_dir={logs}", *overrides])
+
+
+def errors(config):
+    return [str(f) for f in preflight(config) if f.level == "error"]
+
+
+def warnings_of(config):
+    return [str(f) for f in folders.check(config) if f.level == "warning"]
+
+
+def save(folder, step):
+    with CheckpointManager({"checkpoint_dir": str(folder), "keep_top_k": None}).saving(step, {"total_steps": step}):
+        pass
+
+
+def test_folders_that_are_fine_have_no_findings_and_are_left_as_they_were(tmp_path):
+    assert list(folders.check(config_of(tmp_path))) == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "ck").mkdir()
+    assert list(folders.check(config_of(tmp_path))) == [] and list((tmp_path / "ck").iterdir()) == []
+
+
+@pytest.mark.parametrize("key, path", [("checkpointing.checkpoint_dir", "checkpoints"), ("logger.log_dir", "logs")])
+@pytest.mark.parametrize("name", ["file", "file/below", "dangling", "dangling/below"])
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, key, path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (found,) = errors(config_of(tmp_path, **{path: tmp_path / name}))
+    assert found.startswith(f"{key} is {tmp_path / name}") and ("not a folder" in found or "a link to what is not there" in found)
+
+
+@pytest.mark.parametrize("key, path", [("checkpointing.checkpoint_dir", "checkpoints"), ("logger.log_dir", "logs")])
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, key, path):
+    """/proc takes no files from anybody, root included."""
+    (found,) = errors(config_of(tmp_path, **{path: "/proc/self/below"}))
+    assert found.startswith(f"{key} is /proc/self/below, which cannot be written")
+
+
+def test_no_folder_is_asked_for_checkpoints_when_they_are_off(tmp_path):
+    assert errors(config_of(tmp_path, "checkpointing.enabled=false", checkpoints="/proc/self/below")) == []
+
+
+def test_a_folder_in_use_is_an_error(tmp_path):
+    (tmp_path / "ck").mkdir()
+    lock = FolderLock(tmp_path / "ck", "key")
+    (found,) = errors(config_of(tmp_path))
+    assert "in use by this very process, since 20" in found and "a folder of its own" in found
+    lock.close()
+    assert errors(config_of(tmp_path)) == []
+
+
+def test_a_lock_that_is_no_file_is_an_error(tmp_path):
+    (tmp_path / "ck" / ".lock").mkdir(parents=True)
+    (found,) = errors(config_of(tmp_path))
+    assert ".lock is not a file" in found
+
+
+def test_bytes_of_a_checkpoint_by_hand(tmp_path):
+    """Of the tiny model: 16 x 64 twice (embedding, head), a last norm of 64, and two layers of 4 x 64 x 64 (attention, as many
+    heads for keys and values), 3 x 64 x 128 (MLP) and two norms of 64."""
+    parameters = 2 * 16 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+    assert checkpoint_bytes(config_of(tmp_path, *SIZES)) == parameters * (4 + 8)
+    assert checkpoint_bytes(config_of(tmp_path, *SIZES, "checkpointing.save_optimizer=false")) == parameters * 4
+    assert checkpoint_bytes(config_of(tmp_path, *SIZES, "policy.precision=bfloat16")) == parameters * (2 + 4 + 8)
+    ppo = load_ppo_config("ppo_tiny.yaml")
+    assert checkpoint_bytes(ppo) > 1.5 * parameters * 12
+    assert checkpoint_bytes(load_grpo_config("grpo_math_1B.yaml")) is None  # sizes not on this machine
+
+
+@pytest.mark.parametrize("free, words", [(0.5, "is FOLDER with 506 kB free, but a checkpoint takes about 1.01 MB"), (3, "up to 5 of them are held at once"), (6, None)])
+def test_too_little_space_is_a_warning(tmp_path, monkeypatch, free, words):
+    size = checkpoint_bytes(config_of(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free * size)))
+    found = warnings_of(config_of(tmp_path))
+    assert ([words.replace("FOLDER", str(tmp_path / "ck")) in text for text in found] == [True]) if words else found == []
+    assert errors(config_of(tmp_path)) == []
+
+
+@pytest.mark.parametrize("mode, steps, words", [
+    ("never", 2, "resume=never, but"), ("must", 0, "resume=must, but"), ("never", 0, None), ("must", 2, None), ("auto", 2, None),
+])  # fmt: skip
+def test_resume_modes(tmp_path, mode, steps, words):
+    for step in range(1, steps + 1):
+        save(tmp_path / "ck", step)
+        (tmp_path / "ck" / f"step_{step}" / "policy" / "weights").mkdir(parents=True)
+    found = errors(config_of(tmp_path, f"checkpointing.resume={mode}"))
+    assert ([words in text for text in found] == [True]) if words else found == []
+
+
+def test_a_mode_that_there_is_not_is_a_mistake_of_the_file(tmp_path):
+    with pytest.raises(ValueError, match="checkpointing.resume"):
+        config_of(tmp_path, "checkpointing.resume=maybe")
+
+
+def test_the_checks_load_no_torch():
+    program = "import sys, nemo_rl_cpp.preflight; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_second_run_ends_before_it_loads_anything(tmp_path):
+    """Two starts with one folder: the second says who is in it, with a status that is not 0."""
+    (tmp_path / "ck").mkdir()
+    lock = FolderLock(tmp_path / "ck", "key")
+    argv = [f"checkpointing.checkpoint_dir={tmp_path / 'ck'}", f"logger.log_dir={tmp_path / 'logs'}"]
+    program = "import sys\nfrom nemo_rl_cpp.run_grpo_math import main\nstatus = main(sys.argv[1:])\nprint('torch' in sys.modules)\nsys.exit(status)"
+    done = subprocess.run([sys.executable, "-c", program, "--config", "grpo_tiny.yaml", *argv], capture_output=True, text=True)
+    lock.close()
+    assert done.returncode == 2 and done.stdout == "False\n"
+    assert f"in use by process {os.getpid()} on" in done.stderr and "Traceback" not in done.stderr

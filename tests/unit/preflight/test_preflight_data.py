@@ -1,0 +1,250 @@
+"""Prompts, truths and templates as `check`, --dry-run and the run scripts look at them, before anything is loaded."""
+
+import json
+import sys
+
+import pytest
+
+from nemo_rl_cpp.config import load_eval_config, load_grpo_config
+from nemo_rl_cpp.data import inspection
+from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.data.utils import setup_response_data
+from nemo_rl_cpp.preflight import data
+
+
+@pytest.fixture
+def tiny():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def found(tmp_path, tokenizer_folder):
+    """The findings about a data file (rows) under overrides: [(level, key, message)]."""
+
+    def of(rows, *overrides, name="data.jsonl", load=load_grpo_config, config="grpo_tiny.yaml", section="data.train"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / name), "env_name": "math", "processor": "math_hf_data_processor"}
+        lines = [f"++{section}.{key}={json.dumps(value)}" for key, value in own.items()]
+        prefix = "" if load is load_eval_config else "policy."
+        lines += [f"{prefix}tokenizer.name={tokenizer_folder}", f"++{prefix}tokenizer.chat_template=default", "++env.math.num_workers=1"]
+        if load is load_grpo_config:
+            lines += ["~data.train.num_digits", "data.validation=null", "policy.max_total_sequence_length=64", "++data.default.env_name=math"]
+        checked = load(config, [*lines, *overrides])
+        return [(finding.level, finding.key, finding.message) for finding in data.check(checked)]
+
+    return of
+
+
+def rows(*pairs):
+    return [{"input": question, "output": answer} for question, answer in pairs]
+
+
+def test_good_data_gives_no_finding_and_needs_no_torch(found):
+    assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
+
+
+def test_all_prompts_cut_is_an_error_that_counts_and_names(found):
+    [(level, key, message)] = found(rows(*[("1" * n, "2") for n in (40, 41, 45)]), "data.max_input_seq_length=40", "policy.max_total_sequence_length=64")
+    assert (level, key) == ("error", "data.train")
+    assert message.startswith("3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens")
+    assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
+
+
+def test_some_prompts_cut_is_a_warning(found):
+    [(level, _, message)] = found(rows(("1" * 39, "2"), ("1" * 40, "2")), "data.max_input_seq_length=40", "policy.max_total_sequence_length=64")
+    assert level == "warning" and message.startswith("1 of 2 prompts reach 40 tokens (data.max_input_seq_length)")
+    assert "the longest is row 2 with 40 tokens" in message
+
+
+def test_prompts_that_fill_the_context(found):
+    options = ("data.max_input_seq_length=null", "policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=8")
+    [(level, _, message)] = found(rows(("1" * 32, "2")), *options)
+    assert level == "error" and message.startswith("1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response")
+    [(level, _, _)] = found(rows(("1" * 32, "2"), ("1" * 31, "2")), *options)
+    assert level == "warning"
+
+
+def test_responses_longer_than_the_context_are_said(found):
+    [(level, key, message)] = found(rows(("1", "2")), "policy.generation.max_new_tokens=1000", "policy.max_total_sequence_length=128")
+    assert (level, key) == ("warning", "policy.generation.max_new_tokens") and "is 1000, but prompt and response together have at most 128" in message
+
+
+def test_truths_that_nothing_can_match_are_counted(found):
+    hashes = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
+    [(level, key, message)] = found(rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *hashes))
+    assert (level, key) == ("warning", "data.train")
+    assert message.startswith("2 of 4 truths cannot be parsed (env.math): the first is row 3, 'so it is\\n#### 0'")
+    assert "give what follows ####" in message and "GSM8K" in message
+    [(level, _, message)] = found(rows(*hashes))
+    assert level == "error" and message.startswith("2 of 2 truths cannot be parsed")
+
+
+@pytest.mark.parametrize("truth, level", [("", "error"), (None, "error"), ("#### 10", "error"), ("5元", "warning"), ("{", "warning"), ("  ", "error")])
+def test_kinds_of_truths_that_cannot_be_parsed(found, truth, level):
+    [(given, _, message)] = found(rows(("1=", truth)))
+    assert given == level and message.startswith("1 of 1 truths cannot be parsed (env.math): the first is row 1")
+
+
+@pytest.mark.parametrize("truth", [5, "-3", "1,234", "50%", "x^2+1", "(1, 2)", "\\frac{\\pi}{2}", "1/2", "Paris", "$5", "12 apples", "\\{1, 2\\}", "π"])
+def test_truths_that_can_be_matched_are_not_mentioned(found, truth):
+    assert found(rows(("1=", truth))) == []
+
+
+def test_letters_of_multiple_choice(found):
+    [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
+    assert level == "warning" and "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message and "letter" in message
+
+
+def test_other_environments_may_have_any_truths(found):
+    assert found(rows(("1=", None), ("2=", "#### 1")), "++data.train.env_name=reverse_digits") == []
+
+
+@pytest.mark.parametrize("template", ["chatml", "Question: {question}", "{{ bos_token }}", "gone.j2"])
+def test_a_template_that_is_none_is_an_error(found, template):
+    findings = found(rows(("1=", "1")), f"policy.tokenizer.chat_template={json.dumps(template)}")
+    assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
+
+
+def test_a_model_that_is_not_here_still_has_its_template_checked(found):
+    for template, errors in (("gone.j2", 1), ("Question: {question}", 1), ("tool_use", 0), ("default", 0), ("{{ messages[0].content }}", 0)):
+        findings = found(rows(("1=", "1")), "policy.tokenizer.name=someone/some-model", f"policy.tokenizer.chat_template={json.dumps(template)}")
+        assert len(findings) == errors
+
+
+def test_the_folders_own_template_must_keep_the_question(found, tokenizer_folder):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}"
+    tokenizer.save_pretrained(tokenizer_folder)
+    [(level, key, message)] = found(rows(("1=", "1")))
+    assert (level, key) == ("error", "data.train") and "row 1: the chat template leaves out message 0 (user, '1=')" in message
+
+
+def test_mistakes_in_files_and_prompts_are_errors(found, tmp_path):
+    [(level, key, message)] = found([{"input": "1=", "output": "1"}, {"input": "2="}])
+    assert (level, key) == ("error", "data.train") and "row 2: the key 'output' is missing" in message
+    [(level, _, message)] = found(rows(("1=", "1")), f"data.train.data_path={tmp_path}/none.jsonl")
+    assert level == "error" and "none.jsonl' (data_path) does not exist" in message
+    (tmp_path / "p.txt").write_text("Think.")
+    [(level, _, message)] = found(rows(("1=", "1")), f"++data.train.prompt_file={tmp_path}/p.txt")
+    assert level == "error" and "p.txt: there is no place for the question" in message
+
+
+def test_the_prompt_file_of_a_hub_data_set_is_checked_without_it(tmp_path):
+    (tmp_path / "p.txt").write_text("Think.")
+    config = load_grpo_config("grpo_math_1B.yaml", [f"data.default.prompt_file={tmp_path}/p.txt"])
+    findings = list(data.check(config))
+    assert findings and {(f.level, f.key.rpartition(".")[0]) for f in findings} == {("error", "data")}
+    assert all("p.txt: there is no place" in f.message for f in findings)
+
+
+def test_evaluations_are_checked_too(found):
+    options = {"load": load_eval_config, "config": "evals/reverse_digits.yaml", "section": "data"}
+    less = ("~data.num_digits", "~data.split", "generation.model_name=tiny-random", "++env.math.num_workers=1")
+    assert found(rows(("1=", "1")), *less, **options) == []
+    [(level, key, message)] = found(rows(("1" * 50, "1")), *less, "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options)
+    assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
+
+
+def test_the_check_of_data_imports_no_torch(tmp_path):
+    import subprocess
+
+    (tmp_path / "d.jsonl").write_text('{"input": "1=", "output": "5元"}\n')
+    program = (
+        "import sys\nfrom nemo_rl_cpp.config import load_grpo_config\nfrom nemo_rl_cpp.preflight import data\n"
+        f"config = load_grpo_config('grpo_tiny.yaml', ['~data.train.num_digits', 'data.train.dataset_name=ResponseDataset', "
+        f"'++data.train.data_path={tmp_path}/d.jsonl', '++data.train.env_name=math', "
+        "'data.validation=null', '++env.math.num_workers=1'])\n"
+        "print(len(list(data.check(config))), 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["1", "False"]
+
+
+# -- the same in the run ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(inspection, "_SAID", set())
+
+
+def section_of(tmp_path, pairs):
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(*pairs)))
+    return {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl"), "processor": "raw_completion_data_processor"}
+
+
+def test_a_run_says_it_once_and_refuses_when_all_prompts_are_cut(tmp_path, tiny, capsys):
+    config = {"max_input_seq_length": 10, "train": section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])}
+    for _ in range(2):
+        train, _ = setup_response_data(tiny, config)
+    said = capsys.readouterr().err
+    assert said.count("warning: data.train 1 of 2 prompts reach 10 tokens (data.max_input_seq_length)") == 1
+    assert [train[i]["loss_multiplier"] for i in range(2)] == [0.0, 1.0]
+    config["train"] = [section_of(tmp_path, [("1" * 10, "1"), ("1" * 12, "1")])]
+    with pytest.raises(ValueError, match=r"data\.train\.0 2 of 2 prompts reach 10 tokens"):
+        setup_response_data(tiny, config)
+    config = {"train": section_of(tmp_path, [("1" * 10, "1")])}
+    with pytest.raises(ValueError, match=r"1 of 1 prompts reach 8 tokens \(policy.max_total_sequence_length\)"):
+        setup_response_data(tiny, config, max_total_sequence_length=8)
+
+
+def test_what_the_check_has_said_the_run_does_not_repeat(tmp_path, tiny, capsys):
+    from nemo_rl_cpp.data.datasets import load_response_dataset
+
+    section = section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])
+    raw = load_response_dataset(section)
+    for remark in inspect_rows(raw, raw.dataset, tiny, Limits(10), "data.train"):
+        inspection.note_as_said(remark)
+    setup_response_data(tiny, {"max_input_seq_length": 10, "train": section})
+    assert capsys.readouterr().err == ""
+
+
+def test_of_many_rows_a_thousand_are_looked_at(tmp_path, tiny):
+    from nemo_rl_cpp.data.datasets import ListDataset, load_response_dataset
+
+    raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))
+    [remark] = inspect_rows(raw, ListDataset(list(raw.dataset) * 2500), tiny, Limits(10), "data.train")
+    assert remark.level == "error" and "834 of 834 prompts looked at (of 2,500) reach 10 tokens" in remark.message
+
+
+def test_a_task_name_without_a_processor_is_refused(tmp_path, tiny):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n")
+    with pytest.raises(ValueError, match=r"data\.train row 1: its task_name 'mine' has no processor"):
+        setup_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
+
+
+def test_processors_of_the_users_are_not_run_ahead(tmp_path, tiny):
+    from nemo_rl_cpp.data.datasets import load_response_dataset
+
+    raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))
+    raw.processor = lambda *_: pytest.fail("called")
+    assert list(inspect_rows(raw, raw.dataset, tiny, Limits(1), "data.train")) == []
+
+
+def test_options_that_no_prompt_shows_are_said(tiny):
+    from types import SimpleNamespace
+
+    from nemo_rl_cpp.data.interfaces import TaskDataSpec
+    from nemo_rl_cpp.data.processors import multichoice_qa_processor
+
+    raw = SimpleNamespace(processor=multichoice_qa_processor, task_spec=TaskDataSpec(), task_name="t")
+    rows = [{"question": "1", "options": {"A": "1"}, "answer": "A"}]
+    tiny.chat_template = "{{ messages[0].content }}"
+    [remark] = inspect_rows(raw, rows, tiny, Limits(), "data.train")
+    assert remark.level == "warning" and "no prompt_file, so prompts show the questions alone" in remark.message
+    raw.task_spec.prompt = "Choose."
+    assert list(inspect_rows(raw, rows, tiny, Limits(), "data.train")) == []
+
+
+def test_say_raises_the_first_error(capsys):
+    with pytest.raises(ValueError, match="^a b$"):
+        say(iter([inspection.Remark("error", "a", "b")]))

@@ -1,0 +1,95 @@
+"""Reward functions, environments and data set classes are imported and asked for their interface before a run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_cpp import cli
+from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.environments import loading
+from nemo_rl_cpp.environments.loading import LoadingError, environment_class, import_object
+from nemo_rl_cpp.preflight.environments import check
+
+MODULE = """\
+def right(completions, **_): return [1.0 for _ in completions]
+class Holder:
+    class Inner:
+        @staticmethod
+        def right(completions): return [1.0 for _ in completions]
+class Odd:
+    def __init__(self, cfg): pass
+class Actor:
+    @classmethod
+    def remote(cls, cfg): return cls()
+    def step(self, message_log_batch, metadata): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def with_a_module(tmp_path, monkeypatch):
+    (tmp_path / "preflight_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "_searched", [])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("preflight_module", None)
+
+
+def found(*overrides, load=load_grpo_config, config="grpo_tiny.yaml"):
+    return [str(finding) for finding in check(load(config, list(overrides)))]
+
+
+def rewards(names):
+    return ["data.default.env_name=reward_functions", f"+env={{reward_functions: {{functions: [{names}]}}}}"]
+
+
+@pytest.mark.parametrize("config, load", [
+    ("grpo_tiny.yaml", load_grpo_config), ("ppo_tiny.yaml", load_ppo_config), ("evals/eval.yaml", load_eval_config),
+    ("grpo_multiple_datasets.yaml", load_grpo_config), ("grpo_guess_number.yaml", load_grpo_config), ("grpo_code_smollm2.yaml", load_grpo_config),
+])  # fmt: skip
+def test_shipped_configurations_pass(config, load):
+    assert found(config=config, load=load) == []
+
+
+def test_what_is_right_passes():
+    assert found(*rewards("preflight_module.right, preflight_module.Holder.Inner.right, os.path.join")) == []
+    assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
+
+
+def test_each_environment_of_each_data_set_is_looked_at():
+    given = ["data.train.env_name=preflight_module.Odd", "data.validation.env_name=nowhere.Env"]
+    first, second = found(*given, "+env={preflight_module.Odd: {}, nowhere.Env: {}}")
+    assert first.startswith("env.preflight_module.Odd cannot be used: ") and "EnvironmentInterface" in first
+    assert second.startswith("env.nowhere.Env cannot be used: ") and "no module nowhere" in second
+
+
+def test_an_environment_of_ours_that_needs_a_package(monkeypatch):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    assert found("data.default.env_name=reasoning_gym", "+env={reasoning_gym: {}}") == [
+        "env.reasoning_gym needs the package reasoning_gym, which is not installed: run `pip install reasoning_gym`"
+    ]
+
+
+def test_check_reports_it(capsys):
+    assert cli.main(["check", "--config", "grpo_tiny.yaml", *rewards("preflight_module.wright")]) == 2
+    assert "did you mean right?" in capsys.readouterr().err
+    assert cli.main(["check", "--config", "grpo_tiny.yaml", *rewards("preflight_module.right")]) == 0
+
+
+@pytest.mark.parametrize("name", ["", "right", ".right", "a..b", "a.b c", "1.2", None, 3, ["a.b"]])
+def test_odd_names_are_refused(name):
+    with pytest.raises(LoadingError, match="is no dotted name"):
+        import_object(name, "reward function")
+
+
+def test_known_names_need_no_import():
+    assert environment_class("arithmetic").__name__ == "ArithmeticEnvironment"
+    with pytest.raises(LoadingError, match=r"no environment is called 'arithmetik'; did you mean arithmetic\?"):
+        environment_class("arithmetik")
+
+
+def test_a_module_with_a_mistake_is_named_by_its_line():
+    Path("broken_module.py").write_text("x = 1\nimport os.nothing_here\n")
+    with pytest.raises(LoadingError, match=r"there is no module os.nothing_here, which broken_module.py:2 imports"):
+        import_object("broken_module.f", "reward function")

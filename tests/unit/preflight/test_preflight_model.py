@@ -242,6 +242,36 @@ def test_a_checkpoint_of_a_run_names_the_model_within(model, tmp_path):
     assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
 
 
+def tied_with_a_head_of_its_own(folder):
+    """The model's weights, and a head beside them that is not the (zero) embedding."""
+    raw = (folder / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    header["lm_head.weight"] = {"dtype": "F32", "shape": [40, 16], "data_offsets": [len(data), len(data) + 4 * 40 * 16]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data + struct.pack("<640f", *range(640)))
+
+
+def resumed(model, tmp_path, saved_keys, *overrides):
+    """What is refused when a run of `model` goes on from a checkpoint whose config.json has `saved_keys`."""
+    from nemo_rl_cpp.preflight.resumed import Saved, _model_refusals
+
+    (tmp_path / "step_1/policy/weights").mkdir(parents=True)
+    (tmp_path / "step_1/policy/weights/config.json").write_text(json.dumps(CONFIG | saved_keys))
+    fields = {name: None for name in Saved._fields} | {"path": tmp_path / "step_1", "identity": {}, "config": None}
+    return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
+
+
+def test_a_run_goes_on_with_the_head_that_it_untied(model, tmp_path):
+    tied_with_a_head_of_its_own(model)
+    assert "tie_word_embeddings" in only(grpo(model), "warning")
+    assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
+
+
+def test_a_run_does_not_go_on_with_another_rope(model, tmp_path):
+    assert ["rope_theta" in text for text in resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")] == [True]
+
+
 # -- where they are asked -------------------------------------------------------------------------------------------------
 
 

@@ -73,11 +73,6 @@ def test_prompts_that_fill_the_context(found):
     assert level == "warning"
 
 
-def test_responses_longer_than_the_context_are_said(found):
-    [(level, key, message)] = found(rows(("1", "2")), "policy.generation.max_new_tokens=1000", "policy.max_total_sequence_length=128")
-    assert (level, key) == ("warning", "policy.generation.max_new_tokens") and "is 1000, but prompt and response together have at most 128" in message
-
-
 def test_truths_that_nothing_can_match_are_counted(found):
     hashes = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
     [(level, key, message)] = found(rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *hashes))

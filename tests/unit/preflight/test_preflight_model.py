@@ -106,7 +106,11 @@ def test_sequences_may_be_as_long_as_the_model_has_positions(keys, positions, tm
     folder = model_folder(tmp_path / "other", **keys)
     assert said(grpo(folder, f"policy.max_total_sequence_length={positions}")) == []
     text = only(grpo(folder, f"policy.max_total_sequence_length={positions + 1}"))
-    assert f"policy.max_total_sequence_length is {positions + 1}, but {folder} has positions for" in text and "lower policy.max" in text
+    assert f"policy.max_total_sequence_length is {positions + 1}, but {folder} has positions for" in text
+    key = "rope_scaling.factor" if keys == {"rope_scaling": YARN} else "max_position_embeddings"
+    assert text.endswith(f"lower policy.max_total_sequence_length, or set policy.hf_config_overrides.{key} if the model can do more")
+    if "model_max_length" not in keys:  # the advice works
+        assert said(grpo(folder, f"policy.max_total_sequence_length={positions + 1}", f"++policy.hf_config_overrides.{key}=1000")) == []
 
 
 def test_an_override_may_give_positions(model):
@@ -129,6 +133,7 @@ def test_an_evaluations_length_is_compared_where_it_is_given(model):
     assert said(evaluation(model, *without)) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
     assert text.startswith("generation.model_name is") and "generation.vllm_cfg.max_model_len is 1024, but" in text
+    assert text.endswith("lower generation.vllm_cfg.max_model_len")
 
 
 def test_a_response_longer_than_a_sequence_is_said(model):

@@ -20,7 +20,7 @@ from nemo_rl_cpp.models.rope import (
     rope_remarks,
     section_name,
 )
-from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
 SUPPORTED_ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
@@ -65,6 +65,8 @@ def read_config_file(folder: str | Path) -> dict[str, Any]:
                 f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its base model with peft "
                 "(merge_and_unload, save_pretrained) and give that folder as policy.model_name"
             )
+        if (inner := find_policy_weights(str(folder))) != str(folder):
+            raise ModelFolderError(f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?")
         what = "is not a file" if path.exists() else "is missing"
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} {what})")
     return read_json(path)
@@ -213,18 +215,23 @@ def check_length(config: Mapping[str, Any], length: int, key: str, model: str) -
     """Raises ModelFolderError when sequences of `length` tokens (of the configuration's `key`) are too long for the model, which
     messages call `model`. The rule is vLLM's."""
     positions, window = max_positions(config), sliding_window(config)
+    section, _, name = key.partition(".")
+    overrides = f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None  # an evaluation has none
     stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
     if length > max(positions, stated if _is_size(stated) else 0):
-        factor = position_factor(config)[1]
+        of_pretraining, factor = position_factor(config)
+        raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
+        advice = f", or set {overrides}.{raises} if the model can do more" if overrides else ""
         raise ModelFolderError(
             f"{key} is {length}, but {model} has positions for {positions} tokens (max_position_embeddings "
-            f"{config['max_position_embeddings']}{scaled}): lower {key}, or set hf_config_overrides.max_position_embeddings if the model can do more"
+            f"{config['max_position_embeddings']}{scaled}): lower {key}{advice}"
         )
     if window is not None and length > window:
+        advice = f", or set {overrides}.use_sliding_window=false for full attention" if overrides else ""
         raise ModelFolderError(
             f"{key} is {length}, but layers of {model} see {window} tokens (use_sliding_window, sliding_window), and windows are not supported: "
-            f"lower {key} to {window}, or set hf_config_overrides.use_sliding_window=false for full attention"
+            f"lower {key} to {window}{advice}"
         )
 
 

@@ -59,7 +59,8 @@ def lay_rope_over(form: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     rope_type changes single keys of the model's own. `rope_theta` stays unless an override, in the section or beside it, names it.
     """
     changed = dict(form)
-    changed.update({name: overrides[name] for name in ("rope_theta", "partial_rotary_factor", _ORIGINAL) if name in overrides})
+    beside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
+    changed.update({name: overrides[name] for name in beside if overrides.get(name) is not None})
     if not {"rope_scaling", "rope_parameters"} & overrides.keys():
         return changed
     key = section_name(overrides)
@@ -68,8 +69,8 @@ def lay_rope_over(form: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
         changed["rope_scaling"] = section
         return changed
     keys = dict(section)
-    changed["rope_theta"] = keys.pop("rope_theta", changed["rope_theta"])
-    if keys and not form["rope_scaling"]:
+    changed["rope_theta"] = _first(keys.pop("rope_theta", None), changed["rope_theta"])
+    if keys and not isinstance(form["rope_scaling"], Mapping):
         raise ModelFolderError(
             f"{key} gives {', '.join(keys)} without rope_type, and the model has no scaling whose keys they could change: add rope_type, "
             f"one of {', '.join(SUPPORTED)}"

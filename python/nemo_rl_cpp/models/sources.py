@@ -402,4 +402,4 @@ def find_policy_weights(name: str) -> str:
     if steps and not (folder / "config.json").exists():
         folder = max(steps, key=lambda step: int(step.name[5:]))
     weights = folder / "policy" / "weights"
-    return str(weights) if weights.is_dir() else name
+    return str(weights) if os.path.isdir(weights) else name

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.model_folder import read_model_folder
+from nemo_rl_cpp.models.sources import local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 from nemo_rl_cpp.utils.access import written
 from nemo_rl_cpp.utils.durable import MANIFEST, manifest_facts, read_text
@@ -171,11 +173,14 @@ def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[s
         yield key, f"{before} -> {config.model_name} is another model"
     elif known is not None and now is not None and known != now:
         yield key, f"{config.model_name} holds other weights than when the run began"
-    try:
-        with_overrides = read_config(config.model_name, config.hf_config_overrides)
-    except (OSError, ValueError, RecursionError):  # a name of the hub, or no model folder: said elsewhere
+    here = local_folder(config.model_name)
+    if here is None:  # the run compares them when it has the model
         return
-    yield from architecture_refusals(saved, section, config, with_overrides)
+    try:
+        model = read_model_folder(here, config.hf_config_overrides, value_head=section == "value")
+    except (OSError, ValueError, RecursionError):  # no model folder: said elsewhere
+        return
+    yield from architecture_refusals(saved, section, config, model.config)
 
 
 def architecture_refusals(saved: Saved, section: str, config: Any, model_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -184,7 +189,8 @@ def architecture_refusals(saved: Saved, section: str, config: Any, model_config:
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
-        before, now = (native_config(dict(c), value_head=value_head) for c in (saved_config, model_config))
+        length = config.max_total_sequence_length
+        before, now = (native_config(c, value_head=value_head, max_length=length) for c in (saved_config, model_config))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # what cannot be computed at all is said elsewhere
     for name in (name for name in now if before.get(name) != now[name]):

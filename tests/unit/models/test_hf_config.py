@@ -46,6 +46,12 @@ def test_overrides_change_sizes_that_others_follow():
     assert (form["head_dim"], form["num_key_value_heads"]) == (32, 4)
 
 
+def test_an_override_of_null_leaves_theta():
+    base = TINY_CONFIG | {"rope_theta": 500.0}
+    for overrides in ({"rope_theta": None}, {"rope_parameters": {"rope_theta": None}}, {"rope_scaling": None}, {"rope_scaling": YARN | {"rope_theta": None}}):
+        assert canonical_config(base, overrides)["rope_theta"] == 500.0
+
+
 def test_a_null_factor_of_yarn_is_the_ratio_of_the_positions():
     config = TINY_CONFIG | {"max_position_embeddings": 128, "rope_scaling": YARN | {"factor": None}}
     assert canonical_config(config)["rope_scaling"]["factor"] == 4.0
@@ -146,7 +152,8 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
 def test_any_value_is_taken_or_refused_in_words(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
-        for arguments in ((base | {key: value},), (base, {key: value}), (base | {"rope_scaling": YARN | {key: value}},), (TINY_CONFIG, {"rope_scaling": {key: value}})):
+        for arguments in ((base | {key: value},), (base, {key: value}), (base | {"rope_scaling": YARN | {key: value}},),
+                          (base | {key: value}, {"rope_scaling": {"factor": 2.0}}), (TINY_CONFIG, {"rope_scaling": {key: value}})):
             try:
                 native_config(canonical_config(*arguments), max_length=8)
             except ModelFolderError as refusal:

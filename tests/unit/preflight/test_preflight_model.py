@@ -106,7 +106,11 @@ def test_sequences_may_be_as_long_as_the_model_has_positions(keys, positions, tm
     folder = model_folder(tmp_path / "other", **keys)
     assert said(grpo(folder, f"policy.max_total_sequence_length={positions}")) == []
     text = only(grpo(folder, f"policy.max_total_sequence_length={positions + 1}"))
-    assert f"policy.max_total_sequence_length is {positions + 1}, but {folder} has positions for" in text and "lower policy.max" in text
+    assert f"policy.max_total_sequence_length is {positions + 1}, but {folder} has positions for" in text
+    key = "rope_scaling.factor" if keys == {"rope_scaling": YARN} else "max_position_embeddings"
+    assert text.endswith(f"lower policy.max_total_sequence_length, or set policy.hf_config_overrides.{key} if the model can do more")
+    if "model_max_length" not in keys:  # the advice works
+        assert said(grpo(folder, f"policy.max_total_sequence_length={positions + 1}", f"++policy.hf_config_overrides.{key}=1000")) == []
 
 
 def test_an_override_may_give_positions(model):
@@ -129,6 +133,7 @@ def test_an_evaluations_length_is_compared_where_it_is_given(model):
     assert said(evaluation(model, *without)) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
     assert text.startswith("generation.model_name is") and "generation.vllm_cfg.max_model_len is 1024, but" in text
+    assert text.endswith("lower generation.vllm_cfg.max_model_len")
 
 
 def test_a_response_longer_than_a_sequence_is_said(model):
@@ -230,6 +235,46 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     cached(model, tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert asked().strip() == "[]"
     assert "policy.max_total_sequence_length is 1024, but org/name has positions for 512" in asked("policy.max_total_sequence_length=1024")
+
+
+def test_a_checkpoint_of_a_run_names_the_model_within(model, tmp_path):
+    weights = tmp_path / "run/step_2/policy/weights"
+    weights.parent.mkdir(parents=True)
+    model.rename(weights)
+    for name in ("run", "run/step_2"):
+        texts = [text for level, text in said(grpo(name)) if text.startswith("policy.model_name")]
+        assert len(texts) == 1 and texts[0].endswith(f"did you mean {tmp_path / 'run/step_2/policy/weights'}?".replace(f"{tmp_path}/", ""))
+    assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
+
+
+def tied_with_a_head_of_its_own(folder):
+    """The model's weights, and a head beside them that is not the (zero) embedding."""
+    raw = (folder / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    header["lm_head.weight"] = {"dtype": "F32", "shape": [40, 16], "data_offsets": [len(data), len(data) + 4 * 40 * 16]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data + struct.pack("<640f", *range(640)))
+
+
+def resumed(model, tmp_path, saved_keys, *overrides):
+    """What is refused when a run of `model` goes on from a checkpoint whose config.json has `saved_keys`."""
+    from nemo_rl_cpp.preflight.resumed import Saved, _model_refusals
+
+    (tmp_path / "step_1/policy/weights").mkdir(parents=True)
+    (tmp_path / "step_1/policy/weights/config.json").write_text(json.dumps(CONFIG | saved_keys))
+    fields = {name: None for name in Saved._fields} | {"path": tmp_path / "step_1", "identity": {}, "config": None}
+    return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
+
+
+def test_a_run_goes_on_with_the_head_that_it_untied(model, tmp_path):
+    tied_with_a_head_of_its_own(model)
+    assert "tie_word_embeddings" in only(grpo(model), "warning")
+    assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
+
+
+def test_a_run_does_not_go_on_with_another_rope(model, tmp_path):
+    assert ["rope_theta" in text for text in resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")] == [True]
 
 
 # -- where they are asked -------------------------------------------------------------------------------------------------

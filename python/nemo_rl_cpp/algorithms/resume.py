@@ -23,6 +23,7 @@ from nemo_rl_cpp.preflight.resumed import (
     read_saved,
     refusal_text,
     refusals,
+    short,
     weights_identity,
 )
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
@@ -63,7 +64,7 @@ def announce(resume: Resume, config: Any, loop: Any, identity: Mapping[str, Any]
     if unknown := environment_keys(config):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
     if text := end_reached(resume.state, loop):
-        print(f"{resume.path} {text}", flush=True)
+        print(f"{short(resume.path)} {text}", flush=True)
 
 
 def end_reached(state: TrainState, loop: Any) -> str | None:
@@ -72,7 +73,7 @@ def end_reached(state: TrainState, loop: Any) -> str | None:
     for key, done, limit in (("max_num_steps", state.total_steps, loop.max_num_steps), ("max_num_epochs", state.current_epoch, loop.max_num_epochs)):
         if limit is not None and done >= limit:
             return (
-                f"has all {limit} of {section}.{key}={limit}: nothing is left to train. Raise {section}.{key} to train on; for a new run "
+                f"has {done} {key.rpartition('_')[2]}, and {section}.{key} is {limit}: nothing is left to train. Raise {section}.{key} to train on; for a new run "
                 "give another checkpointing.checkpoint_dir"
             )
     return None

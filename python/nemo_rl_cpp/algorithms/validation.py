@@ -68,9 +68,8 @@ class Validator:
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Any]) -> list[str] | None:
         """The names of a validation's metrics, by those of a training step's rollouts; None where they cannot be known, because
         other environments score it."""
-        mine, theirs = ({id(env) for env in envs.values()} for envs in (self._task_to_env, task_to_env))
-        mine_types, their_types = ({type(env) for env in envs.values()} for envs in (self._task_to_env, task_to_env))
-        return sorted({*rollout_names, *OWN_METRICS}) if mine <= theirs or mine_types <= their_types else None
+        mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self._task_to_env, task_to_env))
+        return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
     def due_at_start(self, step: int) -> bool:
         """Before the first step of a new run."""

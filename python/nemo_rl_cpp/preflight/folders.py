@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,20 @@ _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 def check(config: Any) -> Iterator[Finding]:
     """Findings about the folders that a run writes to."""
     if hasattr(config, "logger"):
-        yield from _writable(Path(config.logger.log_dir), _LOGS)
+        yield from _asked(_LOGS, config.logger.log_dir, lambda folder: _writable(folder, _LOGS))
     if not hasattr(config, "checkpointing") or not config.checkpointing.enabled:
         return
-    folder = Path(config.checkpointing.checkpoint_dir)
-    problems = [*_writable(folder, _DIR), *_lock(folder)]
-    yield from problems
-    if not problems:
-        yield from _space(config, folder)
-        yield from _resume(config, folder)
+    given = config.checkpointing.checkpoint_dir
+    problems = _asked(_DIR, given, lambda folder: (*_writable(folder, _DIR), *_lock(folder)))
+    yield from problems or _asked(_DIR, given, lambda folder: (*_space(config, folder), *_resume(config, folder)))
+
+
+def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
+    """The findings of `question`; a folder that cannot even be asked about (a name too long, no right to list it) is one."""
+    try:
+        return list(question(Path(folder)))
+    except OSError as error:
+        return [Finding("error", key, f"is {folder}, which cannot be used ({error.strerror or error}): give another folder")]
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:

@@ -233,7 +233,7 @@ def test_another_algorithm_is_refused(root, run_of_two_steps):
 def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
     resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
     out = capsys.readouterr().out
-    assert "has all 2 of grpo.max_num_steps=2: nothing is left to train. Raise grpo.max_num_steps" in out
+    assert "step_2 has 2 steps, and grpo.max_num_steps is 2: nothing is left to train. Raise grpo.max_num_steps" in out
     assert "checkpointing.checkpoint_dir" in out
 
 

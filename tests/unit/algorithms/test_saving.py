@@ -120,6 +120,16 @@ def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, 
     assert run.state.step == 1
 
 
+def test_a_validation_by_other_environments_is_waited_for(tmp_path):
+    """Their metrics cannot be known from training's."""
+    run = make(tmp_path, "grpo.max_num_steps=9", "checkpointing.metric_name=val:accurcy", "grpo.val_period=2", "checkpointing.save_period=9")
+    run.parts.rollouts.task_to_env["second"] = next(iter(run.parts.rollouts.task_to_env.values()))
+    run.parts.validator._task_to_env = {"t": run.parts.rollouts.task_to_env["t"]}
+    with pytest.raises(ValueError, match="the val metrics have no 'accurcy'"):
+        train(run)
+    assert run.state.step == 2
+
+
 def test_a_validation_before_the_first_step_tells_already(tmp_path):
     run = make(tmp_path, "checkpointing.metric_name=val:accurcy", "grpo.val_at_start=true")
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'; there are accuracy"):

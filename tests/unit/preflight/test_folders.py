@@ -62,6 +62,12 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, key, path):
     assert found.startswith(f"{key} is /proc/self/below, which cannot be written")
 
 
+@pytest.mark.parametrize("key, path", [("checkpointing.checkpoint_dir", "checkpoints"), ("logger.log_dir", "logs")])
+def test_a_name_that_is_too_long_is_an_error(tmp_path, key, path):
+    (found,) = errors(config_of(tmp_path, **{path: tmp_path / ("x" * 300)}))
+    assert found.startswith(f"{key} is {tmp_path}") and "File name too long" in found
+
+
 def test_no_folder_is_asked_for_checkpoints_when_they_are_off(tmp_path):
     assert errors(config_of(tmp_path, "checkpointing.enabled=false", checkpoints="/proc/self/below")) == []
 

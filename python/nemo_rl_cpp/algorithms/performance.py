@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.algorithms._config import setting
+from nemo_rl_cpp.config.master import MasterConfig
 from nemo_rl_cpp.utils.step_metrics import performance_metrics
 
 
@@ -59,6 +60,9 @@ def print_performance_metrics(
 
 
 def _devices(config: Any) -> _Devices:
+    """One for a loaded configuration, whose sizes are folded; those of a plain mapping as they stand."""
+    if isinstance(config, MasterConfig):
+        return _Devices(1, 1, 1)
     cluster = setting(config, "cluster")
     total = max(1, int(setting(cluster, "num_nodes", 1)) * int(setting(cluster, "gpus_per_node", 1)))
     if _colocated(config):

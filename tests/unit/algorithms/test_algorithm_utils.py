@@ -1,6 +1,7 @@
 """Shared functions of the algorithms: masked statistics, filtering of logits, log-probs, padding, rates."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nemo_rl_cpp.algorithms.utils import (
     print_performance_metrics,
     set_seed,
 )
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.distributed.model_utils import (
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
@@ -22,6 +24,7 @@ from nemo_rl_cpp.distributed.model_utils import (
     get_next_token_logprobs_from_logits,
 )
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 def test_masked_mean_and_variance_by_hand():
     v, m = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
@@ -99,3 +102,11 @@ def test_performance_rates_by_hand():
     assert m["policy_training_tokens_per_sec_per_gpu"] == 125.0 and m["training_worker_group_tokens_per_sec"] == 200.0
     assert m["generation_tokens_per_sec"] == 200.0 and m["train_flops_per_gpu"] == 1.0
     assert m["average_token_imbalance"] == pytest.approx(0.25) and "per_worker_token_counts" not in metrics
+
+
+def test_rates_of_a_folded_configuration_are_those_of_one_device():
+    config = load_grpo_config(CONFIGS / "grpo_tiny.yaml", ["cluster.gpus_per_node=8", "policy.generation.backend=vllm"])
+    timing = {"total_step_time": 10.0, "policy_training": 4.0, "policy_and_reference_logprobs": 1.0, "generation": 5.0}
+    sizes = {"num_prompts_per_step": 4, "num_generations_per_prompt": 5, "is_async_rl": False}
+    m = print_performance_metrics({}, {"total_num_tokens": 1000}, timing, config, **sizes)
+    assert m["tokens_per_sec_per_gpu"] == 100.0 and m["policy_training_tokens_per_sec_per_gpu"] == 250.0

@@ -207,6 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _own_options(text: str) -> str:
     """A sentence that names keys of a configuration, in the words of this command."""
     text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace("policy.model_name", "--model")
+    text = text.replace("the model is", "--model is")
     return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
 
 

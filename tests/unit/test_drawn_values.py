@@ -207,6 +207,7 @@ def test_arguments_of_a_text_generator():
 
     generator = TextGenerator.__new__(TextGenerator)
     generator.tokenizer, generator.max_length, generator._model, generator._knows_bytes, generator._vocab_size = tiny_tokenizer(), 0, Model(), True, 64
+    generator._end_token_ids, generator._chat_settled = [], True
     generator._encode = lambda prompt: [1] if prompt else []
     arguments = [name for name in inspect.signature(TextGenerator.generate).parameters if name != "self"]
     taken = dict.fromkeys(arguments, 0)
@@ -266,7 +267,7 @@ def test_keys_of_the_configuration_classes():
     """Every key of every section: assigned, and (some of them) given to the class."""
     rng, arrived = random.Random(5), 0
     for section in sections():
-        blank = section.model_construct()
+        blank = section.model_construct(**{name: 1.0 for name, info in section.model_fields.items() if info.is_required()})
         for name, info in section.model_fields.items():
             values = rng.sample(VALUES, 40) if info.json_schema_extra else VALUES  # keys without an effect are taken by type alone
             for index, value in enumerate(values):

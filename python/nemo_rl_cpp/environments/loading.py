@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.errors import in_user_code, one_sentence
 
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
@@ -51,7 +52,7 @@ def import_object(name: str, what: str) -> Any:
     LoadingError: "reward function", for instance."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise LoadingError(f"{what} {name!r} is no dotted name: write module.name, as in my_module.my_name")
+        raise LoadingError(f"{what} {in_a_line(name)} is no dotted name: write module.name, as in my_module.my_name")
     found, attributes = _import_module(parts, name, what)
     for attribute in attributes:
         owner = found
@@ -71,16 +72,16 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[Any, list[st
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
                 continue  # it is no module; perhaps what stands before it is one that has it
-            raise LoadingError(f"{what} {name!r} cannot be imported: {one_sentence(error)}") from error
+            raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {one_sentence(error)}") from error
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: nothing in a module may end the program
             told = in_user_code(error, f"importing {module}")
-            raise LoadingError(f"{what} {name!r} cannot be imported: {told or _syntax(error) or one_sentence(error)}") from error
+            raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}") from error
     folders = ", ".join(dict.fromkeys(["the working folder", *_searched[1:]])) if _searched else "sys.path"
     near = difflib.get_close_matches(parts[0], _modules_beside(), 1, 0.6)
     hint = f"; did you mean {near[0]}?" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
-    raise LoadingError(f"{what} {name!r}: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}")
+    raise LoadingError(f"{what} {in_a_line(name)}: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}")
 
 
 def _modules_beside() -> list[str]:
@@ -99,7 +100,7 @@ def _no_attribute(name: str, what: str, owner: Any, attribute: str) -> str:
     own = [n for n in names if getattr(getattr(owner, n), "__module__", None) == module] or names
     near = difflib.get_close_matches(attribute, names, 1, 0.6)
     hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(own[:10]) or 'nothing'}"
-    return f"{what} {name!r}: {module} has no {attribute}{hint}"
+    return f"{what} {in_a_line(name)}: {module} has no {attribute}{hint}"
 
 
 def environment_target(name: str, registry: Mapping[str, Mapping[str, str]] = ENV_REGISTRY) -> str:

@@ -124,10 +124,14 @@ def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, mon
     shown, warned = capsys.readouterr()
     assert shown.startswith("Peak memory by phase") and "fits into this machine's 23 GB" in shown and not warned
     large = "hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 128256"
-    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{large}}}"]) == 0
-    shown, warned = capsys.readouterr()
+    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{large}}}"]) == 2
+    shown, refused = capsys.readouterr()
     assert "does not fit into this machine's 23 GB" in shown
-    assert warned.startswith("warning: the forecast of memory, 1") and "does not fit" in warned
+    assert refused.startswith("error: policy.model_name is tiny-random, whose weights, gradients and optimizer alone take 1")
+    wide = "hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 16"
+    batch = ["policy.train_micro_batch_size=64", "policy.max_total_sequence_length=400", "policy.generation.max_new_tokens=3"]
+    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{wide}}}", *batch]) == 0
+    assert capsys.readouterr().err.startswith("warning: the forecast of memory, ")
 
 
 # ---- processes

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nemo_rl_cpp import cli, run_eval, run_grpo_math
 from nemo_rl_cpp.environments import loading
+from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
 
 # what a user writes: module -> text
 MODULES = {
@@ -91,8 +94,10 @@ def rows(text, name="data.jsonl", **keys):
 def model(**changes):
     folder = Path("model")
     folder.mkdir()
-    sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 32} | sizes | changes))
+    sizes = dict(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    config = {"model_type": "llama", "max_position_embeddings": 32} | sizes | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(shape) for name, shape in parameter_shapes(native_config(config)).items()}, folder / "model.safetensors")
     return ["policy.model_name=model"]
 
 

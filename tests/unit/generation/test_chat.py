@@ -1,6 +1,8 @@
 """`nemo-rl-cpp generate --chat`: which chat template it uses, and what it says of it."""
 
 import json
+import sys
+import warnings
 
 import pytest
 
@@ -28,8 +30,14 @@ def checkpoint(folder, own, run=None):
     return folder / "step_1"
 
 
+def _on_stderr(message, category, filename, lineno, file=None, line=None):
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
+
+
 def chat(folder, capsys, text="12"):
-    assert main(["generate", "--model", str(folder), "--chat", "--greedy", "--max-new-tokens", "4", "--precision", "float32", text]) == 0
+    with warnings.catch_warnings():
+        warnings.showwarning = _on_stderr  # as outside pytest, which would record them
+        assert main(["generate", "--model", str(folder), "--chat", "--greedy", "--max-new-tokens", "4", "--precision", "float32", text]) == 0
     return capsys.readouterr()
 
 

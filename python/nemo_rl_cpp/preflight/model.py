@@ -21,6 +21,7 @@ from nemo_rl_cpp.models.sources import (
     local_folder,
     nearest_model,
 )
+from nemo_rl_cpp.models.weight_files import weight_files
 
 from .finding import Finding
 
@@ -92,7 +93,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
             if path is None:
                 yield from _check_name(use)
                 return None
-            if is_cached(path) and not (path / "config.json").is_file():  # the run fetches the rest
+            if is_cached(path) and not _is_complete(path):  # the run fetches the rest
                 return None
             folder = read_model_folder(path, use.overrides, **fields)
         if use.length is not None:
@@ -104,6 +105,13 @@ def _check_model(use: _Use) -> Iterator[Finding]:
     for remark in folder.remarks:
         yield Finding("warning", use.key, f"is {use.name}: {remark}")
     return folder
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return (path / "config.json").is_file() and bool(weight_files(path))
+    except SourceError:
+        return False
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:

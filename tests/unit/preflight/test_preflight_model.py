@@ -232,9 +232,12 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     def asked(*overrides):  # in a process of its own: the hub's library reads its folder when it is imported
         return subprocess.run([sys.executable, "-c", code, *overrides], capture_output=True, text=True).stdout
 
-    cached(model, tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    snapshot = cached(model, tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert asked().strip() == "[]"
     assert "policy.max_total_sequence_length is 1024, but org/name has positions for 512" in asked("policy.max_total_sequence_length=1024")
+    (snapshot / "model.safetensors").rename(snapshot / "a.safetensors")  # a download that was broken off: the run goes on with it
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    assert asked("policy.max_total_sequence_length=1024").strip() == "[]"
 
 
 def test_a_checkpoint_of_a_run_names_the_model_within(model, tmp_path):

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
+from nemo_rl_cpp.argument_checks import in_a_line
+
 from .base import Count, Fraction, NonNegative, Positive, Real, Section, key, no_effect, only
 
 SCHEDULER_KWARGS: dict[str, dict[str, Any]] = {  # torch's names and defaults; None: must be given
@@ -21,7 +23,7 @@ def _moment_dtype(value: Any) -> Any:
     if name in ("float32", "fp32", "float"):
         return "float32"
     raise ValueError(
-        f"cannot be {value}: AdamW's state is float32 here (8 bytes a weight); set it to float32 or leave it out, and "
+        f"cannot be {in_a_line(value)}: AdamW's state is float32 here (8 bytes a weight); set it to float32 or leave it out, and "
         "expect the memory that --dry-run forecasts"
     )
 

@@ -36,7 +36,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _packing(value: Any) -> Any:
-    return "modified_first_fit_decreasing" if value == "modified_ffd" else value  # the name of older recipes
+    return "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value  # the name of older recipes
 
 
 PackingAlgorithm = Annotated[

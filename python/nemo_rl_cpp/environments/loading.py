@@ -165,7 +165,7 @@ def reward_function(name: Any) -> Any:
     """A reward function of a dotted name, or the function itself; LoadingError for what cannot be called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
-        raise LoadingError(f"reward function {name!r} is of type {type(found).__name__}, which cannot be called: give a function")
+        raise LoadingError(f"reward function {in_a_line(name)} is of type {type(found).__name__}, which cannot be called: give a function")
     return found
 
 

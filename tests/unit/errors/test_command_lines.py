@@ -129,7 +129,7 @@ def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, mon
     assert "does not fit into this machine's 23 GB" in shown
     assert refused.startswith("error: policy.model_name is tiny-random, whose weights, gradients and optimizer alone take 1")
     wide = "hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 16"
-    batch = ["policy.train_micro_batch_size=64", "policy.max_total_sequence_length=400", "policy.generation.max_new_tokens=3"]
+    batch = ["policy.train_micro_batch_size=64", "policy.max_total_sequence_length=400", "policy.generation.max_new_tokens=3", "policy.hf_config_overrides.max_position_embeddings=512"]
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{wide}}}", *batch]) == 0
     assert capsys.readouterr().err.startswith("warning: the forecast of memory, ")
 

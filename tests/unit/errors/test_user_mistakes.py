@@ -98,7 +98,7 @@ def model(**changes):
     config = {"model_type": "llama", "max_position_embeddings": 32} | sizes | changes
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: torch.zeros(shape) for name, shape in parameter_shapes(native_config(config)).items()}, folder / "model.safetensors")
-    return ["policy.model_name=model"]
+    return ["policy.model_name=model", "policy.hf_config_overrides=null"]
 
 
 def no_gpu(monkeypatch):

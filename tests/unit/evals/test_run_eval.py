@@ -93,9 +93,10 @@ def test_repeat_and_the_command_line(checkpoints, capsys):
     assert run_eval.main([*arguments, "eval.k_value=3"]) == 2
 
 
-def test_an_environment_must_be_named():
+def test_an_environment_must_be_named_where_there_are_several():
+    assert load_eval_config("evals/eval.yaml", ["data.env_name=null"]).data.env_name == "math"
     with pytest.raises(ConfigError, match="data.env_name is missing"):
-        load_eval_config("evals/eval.yaml", ["data.env_name=null"])
+        load_eval_config("evals/eval.yaml", ["data.env_name=null", "+env.arithmetic={}"])
 
 
 def sums(metric, *overrides):

@@ -246,7 +246,7 @@ FAULTY = {
     "untied, no head": ("llama", lambda f: f.tensors(lambda w: without(w, "lm_head.weight")), "missing: lm_head.weight.*tie_word_embeddings=true"),
     "tensor too many": ("llama", lambda f: f.tensors(lambda w: w | {"score.bias": torch.ones(1)}), "unexpected: score.bias"),
     "tied, head of another shape": ("tied", lambda f: f.tensors(lambda w: w | {"lm_head.weight": torch.ones(96, 32)}), r"lm_head.weight is \[96, 32\]"),
-    "mistral": ("llama", lambda f: f.config(model_type="mistral"), f"{CONFIG}: model_type 'mistral'.*supported: llama"),
+    "gemma": ("llama", lambda f: f.config(model_type="gemma"), f"{CONFIG}: model_type 'gemma'.*supported: llama"),
     "no model_type": ("llama", lambda f: f.config(["model_type"]), f"{CONFIG}: model_type None"),
     "quantized": ("llama", lambda f: f.config(quantization_config={"quant_method": "gptq"}), f"{CONFIG}: quantization_config"),
     "yarn without factor": ("llama", lambda f: f.format_5(without(YARN, "factor")), f"{CONFIG}: rope_parameters is of type yarn but has no factor"),

@@ -7,7 +7,7 @@ BASE = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_laye
 
 
 def configurations() -> dict:
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
 
     llama3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=10000.0)
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
@@ -23,6 +23,10 @@ def configurations() -> dict:
         "qwen2": Qwen2Config(**{**BASE, "hidden_size": 64}),
         "qwen2_tied": Qwen2Config(**{**BASE, "hidden_size": 64}, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**BASE, head_dim=16),
+        "llama_gelu": LlamaConfig(**BASE, head_dim=16, hidden_act="gelu_pytorch_tanh"),
+        "mistral": MistralConfig(**BASE, head_dim=16, sliding_window=None),
+        "olmo2": Olmo2Config(**{**BASE, "hidden_size": 64}),
+        "olmo2_gelu": Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
         "qwen3_tied": Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),
     }
 

@@ -158,7 +158,8 @@ class EvalDataConfig(DatasetConfig):
         name = data.get("dataset_name")
         if isinstance(name, str) and ("/" in name or PurePath(name).suffix in _FILES):
             data |= {"dataset_name": "ResponseDataset", "data_path": name}
-        if data.get("dataset_name") == "ResponseDataset":
+        name = data.get("dataset_name")
+        if isinstance(name, str) and name == "ResponseDataset":
             for theirs, ours in (("problem_key", "input_key"), ("solution_key", "output_key")):
                 if theirs in data:
                     data.setdefault(ours, data.pop(theirs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_rl_cpp.models.rope import (
     check_rope,
@@ -22,17 +22,27 @@ from nemo_rl_cpp.models.rope import (
 )
 from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
-SUPPORTED_ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaModel"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-}
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
+
+
+class Architecture(NamedTuple):
+    """A model_type: its name in transformers, what its layers are made of, and what config.json may leave out.
+
+    `norms` names the norms of a layer by their place: before or after attention and MLP (csrc/model/config.h). `qk_norm` is
+    "none", "head" or "whole". `biases` are those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
+    """
+
+    title: str
+    defaults: dict[str, Any]
+    biases: tuple[str, ...] = ("attention",)
+    qk_norm: str = "none"
+    norms: Mapping[str, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+
 
 # What transformers 5 takes for a key that config.json leaves out.
 _EVERY = {
@@ -43,17 +53,30 @@ _QWEN = {
     **_EVERY, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {**_EVERY, "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
-}
+_LLAMA = {**_EVERY, "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+_MISTRAL = {
+    **_EVERY, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+}  # fmt: skip
+_OLMO2 = {
+    **_EVERY, "vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
+}  # fmt: skip
+SUPPORTED_ARCHITECTURES = {
+    "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
+    "mistral": Architecture("Mistral", _MISTRAL, biases=()),
+    "olmo2": Architecture(
+        "Olmo2", _OLMO2, qk_norm="whole",
+        norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    ),
+    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",)),
+    "qwen3": Architecture("Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
+}  # fmt: skip
+"""model_type -> what it is. Another dense architecture is an entry here."""
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
 )  # fmt: skip
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-_SILU = ("silu", "swish")  # two names of one function
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # two names of each function
 
 
 def read_config_file(folder: str | Path) -> dict[str, Any]:
@@ -110,18 +133,18 @@ def canonical_config(config: Mapping[str, Any], overrides: Mapping[str, Any] | N
     """
     overrides = overrides or {}
     kind = overrides.get("model_type", config.get("model_type"))
-    if not isinstance(kind, str) or kind not in _DEFAULTS:
+    if not isinstance(kind, str) or kind not in SUPPORTED_ARCHITECTURES:
         raise ModelFolderError(
             f"model_type {kind!r} (architectures {config.get('architectures')}) is not supported by policy.backend=native; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    positions = _DEFAULTS[kind]["max_position_embeddings"]
+    positions = SUPPORTED_ARCHITECTURES[kind].defaults["max_position_embeddings"]
     form = respell(config, positions)
     if overrides:
         rope_keys = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
         form.update({key: value for key, value in overrides.items() if key not in rope_keys})
         form = respell(lay_rope_over(form, overrides), positions)
-    form = {**_DEFAULTS[kind], **form}
+    form = {**SUPPORTED_ARCHITECTURES[kind].defaults, **form}
     _derive(form)
     _check(form)
     check_rope(form, section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config))
@@ -136,7 +159,7 @@ def _derive(form: dict[str, Any]) -> None:
     if form.get("head_dim") is None and _is_size(heads) and _is_size(hidden):
         form["head_dim"] = hidden // heads
     if form["max_position_embeddings"] is None:
-        form["max_position_embeddings"] = _DEFAULTS[form["model_type"]]["max_position_embeddings"]
+        form["max_position_embeddings"] = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults["max_position_embeddings"]
     if not form.get("quantization_config"):
         form.pop("quantization_config", None)  # transformers 4 fails on one that is null
     if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):  # transformers 5 fails on layers without a window
@@ -161,8 +184,8 @@ def _check(form: Mapping[str, Any]) -> None:
         raise ModelFolderError(
             f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
         )
-    if form["hidden_act"] not in _SILU:
-        raise ModelFolderError(f"hidden_act {form['hidden_act']!r} is not supported: the native decoder computes silu")
+    if not isinstance(form["hidden_act"], str) or form["hidden_act"] not in _ACTIVATIONS:
+        raise ModelFolderError(f"hidden_act {form['hidden_act']!r} is not supported: the native decoder computes silu and gelu_pytorch_tanh")
     if form.get("quantization_config"):
         raise ModelFolderError("quantization_config: quantized checkpoints are not supported: use the float32, float16 or bfloat16 weights")
     if form.get("transformers_weights"):
@@ -173,7 +196,12 @@ def _check(form: Mapping[str, Any]) -> None:
 
 
 def _check_layers(form: Mapping[str, Any]) -> None:
-    if form["model_type"] == "llama":  # which has one kind of layer, whatever other keys say
+    if form["model_type"] in ("llama", "olmo2"):  # which have one kind of layer, whatever other keys say
+        return
+    if form["model_type"] == "mistral":
+        window = form["sliding_window"]
+        if window is not None and not _is_size(window):
+            raise ModelFolderError(f"sliding_window is {window!r}, but a whole number from 1 was expected")
         return
     for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
         value = form[key]
@@ -189,15 +217,24 @@ def _check_layers(form: Mapping[str, Any]) -> None:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Tokens that some layer sees at most; None where every layer sees all. (A Llama has no windows, whatever its keys say.)
+    """Tokens that some layer sees at most; None where every layer sees all. (A Llama or OLMo 2 has no windows, whatever its keys say.)
 
     `config` is in the one form. The rule is that of transformers 5: `layer_types`, else the layers from `max_window_layers` on.
     """
-    if config["model_type"] == "llama" or not config["use_sliding_window"] or config["sliding_window"] is None:
+    if config.get("sliding_window") is None or config["model_type"] in ("llama", "olmo2"):
+        return None
+    if config["model_type"] == "mistral":  # all layers, by this key alone
+        return config["sliding_window"]
+    if not config["use_sliding_window"]:
         return None
     kinds = config.get("layer_types")
     slides = "sliding_attention" in kinds if kinds is not None else config["max_window_layers"] < config["num_hidden_layers"]
     return config["sliding_window"] if slides else None
+
+
+def _full_attention(config: Mapping[str, Any]) -> str:
+    """The override that switches a model's windows off."""
+    return "sliding_window=null" if config["model_type"] == "mistral" else "use_sliding_window=false"
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
@@ -228,7 +265,7 @@ def check_length(config: Mapping[str, Any], length: int, key: str, model: str) -
             f"{config['max_position_embeddings']}{scaled}): lower {key}{advice}"
         )
     if window is not None and length > window:
-        advice = f", or set {overrides}.use_sliding_window=false for full attention" if overrides else ""
+        advice = f", or set {overrides}.{_full_attention(config)} for full attention" if overrides else ""
         raise ModelFolderError(
             f"{key} is {length}, but layers of {model} see {window} tokens (use_sliding_window, sliding_window), and windows are not supported: "
             f"lower {key} to {window}{advice}"
@@ -253,9 +290,9 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration (in any form) that decide what the model computes, in the one form. Two models compute the same
     function of the same weights where these are equal; max_position_embeddings and names of tokens do not count."""
     form = canonical_config(config)
-    known = {*_DEFAULTS[form["model_type"]], "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "layer_types"}
+    known = {*SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "layer_types"}
     kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
-    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {"hidden_act": _SILU[0]}
+    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {"hidden_act": _ACTIVATIONS[form["hidden_act"]]}
     if sliding_window(form) is None:
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
     return kept
@@ -288,10 +325,11 @@ def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_le
     if window is not None and window < (max_length or max_positions(form)):
         raise ModelFolderError(
             f"sliding-window attention of {window} tokens (use_sliding_window, sliding_window) is not supported: keep sequences within the window, "
-            "or set hf_config_overrides.use_sliding_window=false for full attention in every layer"
+            f"or set hf_config_overrides.{_full_attention(form)} for full attention in every layer"
         )
     inv_freq, attention_factor = rope_frequencies(form, head_dim)
-    bias = kind != "qwen2" and bool(form["attention_bias"])
+    made = SUPPORTED_ARCHITECTURES[kind]
+    bias = "attention" in made.biases and bool(form["attention_bias"])
     return {
         "vocab_size": form["vocab_size"],
         "hidden_size": form["hidden_size"],
@@ -302,12 +340,12 @@ def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_le
         "head_dim": head_dim,
         "rms_norm_eps": float(form["rms_norm_eps"]),
         "tie_word_embeddings": bool(form["tie_word_embeddings"]) and not value_head,
-        "qkv_bias": kind == "qwen2" or bias,
+        "qkv_bias": "qkv" in made.biases or bias,
         "output_bias": bias,
-        "mlp_bias": kind == "llama" and bool(form["mlp_bias"]),
-        "qk_norm": "head" if kind == "qwen3" else "none",
-        "norms": {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
-        "activation": "silu",
+        "mlp_bias": "mlp" in made.biases and bool(form["mlp_bias"]),
+        "qk_norm": made.qk_norm,
+        "norms": dict(made.norms),
+        "activation": _ACTIVATIONS[form["hidden_act"]],
         "value_head": value_head,
         "rope_inv_freq": inv_freq,
         "rope_attention_factor": attention_factor,

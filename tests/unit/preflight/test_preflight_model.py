@@ -284,7 +284,7 @@ def test_a_run_does_not_go_on_with_another_rope(model, tmp_path):
 
 
 BROKEN = {
-    "mistral": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mistral"})),
+    "gemma": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"})),
     "quantised": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}})),
     "dynamic rope": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})),
     "sliding window": lambda folder: (folder / "config.json").write_text(

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.hf_config import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, evaluate_value_loss, run_global_batch
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
-
-ARCHITECTURES = {"llama": "LlamaForSequenceClassification", "qwen2": "Qwen2ForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification"}
-
 
 class Value(TrainedModel, ValueInterface):
     """A value model in training: values, optimizer steps, checkpoints (NeMo RL's `Value`).
@@ -97,5 +95,6 @@ class Value(TrainedModel, ValueInterface):
 
     def saved_config(self) -> dict[str, Any]:
         """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""
+        title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}
-        return {**self.folder.config, "architectures": [ARCHITECTURES[self.folder.config["model_type"]]], **one_label}
+        return {**self.folder.config, "architectures": [f"{title}ForSequenceClassification"], **one_label}

@@ -8,7 +8,7 @@ import io
 import json
 
 import pytest
-from tests.fakes import ByteTokenizer
+from fakes import ByteTokenizer
 
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 

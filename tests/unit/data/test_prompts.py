@@ -1,7 +1,7 @@
 """From a row to a prompt: one run of the template, system messages, several turns, tools; what is lost is refused."""
 
 import pytest
-from tests.fakes import ByteTokenizer
+from fakes import ByteTokenizer
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.data.interfaces import TaskDataSpec

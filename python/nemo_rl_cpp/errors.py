@@ -25,6 +25,10 @@ _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("std
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)  # ours say what to do when raised with a message
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # says nothing beside the line's number
 _LONGEST = 600  # characters of a message of somebody else's
+_INSTALLED_AS = {
+    "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "reasoning_gym": "reasoning-gym", "skimage": "scikit-image",
+    "sklearn": "scikit-learn", "yaml": "pyyaml",
+}  # fmt: skip
 
 _folder: Path | None = None  # of the run's logs, once there is one
 
@@ -193,7 +197,12 @@ def _package_sentence(name: str, place: Place | None) -> str:
     package = name.partition(".")[0]
     if package != name and package in sys.modules:
         return f"there is no module {name}{wanted}"
-    return f"the package {package}{wanted}{',' if wanted else ''} is not installed: run `pip install {package}`"
+    return f"the package {package}{wanted}{',' if wanted else ''} is not installed: run `{install_command(package)}`"
+
+
+def install_command(package: str) -> str:
+    """What installs a package that is imported under this name."""
+    return f"pip install {_INSTALLED_AS.get(package, package)}"
 
 
 def _is_own_module(name: str) -> bool:

@@ -31,7 +31,7 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
 }
 """Environment name -> {"actor_class_fqn": dotted name of its class}. `register_env` adds one at run time."""
 
-_searched: list[str] = []  # folders that `search_for_modules` was given
+_searched: list[str] = []  # folders that `search_for_modules` was given last
 
 
 class LoadingError(ValueError):
@@ -40,9 +40,8 @@ class LoadingError(ValueError):
 
 def search_for_modules(*folders: Path) -> None:
     """Lets the user's modules be found in these folders (the working folder, that of the configuration), after all others."""
-    for folder in map(str, folders):
-        if folder not in _searched:
-            _searched.append(folder)
+    _searched[:] = dict.fromkeys(map(str, folders))
+    for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
             sys.path.append(folder)
 
@@ -81,7 +80,7 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[Any, list[st
     folders = ", ".join(dict.fromkeys(["the working folder", *_searched[1:]])) if _searched else "sys.path"
     near = difflib.get_close_matches(parts[0], _modules_beside(), 1, 0.6)
     hint = f"; did you mean {near[0]}?" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
-    raise LoadingError(f"{what} {in_a_line(name)}: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}")
+    raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}")
 
 
 def _modules_beside() -> list[str]:

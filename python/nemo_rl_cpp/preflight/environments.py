@@ -18,6 +18,7 @@ from nemo_rl_cpp.environments.loading import (
     needed_package,
     own_dataset_class,
 )
+from nemo_rl_cpp.errors import install_command
 
 from .finding import Finding
 
@@ -38,7 +39,7 @@ def check(config: Any) -> Iterator[Finding]:
             elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
                 environment_class(name)
             elif (package := needed_package(name)) is not None:
-                yield Finding("error", key, f"needs the package {package}, which is not installed: run `pip install {package}`")
+                yield Finding("error", key, f"needs the package {package}, which is not installed: run `{install_command(package)}`")
         except LoadingError as error:
             yield Finding("error", key, f"cannot be used: {error}")
 

@@ -150,7 +150,7 @@ def test_load_response_dataset_binds_processor_and_prompts(tmp_path):
     [
         ({"dataset_name": "OpenMathInstruct2"}, "did you mean OpenMathInstruct-2"),
         ({"dataset_name": "arithmetic", "max_numbr": 9}, "did you mean max_number"),
-        ({"dataset_name": "no.such.module.Class"}, "there is no module no"),
+        ({"dataset_name": "no.such.module.Class"}, "cannot be imported: there is no module no"),
         ({"data_path": "x.jsonl"}, "lacks dataset_name"),
         ({"dataset_name": "arithmetic", "processor": "none"}, "register_processor"),
         ({"dataset_name": "arithmetic", "split": "test"}, "split must be"),

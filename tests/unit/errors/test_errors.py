@@ -103,6 +103,7 @@ def test_other_sentences(tmp_path):
     assert one_sentence(caught(write_report, tmp_path)) == f"{tmp_path} holds no metrics.jsonl: give the log folder of a run, such as logs/exp_001"
     assert "nowhere.txt': No such file or directory" in one_sentence(caught(open, tmp_path / "nowhere.txt"))
     assert one_sentence(ModuleNotFoundError("No module named 'nobody.auto'", name="nobody.auto")) == "the package nobody is not installed: run `pip install nobody`"
+    assert one_sentence(ModuleNotFoundError("No module named 'sklearn'", name="sklearn")).endswith("run `pip install scikit-learn`")
     assert one_sentence(MemoryError()).startswith("out of memory; `--dry-run` shows")
     assert one_sentence(TypeError("x" * 5000)).endswith("...") and len(one_sentence(TypeError("x" * 5000))) < 700
     noisy = RuntimeError("bad shape\nException raised from run at a.cpp:3 (most recent call first):\nframe #0: ...")

@@ -67,7 +67,7 @@ def test_each_environment_of_each_data_set_is_looked_at():
 def test_an_environment_of_ours_that_needs_a_package(monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     assert found("data.default.env_name=reasoning_gym", "+env={reasoning_gym: {}}") == [
-        "env.reasoning_gym needs the package reasoning_gym, which is not installed: run `pip install reasoning_gym`"
+        "env.reasoning_gym needs the package reasoning_gym, which is not installed: run `pip install reasoning-gym`"
     ]
 
 

@@ -27,6 +27,7 @@ class GenerationConfig(Section):
     val_temperature: Temperature | None = key(None, "temperature in validation; null: temperature")
     val_top_p: TopP | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
+    model_name: str | None = only(None, why="the policy's own model generates (policy.model_name)")
     stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the end tokens of the model")
     stop_strings: StopStrings | None = key(None, "texts that end a response; they stay in it")
     kv_cache_gb: Real | None = key(

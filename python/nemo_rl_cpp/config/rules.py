@@ -16,8 +16,9 @@ from .ppo import PPOConfig
 
 def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report: Report) -> None:
     """All rules of a configuration."""
+    rules_data.check_env(config.env, report)
     for name, section in config.env.items():
-        if section is not None and not isinstance(section, Mapping):
+        if section is not None and not isinstance(section, Mapping) and name != "should_use_nemo_gym":
             report.add(f"env.{name}", f"must be a section (lines of key: value), not {in_a_line(section)}")
     if report.has_problem("env"):  # which the rules read
         return

@@ -2,8 +2,11 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+_SLICE = 0.5  # seconds of one wait: Python looks at signals between them, also at one that another thread was woken for
 
 
 class Future:
@@ -36,8 +39,10 @@ class Future:
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the value; raises what the call raised, or TimeoutError after `timeout` seconds."""
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"no result after {timeout} s")
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(_SLICE if end is None else min(_SLICE, end - time.monotonic())):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"no result after {timeout} s")
         if self._error is not None:
             raise self._error
         return self._value

@@ -279,7 +279,6 @@ def test_a_policy_section_of_its_own_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
     assert PolicyConfig.of(good).generation.max_new_tokens == 512
     for change, message in (
-        ({"dtensor_cfg": {"tensor_parallel_size": 2}}, "policy.dtensor_cfg.tensor_parallel_size is 2: training on several devices"),
         ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "dtensor_cfg.lora_cfg.enabled cannot be true: LoRA is not supported"),
         ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
     ):

@@ -51,5 +51,5 @@ def test_reward_functions_as_parts():
     assert {name: values.tolist() for name, values in result.rewards.items()} == {"longer": [1.0, 1.5, 0.0], "even": [2.0, 0.0, 0.0]}
     summed = RewardFunctionEnvironment([longer, even], [0.5, 2.0]).step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert summed.rewards.tolist() == [3.0, 1.5, 0.0]
-    with pytest.raises(ValueError, match="different names"):
-        RewardFunctionEnvironment([even, even], as_parts=True)
+    twice = RewardFunctionEnvironment([even, even], as_parts=True).step(logs(["ab"]), [{}])
+    assert len(twice.rewards) == 2 and all(values.tolist() == [1.0] for values in twice.rewards.values())

@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -50,6 +51,7 @@ class Job:
 def keeper(job: Job, caller: int) -> NoReturn:
     """The first process; see the module."""
     os.setsid()  # signals to the program's process group must not reach the caller's
+    _close_the_callers(job)
     kernel.unshare(NAMESPACES)
     kernel.die_with_parent()
     if os.getppid() != caller:
@@ -63,6 +65,15 @@ def keeper(job: Job, caller: int) -> NoReturn:
     _report(job, f"pid {first}")
     os.waitpid(first, 0)
     os._exit(0)
+
+
+def _close_the_callers(job: Job) -> None:
+    """The caller's own files are none of the sandbox's, and there may be more of them than a program may have open."""
+    kept = {0, 1, 2, job.stdin, job.stdout, job.stderr, job.status, job.go}
+    for descriptor in sorted(int(name) for name in os.listdir("/proc/self/fd")):
+        if descriptor not in kept:
+            with suppress(OSError):  # the listing's own
+                os.close(descriptor)
 
 
 def _first_process(job: Job) -> NoReturn:

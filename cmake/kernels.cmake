@@ -2,12 +2,13 @@
 # No -march=native: one wheel serves every machine.
 file(GLOB NEMO_CPU_KERNELS CONFIGURE_DEPENDS csrc/kernels/cpu/*.cpp)
 set(NEMO_KERNEL_OBJECTS "")
+set(NEMO_KERNEL_OPTIMIZATION -O3 CACHE STRING "of the CPU kernels")
 function(nemo_kernel_capability name)
   add_library(nemo_kernels_${name} OBJECT ${NEMO_CPU_KERNELS})
   target_include_directories(nemo_kernels_${name} PRIVATE csrc)
   target_compile_definitions(nemo_kernels_${name} PRIVATE NRL_CAPABILITY=${name})
   # -ffp-contract=off: multiply-adds are written out, so that the same bits come from every compiler and path
-  target_compile_options(nemo_kernels_${name} PRIVATE -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized ${ARGN})
+  target_compile_options(nemo_kernels_${name} PRIVATE ${NEMO_KERNEL_OPTIMIZATION} -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized ${ARGN})
   set(NEMO_KERNEL_OBJECTS ${NEMO_KERNEL_OBJECTS} $<TARGET_OBJECTS:nemo_kernels_${name}> PARENT_SCOPE)
 endfunction()
 nemo_kernel_capability(base)

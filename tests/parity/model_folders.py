@@ -22,11 +22,13 @@ def without(mapping, *names):
 
 def make_bases(root: Path) -> dict[str, Path]:
     """A folder of each architecture, as transformers writes it, with a tokenizer whose words are w0, w1, ..."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
 
     made = {
         "llama": LlamaConfig(**SMALL, head_dim=16), "qwen2": Qwen2Config(**SMALL), "qwen3": Qwen3Config(**SMALL, head_dim=16),
         "tied": LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=True), "wide": Qwen3Config(**SMALL),
+        "mistral": MistralConfig(**SMALL, head_dim=16, sliding_window=None), "olmo2": Olmo2Config(**{**SMALL, "hidden_size": 64}),
+        "gelu": Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
     folders = {}
     for name, config in made.items():
@@ -146,8 +148,8 @@ def _base_model(weights):
 
 
 WHOLE = {
-    "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"),
-    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied")},
+    "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
+    **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2")},
     **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
     **{f"llama3, format {n}": case for n, case in both_formats(LLAMA3).items()},
     **{f"yarn, format {n}": case for n, case in both_formats(YARN).items()},

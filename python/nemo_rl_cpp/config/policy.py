@@ -204,7 +204,7 @@ class PolicyConfig(TrainedModelConfig):
     )
     max_total_sequence_length: Positive = key(512, "longest sequence, prompt and response")
     backend: Literal["native", "hf"] = key(
-        "native", "native: the C++ trainer (Llama, Qwen2, Qwen3); hf is not available yet"
+        "native", "native: the C++ trainer (Llama, Mistral, OLMo 2, Qwen2, Qwen3); hf is not available yet"
     )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
         "auto", "take the generation's log-probabilities as the old policy's; auto: while the two agree bit for bit"

@@ -14,7 +14,7 @@ from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig
 
 def check_policy(policy: PolicyConfig, report: Report) -> None:
     if policy.backend == "hf":
-        report.add("policy.backend", "hf is not available yet; use native (Llama, Qwen2 and Qwen3)")
+        report.add("policy.backend", "hf is not available yet; use native (Llama, Mistral, OLMo 2, Qwen2 and Qwen3)")
     check_trained_model(policy, "policy", report)
     rules_engine.check_engine(policy.generation, "policy.generation", report, policy.hf_config_overrides)
     _check_sampling(policy.generation, report)

@@ -309,7 +309,7 @@ def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_le
     """The keyword dictionary of the native `DecoderModel`.
 
     Args:
-        config: contents of config.json of a Llama, Qwen2 or Qwen3 model, in any form.
+        config: contents of config.json of a supported model, in any form.
         value_head: build a critic: one scalar a token in place of the language-model head.
         max_length: tokens of the longest sequence that it will see; a sliding window at least so long never acts. None: as
             many as the model has positions for.

@@ -27,7 +27,7 @@ def check(config: Any) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "policy.model_name",
-            f"is {name}, by its name a mixture of experts, which is not supported (Llama, Qwen2 and Qwen3 without experts are): the run ends "
+            f"is {name}, by its name a mixture of experts, which is not supported (Llama, Mistral, OLMo 2, Qwen2 and Qwen3 without experts are): the run ends "
             "where it reads the model's config.json",
         )
     needed, memory = certain_bytes(config), machine_memory()

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
@@ -25,7 +24,9 @@ class ByteTokenizer:
     pad_token, eos_token, bos_token = "<pad>", "<eos>", None
     vocab_size = 258
 
-    def __call__(self, text: "str | list[str]", return_tensors: str | None = None, add_special_tokens: bool = True, **_):
+    def __call__(
+        self, text: "str | list[str]", return_tensors: str | None = None, add_special_tokens: bool = True, **_
+    ):
         ids = [self.encode(one) for one in ([text] if isinstance(text, str) else text)]
         if return_tensors == "pt":
             return _Encoding(input_ids=torch.tensor(ids))  # float for an empty text, as transformers does it
@@ -48,7 +49,9 @@ class ByteTokenizer:
         return [self.decode(row, skip_special_tokens) for row in rows]
 
     def apply_chat_template(self, messages, tokenize: bool = False, add_generation_prompt: bool = False, **_):
-        text = "".join(f"[{m['role']}]{m['content']}" for m in messages) + ("[assistant]" if add_generation_prompt else "")
+        text = "".join(f"[{m['role']}]{m['content']}" for m in messages) + (
+            "[assistant]" if add_generation_prompt else ""
+        )
         return self.encode(text) if tokenize else text
 
 

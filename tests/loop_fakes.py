@@ -4,7 +4,6 @@ import json
 
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
-
 from nemo_rl_cpp.data.interfaces import DatumSpec
 
 TOKENIZER = ByteTokenizer()
@@ -17,7 +16,9 @@ class Digits(EchoEnvironment):
         answer = super().step(message_log_batch, [{"turns": 1}] * len(metadata))
         said = [log[-1]["content"] for log in message_log_batch]
         rewards = torch.tensor([float(text[:1] in ("0", "2", "4", "6", "8")) for text in said])
-        return answer._replace(observations=[{"role": "environment", "content": ""}] * len(said), rewards=rewards, metadata=metadata)
+        return answer._replace(
+            observations=[{"role": "environment", "content": ""}] * len(said), rewards=rewards, metadata=metadata
+        )
 
 
 class Engine(FakeGeneration):
@@ -68,8 +69,19 @@ class Policy:
         self.trained.append(data)
         self.version += 1
         valid = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
-        metrics = {"loss": [0.5], "token_mult_prob_error": [1.0], "global_valid_toks": [float(valid)], "lr": [1e-3], "num_valid_samples": [1.0]}
-        return {"loss": torch.tensor([0.5]), "grad_norm": torch.tensor([1.0]), "all_mb_metrics": metrics, "prev_logprobs": data["generation_logprobs"]}
+        metrics = {
+            "loss": [0.5],
+            "token_mult_prob_error": [1.0],
+            "global_valid_toks": [float(valid)],
+            "lr": [1e-3],
+            "num_valid_samples": [1.0],
+        }
+        return {
+            "loss": torch.tensor([0.5]),
+            "grad_norm": torch.tensor([1.0]),
+            "all_mb_metrics": metrics,
+            "prev_logprobs": data["generation_logprobs"],
+        }
 
     def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None, checkpointing_cfg=None):
         self.events.append("save")

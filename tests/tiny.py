@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.run import run_to_end
@@ -50,11 +49,25 @@ def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", environm
     if section == "grpo":
         policy, generation, value, _, loader, val_loader, loss_fn, *rest = made
         logger, checkpoints, state = rest[:3]
-        parts = grpo.make_components(policy, generation, loader, val_loader, tokenizer, loss_fn, *envs, logger, checkpoints, state, config)
+        parts = grpo.make_components(
+            policy, generation, loader, val_loader, tokenizer, loss_fn, *envs, logger, checkpoints, state, config
+        )
     else:
         policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, _ = made
         parts = ppo.make_components(
-            policy, generation, value, loader, val_loader, tokenizer, loss_fn, value_loss_fn, *envs, logger, checkpoints, state, config
+            policy,
+            generation,
+            value,
+            loader,
+            val_loader,
+            tokenizer,
+            loss_fn,
+            value_loss_fn,
+            *envs,
+            logger,
+            checkpoints,
+            state,
+            config,
         )
     parts.run.progress.mode = "quiet"
     loop = grpo.grpo_loop if section == "grpo" else ppo.ppo_loop
@@ -105,6 +118,9 @@ def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNam
 def learn_side_by_side(jobs: Sequence[tuple[str, int, float]], folder: Path) -> Iterator[SimpleNamespace]:
     """`learn` of each (configuration, seed, until), two at a time, each on one thread."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        started = [pool.submit(learn, config, seed, folder / f"{Path(config).stem}_{seed}", until) for config, seed, until in jobs]
+        started = [
+            pool.submit(learn, config, seed, folder / f"{Path(config).stem}_{seed}", until)
+            for config, seed, until in jobs
+        ]
         for learned in started:
             yield learned.result()

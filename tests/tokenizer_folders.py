@@ -14,14 +14,18 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXT = "Hello there, what is 12 plus 30?"
-LINES = [TEXT, "The answer is 42.", "Hello! It is a fine day, is it not?", "user assistant system", "plus minus there here where"] * 20
+LINES = [
+    TEXT,
+    "The answer is 42.",
+    "Hello! It is a fine day, is it not?",
+    "user assistant system",
+    "plus minus there here where",
+] * 20
 
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|stop|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}"
@@ -50,31 +54,53 @@ def byte_level(special: list[str], bos: str | None = None, qwen: bool = False) -
     if qwen:  # transformers takes this one for every folder of a Qwen2
         split = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
         tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        LINES, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     return _begins_with(tokenizer, bos)
 
 
 def byte_fallback() -> Tokenizer:
     """As Llama 2's: a space mark before the text, unknown characters as bytes."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "\u2581", *sorted(set("".join(LINES)) - {" "})]
+    names = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{n:02X}>" for n in range(256)),
+        "\u2581",
+        *sorted(set("".join(LINES)) - {" "}),
+    ]
     merges = [("\u2581", "t"), ("t", "h"), ("h", "e"), ("e", "r"), ("\u2581t", "he")]
     vocab = {token: i for i, token in enumerate([*names, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+    )
     return _begins_with(tokenizer, "<s>")
 
 
 def unigram() -> Tokenizer:
     """As SentencePiece's, with BOS."""
     special = ["<unk>", "<s>", "</s>", "<end_of_turn>"]
-    pieces = sorted(set("".join(LINES)) - {" "}) + ["\u2581", *(f"\u2581{word}" for word in sorted(set(" ".join(LINES).split())))]
-    tokenizer = Tokenizer(models.Unigram([(piece, 0.0) for piece in special] + [(piece, -2.0 - i / 64) for i, piece in enumerate(pieces)], 0))
+    pieces = sorted(set("".join(LINES)) - {" "}) + [
+        "\u2581",
+        *(f"\u2581{word}" for word in sorted(set(" ".join(LINES).split()))),
+    ]
+    tokenizer = Tokenizer(
+        models.Unigram(
+            [(piece, 0.0) for piece in special] + [(piece, -2.0 - i / 64) for i, piece in enumerate(pieces)], 0
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
@@ -93,7 +119,9 @@ def words(bos: str | None) -> Tokenizer:
 def _begins_with(tokenizer: Tokenizer, bos: str | None) -> Tokenizer:
     if bos is not None:
         special = [(bos, tokenizer.token_to_id(bos))]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=special)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=special
+        )
     return tokenizer
 
 
@@ -161,7 +189,9 @@ def _write_model(kind: Kind, folder: Path, tokenizer: Any) -> None:
         max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, pad_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config((LlamaConfig if kind.architecture.startswith("Llama") else Qwen2Config)(**sizes), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        (LlamaConfig if kind.architecture.startswith("Llama") else Qwen2Config)(**sizes), dtype=torch.float32
+    ).eval()
     prompt, met = tokenizer(TEXT, return_tensors="pt")["input_ids"], False
     while not met:
         with torch.no_grad():
@@ -182,7 +212,9 @@ def _meet_the_end(model: Any, prompt: torch.Tensor, end: int) -> bool:
     """Exchanges two rows of the head, so that the greedy answer is what it was until it gives `end` as its fifth token or later.
     False where these weights only repeat themselves from there on."""
     free = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
-    met = next((token for i, token in enumerate(free) if i >= 4 and token not in free[:i] and end not in free[: i + 1]), None)
+    met = next(
+        (token for i, token in enumerate(free) if i >= 4 and token not in free[:i] and end not in free[: i + 1]), None
+    )
     if met is None:
         return False
     with torch.no_grad():

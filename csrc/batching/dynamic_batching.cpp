@@ -13,8 +13,8 @@ void check_options(std::size_t rows, const DynamicBatchingOptions& options) {
   NRL_CHECK_ARG(options.sequence_length_round > 0, "sequence_length_round is ", options.sequence_length_round,
                 "; it must be positive");
   NRL_CHECK_ARG(options.shards > 0, "shards is ", options.shards, "; it must be positive");
-  NRL_CHECK_ARG(rows == 0 || (options.batch_size > 0 && rows % static_cast<std::size_t>(options.batch_size) == 0),
-                rows, " rows are no multiple of the batch size ", options.batch_size);
+  NRL_CHECK_ARG(rows == 0 || (options.batch_size > 0 && rows % static_cast<std::size_t>(options.batch_size) == 0), rows,
+                " rows are no multiple of the batch size ", options.batch_size);
   NRL_CHECK_ARG(options.batch_size % options.shards == 0, "batch size ", options.batch_size, " does not split over ",
                 options.shards, " shards");
 }
@@ -37,7 +37,8 @@ std::vector<std::int64_t> padded_lengths(std::span<const std::int64_t> lengths, 
 
 }  // namespace
 
-DynamicBatchingPlan plan_dynamic_batching(std::span<const std::int64_t> lengths, const DynamicBatchingOptions& options) {
+DynamicBatchingPlan plan_dynamic_batching(std::span<const std::int64_t> lengths,
+                                          const DynamicBatchingOptions& options) {
   check_options(lengths.size(), options);
   DynamicBatchingPlan plan;
   const auto batch_size = static_cast<std::size_t>(options.batch_size);

@@ -15,8 +15,9 @@ namespace {
 void check_lengths(std::span<const std::int64_t> lengths, std::int64_t capacity) {
   NRL_CHECK_ARG(capacity > 0, "bin capacity is ", capacity, "; it must be positive (max_tokens_per_microbatch)");
   for (std::size_t i = 0; i < lengths.size(); ++i)
-    NRL_CHECK_ARG(lengths[i] <= capacity, "sequence ", i, " has length ", lengths[i], ", which exceeds the bin capacity ",
-                  capacity, ": raise the token budget (train_mb_tokens / logprob_mb_tokens) or shorten the sequence");
+    NRL_CHECK_ARG(lengths[i] <= capacity, "sequence ", i, " has length ", lengths[i],
+                  ", which exceeds the bin capacity ", capacity,
+                  ": raise the token budget (train_mb_tokens / logprob_mb_tokens) or shorten the sequence");
 }
 
 /// Room left in every bin, as a tree of maxima: the first bin with enough room is found in O(log n). Bins that are
@@ -51,7 +52,8 @@ struct Item {
 /// nearly constant time (path compression).
 class SortedItems {
  public:
-  explicit SortedItems(std::vector<Item> items) : items_(std::move(items)), next_(items_.size() + 2), prev_(next_.size()) {
+  explicit SortedItems(std::vector<Item> items)
+      : items_(std::move(items)), next_(items_.size() + 2), prev_(next_.size()) {
     std::iota(next_.begin(), next_.end(), 0);
     std::iota(prev_.begin(), prev_.end(), 0);
     left_ = items_.size();
@@ -90,8 +92,9 @@ class SortedItems {
 };
 
 std::vector<Item> sorted(std::vector<Item> items, bool descending) {
-  std::stable_sort(items.begin(), items.end(),
-                   [descending](const Item& a, const Item& b) { return descending ? a.size > b.size : a.size < b.size; });
+  std::stable_sort(items.begin(), items.end(), [descending](const Item& a, const Item& b) {
+    return descending ? a.size > b.size : a.size < b.size;
+  });
   return items;
 }
 
@@ -100,7 +103,8 @@ std::size_t first_fitting(const SortedItems& descending, std::int64_t room) {
   std::size_t low = 0, high = descending.end();
   while (low < high) {
     const std::size_t middle = (low + high) / 2;
-    if (descending[middle].size > room) low = middle + 1; else high = middle;
+    if (descending[middle].size > room) low = middle + 1;
+    else high = middle;
   }
   return low;
 }
@@ -110,7 +114,8 @@ std::size_t count_fitting(const SortedItems& ascending, std::int64_t room) {
   std::size_t low = 0, high = ascending.end();
   while (low < high) {
     const std::size_t middle = (low + high) / 2;
-    if (ascending[middle].size <= room) low = middle + 1; else high = middle;
+    if (ascending[middle].size <= room) low = middle + 1;
+    else high = middle;
   }
   return low;
 }
@@ -180,7 +185,8 @@ Bins pack_leftovers(SortedItems& descending, std::int64_t capacity) {
 
 }  // namespace
 
-Bins pack_concatenative(std::span<const std::int64_t> lengths, std::int64_t capacity, std::int64_t max_sequences_per_bin) {
+Bins pack_concatenative(std::span<const std::int64_t> lengths, std::int64_t capacity,
+                        std::int64_t max_sequences_per_bin) {
   check_lengths(lengths, capacity);
   Bins bins;
   std::int64_t load = 0;
@@ -225,7 +231,8 @@ Bins pack_modified_first_fit_decreasing(std::span<const std::int64_t> lengths, s
   std::vector<Item> large, medium_items, small_items, rest;
   for (std::size_t i = 0; i < lengths.size(); ++i) {
     const Item item{static_cast<std::int64_t>(i), lengths[i]};
-    NRL_CHECK_ARG(item.size > 0, "sequence ", i, " has length ", item.size, "; modified_first_fit_decreasing needs positive lengths");
+    NRL_CHECK_ARG(item.size > 0, "sequence ", i, " has length ", item.size,
+                  "; modified_first_fit_decreasing needs positive lengths");
     if (item.size > capacity / 2) large.push_back(item);
     else if (item.size > capacity / 3) medium_items.push_back(item);
     else if (item.size > capacity / 6) small_items.push_back(item);
@@ -241,7 +248,8 @@ Bins pack_modified_first_fit_decreasing(std::span<const std::int64_t> lengths, s
   add_mediums(open, medium);
   add_pairs_of_smalls(open, small);
   for (auto* items : {&medium, &small})
-    for (std::size_t i = items->at_or_after(0); i != items->end(); i = items->at_or_after(i + 1)) rest.push_back((*items)[i]);
+    for (std::size_t i = items->at_or_after(0); i != items->end(); i = items->at_or_after(i + 1))
+      rest.push_back((*items)[i]);
   SortedItems remaining(sorted(std::move(rest), true));
   fill_greedily(open, remaining);
 
@@ -263,8 +271,9 @@ Bins adjust_bin_count(Bins bins, std::int64_t min_bin_count, std::int64_t bin_co
     sequences += bins[i].size();
     fullest.emplace_back(bins[i].size(), i);
   }
-  NRL_CHECK_ARG(target == current || static_cast<std::int64_t>(sequences) >= target, "Cannot create ", target, " bins with only ", sequences,
-                " sequences (at least ", min_bin_count, " bins, a multiple of ", bin_count_multiple, ")");
+  NRL_CHECK_ARG(target == current || static_cast<std::int64_t>(sequences) >= target, "Cannot create ", target,
+                " bins with only ", sequences, " sequences (at least ", min_bin_count, " bins, a multiple of ",
+                bin_count_multiple, ")");
   std::sort(fullest.begin(), fullest.end(), std::greater<>());
   std::size_t source = 0;
   for (std::int64_t i = current; i < target; ++i) {

@@ -11,7 +11,8 @@ using Bins = std::vector<std::vector<std::int64_t>>;
 
 /// In the given order; a new bin where the next sequence would overflow this one, or where it holds
 /// `max_sequences_per_bin` sequences (negative: no such limit).
-Bins pack_concatenative(std::span<const std::int64_t> lengths, std::int64_t capacity, std::int64_t max_sequences_per_bin);
+Bins pack_concatenative(std::span<const std::int64_t> lengths, std::int64_t capacity,
+                        std::int64_t max_sequences_per_bin);
 
 /// Sequences in the order of `order`, each into the first bin with room for it.
 Bins pack_first_fit(std::span<const std::int64_t> lengths, std::span<const std::int64_t> order, std::int64_t capacity);

@@ -1,5 +1,4 @@
 #include "bindings/module.h"
-
 #include "ops/advantages.h"
 #include "ops/clipped_pg_loss.h"
 

@@ -67,7 +67,8 @@ void bind_attention(py::module_& m) {
         return out;
       },
       py::arg("qkv"), py::arg("slices"), py::arg("heads"), py::arg("cache"), release_gil(),
-      "Stores the new tokens' keys and values in the cache; out [T, N*H] of the new tokens over it. Slices are (query_start, "
+      "Stores the new tokens' keys and values in the cache; out [T, N*H] of the new tokens over it. Slices are "
+      "(query_start, "
       "query_length, context_length, block_table)");
   m.def(
       "kv_cache_copy",

@@ -1,18 +1,17 @@
-#include "bindings/module.h"
-
 #include <pybind11/stl.h>
 
 #include "batching/dynamic_batching.h"
 #include "batching/packing.h"
+#include "bindings/module.h"
 
 namespace nemo_rl::bindings {
 namespace {
 
 using Lengths = std::vector<std::int64_t>;
 
-batching::DynamicBatchingPlan plan_dynamic_batching(const Lengths& lengths, std::int64_t batch_size, std::int64_t shards,
-                                                    std::int64_t max_tokens, std::int64_t sequence_length_round,
-                                                    std::int64_t width) {
+batching::DynamicBatchingPlan plan_dynamic_batching(const Lengths& lengths, std::int64_t batch_size,
+                                                    std::int64_t shards, std::int64_t max_tokens,
+                                                    std::int64_t sequence_length_round, std::int64_t width) {
   return batching::plan_dynamic_batching(lengths, {batch_size, shards, max_tokens, sequence_length_round, width});
 }
 
@@ -34,7 +33,9 @@ void bind_batching(py::module_& m) {
       "lengths"_a, "order"_a, "capacity"_a, release_gil());
   m.def(
       "pack_first_fit_decreasing",
-      [](const Lengths& lengths, std::int64_t capacity) { return batching::pack_first_fit_decreasing(lengths, capacity); },
+      [](const Lengths& lengths, std::int64_t capacity) {
+        return batching::pack_first_fit_decreasing(lengths, capacity);
+      },
       "lengths"_a, "capacity"_a, release_gil());
   m.def(
       "pack_modified_first_fit_decreasing",
@@ -42,7 +43,8 @@ void bind_batching(py::module_& m) {
         return batching::pack_modified_first_fit_decreasing(lengths, capacity);
       },
       "lengths"_a, "capacity"_a, release_gil());
-  m.def("adjust_bin_count", &batching::adjust_bin_count, "bins"_a, "min_bin_count"_a, "bin_count_multiple"_a, release_gil());
+  m.def("adjust_bin_count", &batching::adjust_bin_count, "bins"_a, "min_bin_count"_a, "bin_count_multiple"_a,
+        release_gil());
 
   py::class_<batching::DynamicBatchingPlan>(m, "DynamicBatchingPlan")
       .def_readonly("order", &batching::DynamicBatchingPlan::order)

@@ -1,5 +1,4 @@
 #include "bindings/module.h"
-
 #include "ops/clipped_pg_loss.h"
 #include "ops/value_loss.h"
 #include "trainer/token_loss.h"
@@ -12,9 +11,11 @@ using OptTensor = std::optional<at::Tensor>;
 
 at::Tensor or_undefined(const OptTensor& t) { return t ? *t : at::Tensor(); }
 
-ops::ClippedPGInputs clipped_pg_inputs(const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation, const OptTensor& reference,
-                                       const at::Tensor& token_mask, const at::Tensor& sample_mask, const OptTensor& rewards, const OptTensor& toks,
-                                       const OptTensor& seqs, const OptTensor& positive_toks) {
+ops::ClippedPGInputs clipped_pg_inputs(const at::Tensor& advantages, const OptTensor& prev,
+                                       const at::Tensor& generation, const OptTensor& reference,
+                                       const at::Tensor& token_mask, const at::Tensor& sample_mask,
+                                       const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
+                                       const OptTensor& positive_toks) {
   ops::ClippedPGInputs in;
   in.advantages = advantages;
   in.prev_logprobs = or_undefined(prev);
@@ -32,13 +33,17 @@ ops::ClippedPGInputs clipped_pg_inputs(const at::Tensor& advantages, const OptTe
 void bind_token_loss(py::module_& m) {
   using trainer::TokenLoss;
   py::class_<TokenLoss>(m, "TokenLoss", "See csrc/trainer/token_loss.h")
-      .def(py::init([](const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation, const OptTensor& reference,
-                       const at::Tensor& token_mask, const at::Tensor& sample_mask, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
+      .def(py::init([](const at::Tensor& advantages, const OptTensor& prev, const at::Tensor& generation,
+                       const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask,
+                       const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
                        const OptTensor& positive_toks, const ops::ClippedPGConfig& config) {
-             return TokenLoss{clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, rewards, toks, seqs, positive_toks), config};
+             return TokenLoss{clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask,
+                                                rewards, toks, seqs, positive_toks),
+                              config};
            }),
-           py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"), py::arg("reference_policy_logprobs"), py::arg("token_mask"),
-           py::arg("sample_mask"), py::arg("rewards"), py::arg("global_valid_toks"), py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"),
+           py::arg("advantages"), py::arg("prev_logprobs"), py::arg("generation_logprobs"),
+           py::arg("reference_policy_logprobs"), py::arg("token_mask"), py::arg("sample_mask"), py::arg("rewards"),
+           py::arg("global_valid_toks"), py::arg("global_valid_seqs"), py::arg("global_valid_positive_toks"),
            py::arg("config"))
       .def_static("separable", &TokenLoss::separable, py::arg("config"));
 }
@@ -76,7 +81,8 @@ void bind_clipped_pg_loss(py::module_& m) {
          const OptTensor& reference, const at::Tensor& token_mask, const at::Tensor& sample_mask,
          const OptTensor& unfiltered, const OptTensor& rewards, const OptTensor& toks, const OptTensor& seqs,
          const OptTensor& positive_toks, const C& config) {
-        auto in = clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, rewards, toks, seqs, positive_toks);
+        auto in = clipped_pg_inputs(advantages, prev, generation, reference, token_mask, sample_mask, rewards, toks,
+                                    seqs, positive_toks);
         in.curr_logprobs = curr;
         in.curr_logprobs_unfiltered = or_undefined(unfiltered);
         ops::ClippedPGResult r;

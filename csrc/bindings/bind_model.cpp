@@ -14,7 +14,8 @@ namespace {
 
 void bind_decoder_model(py::module_& m) {
   using model::DecoderModel;
-  py::class_<DecoderModel, std::shared_ptr<DecoderModel>>(m, "DecoderModel", "Weights of one model; see csrc/model/decoder_model.h")
+  py::class_<DecoderModel, std::shared_ptr<DecoderModel>>(m, "DecoderModel",
+                                                          "Weights of one model; see csrc/model/decoder_model.h")
       .def(py::init([](const py::dict& config, at::ScalarType dtype, bool trainable, const std::string& device) {
              return std::make_shared<DecoderModel>(config_from(config), dtype, trainable, at::Device(device));
            }),
@@ -23,7 +24,8 @@ void bind_decoder_model(py::module_& m) {
       .def_property_readonly("layout",
                              [](const DecoderModel& self) {
                                py::list specs;
-                               for (const auto& s : self.layout().specs) specs.append(py::make_tuple(s.name, s.shape, s.offset));
+                               for (const auto& s : self.layout().specs)
+                                 specs.append(py::make_tuple(s.name, s.shape, s.offset));
                                return specs;
                              })
       .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
@@ -33,12 +35,15 @@ void bind_decoder_model(py::module_& m) {
       .def("workspace_bytes", [](DecoderModel& self) { return self.workspace().bytes(); })
       .def("release_workspace", [](DecoderModel& self) { self.workspace().clear(); })
       .def_property_readonly("packed_bytes", &DecoderModel::packed_bytes)
-      .def("keep_activations",
-           [](DecoderModel& self, std::int64_t max_bytes) {
-             NRL_CHECK_ARG(self.device().is_cpu() || max_bytes == 0, "activations are kept for training on the CPU only, not on ", self.device().str());
-             self.kept().set_max_bytes(max_bytes);
-           },
-           py::arg("max_bytes"), "Memory for what generation computes, so that the first update needs no forward; 0: none")
+      .def(
+          "keep_activations",
+          [](DecoderModel& self, std::int64_t max_bytes) {
+            NRL_CHECK_ARG(self.device().is_cpu() || max_bytes == 0,
+                          "activations are kept for training on the CPU only, not on ", self.device().str());
+            self.kept().set_max_bytes(max_bytes);
+          },
+          py::arg("max_bytes"),
+          "Memory for what generation computes, so that the first update needs no forward; 0: none")
       .def_property_readonly("kept_bytes_per_token", [](DecoderModel& self) { return self.kept().bytes_per_token(); })
       .def_property_readonly("max_kept_bytes", [](DecoderModel& self) { return self.kept().max_bytes(); })
       .def_property_readonly("kept_tokens", [](DecoderModel& self) { return self.kept().tokens(); })
@@ -49,50 +54,64 @@ void bind_trainer(py::module_& m) {
   using namespace trainer;
   py::class_<PaddedBatch>(m, "PaddedBatch")
       .def(py::init([](at::Tensor input_ids, at::Tensor input_lengths, at::Tensor token_mask, at::Tensor group_ids) {
-             return PaddedBatch{std::move(input_ids), std::move(input_lengths), std::move(token_mask), std::move(group_ids)};
+             return PaddedBatch{std::move(input_ids), std::move(input_lengths), std::move(token_mask),
+                                std::move(group_ids)};
            }),
            py::arg("input_ids"), py::arg("input_lengths"), py::arg("token_mask"), py::arg("group_ids"));
-  m.def("plan_micro_batches",
-        [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_samples, std::int64_t max_tokens, bool share_prefix) {
-          return plan_micro_batches(batch, samples, {max_samples, max_tokens, share_prefix});
-        },
-        py::arg("batch"), py::arg("samples"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
+  m.def(
+      "plan_micro_batches",
+      [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_samples,
+         std::int64_t max_tokens,
+         bool share_prefix) { return plan_micro_batches(batch, samples, {max_samples, max_tokens, share_prefix}); },
+      py::arg("batch"), py::arg("samples"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
   m.def("packed_tokens", [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
     return pack_batch(batch, samples, share_prefix).token_ids.numel();
   });
-  py::class_<OptimizerStep>(m, "OptimizerStep").def_readonly("grad_norm", &OptimizerStep::grad_norm).def_readonly("finite", &OptimizerStep::finite);
+  py::class_<OptimizerStep>(m, "OptimizerStep")
+      .def_readonly("grad_norm", &OptimizerStep::grad_norm)
+      .def_readonly("finite", &OptimizerStep::finite);
   py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
       .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
-      .def("forward",
-           [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool keep,
-              bool checkpoint, const at::Tensor& out, float top_p, std::int64_t top_k, const std::optional<at::Tensor>& unfiltered) {
-             self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint}, out, unfiltered.value_or(at::Tensor()));
-           },
-           py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"), py::arg("checkpoint"),
-           py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0, py::arg("unfiltered") = py::none(), release_gil())
-      .def("forward_with_loss",
-           [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix, bool checkpoint,
-              const at::Tensor& out, const TokenLoss& loss) {
-             self.forward(batch, samples, {temperature, 1.0f, 0}, {share_prefix, true, checkpoint}, out, loss);
-           },
-           py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("checkpoint"), py::arg("out"), py::arg("loss"),
-           release_gil())
-      .def("takes_token_loss",
-           [](const Trainer& self, double temperature, float top_p, std::int64_t top_k) { return self.takes_token_loss({temperature, top_p, top_k}); },
-           py::arg("temperature"), py::arg("top_p"), py::arg("top_k"))
+      .def(
+          "forward",
+          [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
+             bool share_prefix, bool keep, bool checkpoint, const at::Tensor& out, float top_p, std::int64_t top_k,
+             const std::optional<at::Tensor>& unfiltered) {
+            self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint}, out,
+                         unfiltered.value_or(at::Tensor()));
+          },
+          py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"),
+          py::arg("checkpoint"), py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0,
+          py::arg("unfiltered") = py::none(), release_gil())
+      .def(
+          "forward_with_loss",
+          [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
+             bool share_prefix, bool checkpoint, const at::Tensor& out, const TokenLoss& loss) {
+            self.forward(batch, samples, {temperature, 1.0f, 0}, {share_prefix, true, checkpoint}, out, loss);
+          },
+          py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("checkpoint"),
+          py::arg("out"), py::arg("loss"), release_gil())
+      .def(
+          "takes_token_loss",
+          [](const Trainer& self, double temperature, float top_p, std::int64_t top_k) {
+            return self.takes_token_loss({temperature, top_p, top_k});
+          },
+          py::arg("temperature"), py::arg("top_p"), py::arg("top_k"))
       .def("logits", &Trainer::logits, py::arg("token_ids"), release_gil())
-      .def("backward",
-           [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered) {
-             self.backward(d_out, d_unfiltered.value_or(at::Tensor()));
-           },
-           py::arg("d_out"), py::arg("d_unfiltered") = py::none(), release_gil())
+      .def(
+          "backward",
+          [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered) {
+            self.backward(d_out, d_unfiltered.value_or(at::Tensor()));
+          },
+          py::arg("d_out"), py::arg("d_unfiltered") = py::none(), release_gil())
       .def("finish_backward", py::overload_cast<>(&Trainer::backward), release_gil())
       .def("zero_grad", &Trainer::zero_grad, release_gil())
-      .def("step",
-           [](Trainer& self, double lr, double beta1, double beta2, double eps, double weight_decay, double max_grad_norm) {
-             return self.step({lr, beta1, beta2, eps, weight_decay}, max_grad_norm);
-           },
-           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("max_grad_norm"), release_gil())
+      .def(
+          "step",
+          [](Trainer& self, double lr, double beta1, double beta2, double eps, double weight_decay,
+             double max_grad_norm) { return self.step({lr, beta1, beta2, eps, weight_decay}, max_grad_norm); },
+          py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+          py::arg("max_grad_norm"), release_gil())
       .def("grad_norm", &Trainer::grad_norm, release_gil())
       .def_property_readonly("reused_tokens", &Trainer::reused_tokens)
       .def_property_readonly("out_dtype", [](Trainer& self) { return self.model().decoder().accumulate_dtype(); })
@@ -104,8 +123,8 @@ void bind_trainer(py::module_& m) {
 
 /// Rows scored one by one: for tests of csrc/model/filtered_row.h.
 template <class A>
-void score_filtered(const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& g, const model::TokenScoring& scoring,
-                    const at::Tensor& logprobs, const at::Tensor& d_logits) {
+void score_filtered(const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& g,
+                    const model::TokenScoring& scoring, const at::Tensor& logprobs, const at::Tensor& d_logits) {
   const std::int64_t V = logits.size(1);
   for (std::int64_t r = 0; r < logits.size(0); ++r) {
     const A* row = logits.const_data_ptr<A>() + r * V;
@@ -119,9 +138,11 @@ void score_filtered(const at::Tensor& logits, const at::Tensor& token_ids, const
 void bind_filtered_row(py::module_& m) {
   m.def(
       "filtered_logprobs",
-      [](const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& g, double temperature, float top_p, std::int64_t top_k) {
-        NRL_CHECK_ARG(logits.dim() == 2 && logits.is_contiguous() && token_ids.sizes() == g.sizes() && g.size(0) == logits.size(0) &&
-                          token_ids.scalar_type() == at::kLong && g.scalar_type() == logits.scalar_type(),
+      [](const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& g, double temperature, float top_p,
+         std::int64_t top_k) {
+        NRL_CHECK_ARG(logits.dim() == 2 && logits.is_contiguous() && token_ids.sizes() == g.sizes() &&
+                          g.size(0) == logits.size(0) && token_ids.scalar_type() == at::kLong &&
+                          g.scalar_type() == logits.scalar_type(),
                       "filtered_logprobs: expected logits [R, V], token_ids [R] int64 and g [R]");
         const auto logprobs = at::empty_like(g), d_logits = at::zeros_like(logits);
         const model::TokenScoring scoring{temperature, top_p, top_k};
@@ -133,25 +154,27 @@ void bind_filtered_row(py::module_& m) {
         return py::make_tuple(logprobs, d_logits);
       },
       py::arg("logits"), py::arg("token_ids"), py::arg("g"), py::arg("temperature"), py::arg("top_p"), py::arg("top_k"),
-      "(logprobs [R], d sum(g logprobs) / d logits [R, V]) of the tokens under top-k and top-p, as training scores them");
+      "(logprobs [R], d sum(g logprobs) / d logits [R, V]) of the tokens under top-k and top-p, as training scores "
+      "them");
 }
 
 /// The head by itself: one target a row.
 class SingleTargets {
  public:
-  void forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, double temperature, const at::Tensor& logprobs,
-               const at::Tensor& entropy) {
+  void forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, double temperature,
+               const at::Tensor& logprobs, const at::Tensor& entropy) {
     sums_.resize(static_cast<std::size_t>(x.size(0)));
     head_.forward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {logprobs, {}}, sums_.data(), entropy);
   }
-  void backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, const at::Tensor& d_logprobs, double temperature,
-                const at::Tensor& d_x, const at::Tensor& d_w) {
+  void backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, const at::Tensor& d_logprobs,
+                double temperature, const at::Tensor& d_x, const at::Tensor& d_w) {
     NRL_CHECK_ARG(static_cast<std::int64_t>(sums_.size()) == x.size(0), "backward without a forward of these rows");
     head_.backward(x, w, wanted(x, targets), {temperature, 1.0f, 0}, {d_logprobs, {}}, sums_.data(), d_x, d_w);
   }
   /// The loss here is one whose gradient is d_logprobs whatever the log-probabilities.
-  void forward_backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets, const at::Tensor& d_logprobs, double temperature,
-                        const at::Tensor& logprobs, const at::Tensor& d_x, const at::Tensor& d_w) {
+  void forward_backward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& targets,
+                        const at::Tensor& d_logprobs, double temperature, const at::Tensor& logprobs,
+                        const at::Tensor& d_x, const at::Tensor& d_w) {
     const auto loss = [&](std::int64_t begin, std::int64_t end, const float*, float* g) {
       std::copy_n(d_logprobs.const_data_ptr<float>() + begin, end - begin, g);
     };
@@ -160,7 +183,8 @@ class SingleTargets {
 
  private:
   model::RowTargets wanted(const at::Tensor& x, const at::Tensor& targets) {
-    NRL_CHECK_ARG(targets.is_contiguous() && targets.scalar_type() == at::kLong && targets.numel() == x.size(0), "targets: expected int64 [", x.size(0), "]");
+    NRL_CHECK_ARG(targets.is_contiguous() && targets.scalar_type() == at::kLong && targets.numel() == x.size(0),
+                  "targets: expected int64 [", x.size(0), "]");
     first_.resize(static_cast<std::size_t>(x.size(0)) + 1);
     std::iota(first_.begin(), first_.end(), 0);
     return {first_.data(), targets.const_data_ptr<std::int64_t>()};
@@ -173,12 +197,13 @@ class SingleTargets {
 void bind_vocabulary_head(py::module_& m) {
   py::class_<SingleTargets>(m, "VocabularyHead", "See csrc/model/vocabulary_head.h; one target a row")
       .def(py::init())
-      .def("forward", &SingleTargets::forward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("temperature"), py::arg("logprobs"),
-           py::arg("entropy"), release_gil())
-      .def("backward", &SingleTargets::backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"), py::arg("temperature"),
-           py::arg("d_x"), py::arg("d_w"), release_gil())
-      .def("forward_backward", &SingleTargets::forward_backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"),
-           py::arg("temperature"), py::arg("logprobs"), py::arg("d_x"), py::arg("d_w"), release_gil());
+      .def("forward", &SingleTargets::forward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("temperature"),
+           py::arg("logprobs"), py::arg("entropy"), release_gil())
+      .def("backward", &SingleTargets::backward, py::arg("x"), py::arg("w"), py::arg("targets"), py::arg("d_logprobs"),
+           py::arg("temperature"), py::arg("d_x"), py::arg("d_w"), release_gil())
+      .def("forward_backward", &SingleTargets::forward_backward, py::arg("x"), py::arg("w"), py::arg("targets"),
+           py::arg("d_logprobs"), py::arg("temperature"), py::arg("logprobs"), py::arg("d_x"), py::arg("d_w"),
+           release_gil());
 }
 
 }  // namespace

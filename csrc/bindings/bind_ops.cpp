@@ -26,8 +26,10 @@ void bind_packed_weights(py::module_& m) {
       .def("__exit__", [](UsePackedWeights& self, const py::args&) { self.use.reset(); });
   packed.def(py::init<>())
       .def_static("most_rows", &PackedWeights::most_rows)
-      .def_static("use", [](std::shared_ptr<PackedWeights> weights) { return std::make_unique<UsePackedWeights>(std::move(weights)); },
-                  py::arg("weights"))
+      .def_static(
+          "use",
+          [](std::shared_ptr<PackedWeights> weights) { return std::make_unique<UsePackedWeights>(std::move(weights)); },
+          py::arg("weights"))
       .def("pack", &PackedWeights::pack, py::arg("w"), py::arg("gated"), release_gil())
       .def("holds", &PackedWeights::holds, py::arg("w"))
       .def("clear", &PackedWeights::clear)
@@ -38,39 +40,52 @@ void bind_packed_weights(py::module_& m) {
 
 void bind_ops(py::module_& m) {
   bind_packed_weights(m);
-  m.def("linear_forward", &ops::linear_forward, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("y"), py::arg("accumulate") = false,
+  m.def("linear_forward", &ops::linear_forward, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("y"),
+        py::arg("accumulate") = false, release_gil());
+  m.def(
+      "linear_swiglu",
+      [](const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+         const std::optional<at::Tensor>& gate_up,
+         const at::Tensor& act) { ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act); },
+      py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), release_gil());
+  m.def(
+      "swiglu_forward",
+      [](const at::Tensor& gate_up, const at::Tensor& act, const std::string& activation) {
+        const auto gate = gate_from(activation);
+        py::gil_scoped_release release;
+        ops::swiglu_forward(gate_up, act, gate);
+      },
+      py::arg("gate_up"), py::arg("act"), py::arg("activation") = "silu");
+  m.def(
+      "swiglu_backward",
+      [](const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
+         const std::string& activation) {
+        const auto gate = gate_from(activation);
+        py::gil_scoped_release release;
+        ops::swiglu_backward(d_act, gate_up, d_gate_up, gate);
+      },
+      py::arg("d_act"), py::arg("gate_up"), py::arg("d_gate_up"), py::arg("activation") = "silu");
+  m.def("linear_backward_input", &ops::linear_backward_input, py::arg("dy"), py::arg("w"), py::arg("dx"),
+        py::arg("accumulate") = false, release_gil());
+  m.def(
+      "adamw_step",
+      [](const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+         const std::optional<at::Tensor>& compute, double lr, double beta1, double beta2, double eps,
+         double weight_decay, std::int64_t step) {
+        ops::adamw_step(weights, grads, exp_avg, exp_avg_sq, compute, {lr, beta1, beta2, eps, weight_decay}, step, 1.0);
+      },
+      py::arg("weights"), py::arg("grads"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("compute"),
+      py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("step"),
+      release_gil());
+  m.def(
+      "whiten_",
+      [](at::Tensor values, const at::Tensor& mask) {
+        return ops::whiten_(values, mask, kernels::WhitenRule::unbiased_added, true);
+      },
+      py::arg("values"), py::arg("mask"), "In place, as after GAE; whether there were too few valid tokens",
+      release_gil());
+  m.def("linear_backward_weight", &ops::linear_backward_weight, py::arg("dy"), py::arg("x"), py::arg("dw"),
         release_gil());
-  m.def("linear_swiglu",
-        [](const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& gate_up,
-           const at::Tensor& act) { ops::linear_swiglu(x, w, bias, gate_up.value_or(at::Tensor()), act); },
-        py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("gate_up"), py::arg("act"), release_gil());
-  m.def("swiglu_forward",
-        [](const at::Tensor& gate_up, const at::Tensor& act, const std::string& activation) {
-          const auto gate = gate_from(activation);
-          py::gil_scoped_release release;
-          ops::swiglu_forward(gate_up, act, gate);
-        },
-        py::arg("gate_up"), py::arg("act"), py::arg("activation") = "silu");
-  m.def("swiglu_backward",
-        [](const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, const std::string& activation) {
-          const auto gate = gate_from(activation);
-          py::gil_scoped_release release;
-          ops::swiglu_backward(d_act, gate_up, d_gate_up, gate);
-        },
-        py::arg("d_act"), py::arg("gate_up"), py::arg("d_gate_up"), py::arg("activation") = "silu");
-  m.def("linear_backward_input", &ops::linear_backward_input, py::arg("dy"), py::arg("w"), py::arg("dx"), py::arg("accumulate") = false,
-        release_gil());
-  m.def("adamw_step",
-        [](const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-           const std::optional<at::Tensor>& compute, double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step) {
-          ops::adamw_step(weights, grads, exp_avg, exp_avg_sq, compute, {lr, beta1, beta2, eps, weight_decay}, step, 1.0);
-        },
-        py::arg("weights"), py::arg("grads"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("compute"), py::arg("lr"), py::arg("beta1"),
-        py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("step"), release_gil());
-  m.def("whiten_",
-        [](at::Tensor values, const at::Tensor& mask) { return ops::whiten_(values, mask, kernels::WhitenRule::unbiased_added, true); },
-        py::arg("values"), py::arg("mask"), "In place, as after GAE; whether there were too few valid tokens", release_gil());
-  m.def("linear_backward_weight", &ops::linear_backward_weight, py::arg("dy"), py::arg("x"), py::arg("dw"), release_gil());
 }
 
 }  // namespace nemo_rl::bindings

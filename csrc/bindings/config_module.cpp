@@ -13,17 +13,23 @@ namespace {
 
 py::object to_python(const Node& node) {
   switch (node.kind) {
-    case Kind::null: return py::none();
-    case Kind::boolean: return py::bool_(node.boolean);
-    case Kind::integer: return py::int_(node.integer);
-    case Kind::real: return py::float_(node.real);
-    case Kind::string: return py::str(node.string);
+    case Kind::null:
+      return py::none();
+    case Kind::boolean:
+      return py::bool_(node.boolean);
+    case Kind::integer:
+      return py::int_(node.integer);
+    case Kind::real:
+      return py::float_(node.real);
+    case Kind::string:
+      return py::str(node.string);
     case Kind::list: {
       py::list list;
       for (const Node& item : node.items) list.append(to_python(item));
       return list;
     }
-    case Kind::mapping: break;
+    case Kind::mapping:
+      break;
   }
   py::dict dict;
   for (const auto& [key, value] : node.entries) dict[py::str(key)] = to_python(value);
@@ -57,7 +63,8 @@ Node from_python(const py::handle& value, int& depth) {
   if (py::isinstance<py::float_>(value)) return Node::make_real(value.cast<double>());
   if (py::isinstance<py::dict>(value)) {
     Node node = Node::make_mapping();
-    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) node.set(utf8(key), from_python(item, depth));
+    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value))
+      node.set(utf8(key), from_python(item, depth));
     return node;
   }
   if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
@@ -66,7 +73,8 @@ Node from_python(const py::handle& value, int& depth) {
     return node;
   }
   const std::string text = utf8(value);  // text, and what has one (a path)
-  NRL_CHECK_ARG(first_not_utf8(text) == std::string::npos, "a text is not UTF-8: ", py::repr(value).cast<std::string>());
+  NRL_CHECK_ARG(first_not_utf8(text) == std::string::npos,
+                "a text is not UTF-8: ", py::repr(value).cast<std::string>());
   return Node::make_string(text);
 }
 

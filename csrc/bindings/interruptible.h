@@ -6,7 +6,8 @@
 
 namespace nemo_rl::bindings {
 
-/// f(interrupted) without the GIL; interrupted() takes it to let Python see signals. A KeyboardInterrupt reaches the caller.
+/// f(interrupted) without the GIL; interrupted() takes it to let Python see signals. A KeyboardInterrupt reaches the
+/// caller.
 template <class F>
 auto interruptible(const F& f) {
   try {

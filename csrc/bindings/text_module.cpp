@@ -1,5 +1,5 @@
-// `_text`: a model that writes text, for programs that need no trainer. It stands on LibTorch alone: torch's Python side takes longer
-// to load than a small model takes to answer.
+// `_text`: a model that writes text, for programs that need no trainer. It stands on LibTorch alone: torch's Python
+// side takes longer to load than a small model takes to answer.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <pybind11/functional.h>
@@ -19,8 +19,9 @@ namespace py = pybind11;
 using namespace nemo_rl::generation;
 
 at::ScalarType dtype_of(const std::string& name) {
-  static const std::map<std::string, at::ScalarType> types = {{"F64", at::kDouble}, {"F32", at::kFloat},      {"F16", at::kHalf},
-                                                              {"BF16", at::kBFloat16}, {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}};
+  static const std::map<std::string, at::ScalarType> types = {{"F64", at::kDouble},    {"F32", at::kFloat},
+                                                              {"F16", at::kHalf},      {"BF16", at::kBFloat16},
+                                                              {"float32", at::kFloat}, {"bfloat16", at::kBFloat16}};
   const auto found = types.find(name);
   NRL_CHECK_ARG(found != types.end(), "weights of dtype ", name, " are not read: expected F64, F32, F16 or BF16");
   return found->second;
@@ -33,7 +34,8 @@ class TextModel {
  public:
   TextModel(const py::dict& config, const std::string& dtype, std::int64_t max_model_len)
       : model_(std::make_shared<model::DecoderModel>(config_from(config), dtype_of(dtype), false)),
-        engine_(std::make_shared<NativeModelRunner>(model_), EngineConfig{{1, 512}, max_model_len, kAnyCache, false}, nullptr) {}
+        engine_(std::make_shared<NativeModelRunner>(model_), EngineConfig{{1, 512}, max_model_len, kAnyCache, false},
+                nullptr) {}
 
   py::list shapes() const {
     py::list out;
@@ -46,21 +48,26 @@ class TextModel {
     const auto& spec = model_->layout().find(name);
     const auto type = dtype_of(dtype);
     const py::buffer_info bytes = data.request();
-    NRL_CHECK_ARG(bytes.size * bytes.itemsize == spec.numel * static_cast<std::int64_t>(c10::elementSize(type)), name, ": ", bytes.size * bytes.itemsize,
-                  " bytes are not ", spec.numel, " values of ", dtype);
-    model_->compute().narrow(0, spec.offset, spec.numel).copy_(at::from_blob(bytes.ptr, {spec.numel}, type));  // only read
+    NRL_CHECK_ARG(bytes.size * bytes.itemsize == spec.numel * static_cast<std::int64_t>(c10::elementSize(type)), name,
+                  ": ", bytes.size * bytes.itemsize, " bytes are not ", spec.numel, " values of ", dtype);
+    model_->compute()
+        .narrow(0, spec.offset, spec.numel)
+        .copy_(at::from_blob(bytes.ptr, {spec.numel}, type));  // only read
   }
 
   std::string generate(const std::vector<std::int64_t>& prompt, const SamplingParams& params, std::uint32_t seed,
                        const std::function<void(std::int64_t)>& on_token) {
     return interruptible([&](const auto& interrupted) -> std::string {
       const auto drawn = [&](std::int64_t, std::int64_t token) { on_token(token); };  // takes the GIL itself
-      const auto done = engine_.generate({prompt}, {{0, params, {seed, RandomStream::eval, 0, 0, 0}}}, interrupted, {}, drawn);
+      const auto done =
+          engine_.generate({prompt}, {{0, params, {seed, RandomStream::eval, 0, 0, 0}}}, interrupted, {}, drawn);
       return done.front().finish_reason == FinishReason::length ? "length" : "stop";
     });
   }
 
-  void set_token_bytes(const std::vector<std::string>& table) { engine_.set_token_bytes(std::make_shared<const TokenBytes>(table)); }
+  void set_token_bytes(const std::vector<std::string>& table) {
+    engine_.set_token_bytes(std::make_shared<const TokenBytes>(table));
+  }
 
  private:
   std::shared_ptr<model::DecoderModel> model_;
@@ -75,18 +82,23 @@ PYBIND11_MODULE(_text, m) {
   m.doc() = "Generation without torch's Python side; see nemo_rl_cpp/generate.py";
   m.def("set_num_threads", [](int n) { at::set_num_threads(n); }, py::arg("num_threads"));
   py::class_<TextModel>(m, "TextModel", py::module_local())
-      .def(py::init<const py::dict&, const std::string&, std::int64_t>(), py::arg("config"), py::arg("dtype"), py::arg("max_model_len"))
+      .def(py::init<const py::dict&, const std::string&, std::int64_t>(), py::arg("config"), py::arg("dtype"),
+           py::arg("max_model_len"))
       .def_property_readonly("shapes", &TextModel::shapes, "(name, shape) of every parameter")
       .def("put", &TextModel::put, py::arg("name"), py::arg("dtype"), py::arg("data"))
       .def("set_token_bytes", &TextModel::set_token_bytes, py::arg("token_bytes"))
-      .def("generate",
-           [](TextModel& self, const std::vector<std::int64_t>& prompt, std::int64_t max_new_tokens, float temperature, float top_p, std::int64_t top_k,
-              bool greedy, std::uint32_t seed, const std::vector<std::int64_t>& stop_token_ids, const std::vector<std::string>& stop_strings,
-              const std::function<void(std::int64_t)>& on_token) {
-             const auto stops = stop_strings.empty() ? nullptr : std::make_shared<const StopStrings>(stop_strings);
-             return self.generate(prompt, {{temperature, top_p, top_k, greedy}, max_new_tokens, stop_token_ids, stops}, seed, on_token);
-           },
-           py::arg("prompt_ids"), py::kw_only(), py::arg("max_new_tokens"), py::arg("temperature"), py::arg("top_p"), py::arg("top_k"),
-           py::arg("greedy"), py::arg("seed"), py::arg("stop_token_ids"), py::arg("stop_strings"), py::arg("on_token"),
-           "Calls on_token(id) for every token as it is drawn, and returns why the text ended: \"stop\" or \"length\"");
+      .def(
+          "generate",
+          [](TextModel& self, const std::vector<std::int64_t>& prompt, std::int64_t max_new_tokens, float temperature,
+             float top_p, std::int64_t top_k, bool greedy, std::uint32_t seed,
+             const std::vector<std::int64_t>& stop_token_ids, const std::vector<std::string>& stop_strings,
+             const std::function<void(std::int64_t)>& on_token) {
+            const auto stops = stop_strings.empty() ? nullptr : std::make_shared<const StopStrings>(stop_strings);
+            return self.generate(prompt, {{temperature, top_p, top_k, greedy}, max_new_tokens, stop_token_ids, stops},
+                                 seed, on_token);
+          },
+          py::arg("prompt_ids"), py::kw_only(), py::arg("max_new_tokens"), py::arg("temperature"), py::arg("top_p"),
+          py::arg("top_k"), py::arg("greedy"), py::arg("seed"), py::arg("stop_token_ids"), py::arg("stop_strings"),
+          py::arg("on_token"),
+          "Calls on_token(id) for every token as it is drawn, and returns why the text ended: \"stop\" or \"length\"");
 }

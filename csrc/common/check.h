@@ -39,5 +39,6 @@ constexpr bool is_string_literal = std::is_array_v<std::remove_reference_t<T>>;
 
 /// The message of a user error stands alone: it says what was given, what was expected and which key to change.
 #define NRL_CHECK_ARG(cond, ...) NRL_CHECK_IMPL(::nemo_rl::ArgumentError, "", cond, __VA_ARGS__)
-#define NRL_CHECK(cond, ...) \
-  NRL_CHECK_IMPL(std::runtime_error, " [" #cond " is false at " __FILE__ ":" NRL_STRINGIFY(__LINE__) "]", cond, __VA_ARGS__)
+#define NRL_CHECK(cond, ...)                                                                                    \
+  NRL_CHECK_IMPL(std::runtime_error, " [" #cond " is false at " __FILE__ ":" NRL_STRINGIFY(__LINE__) "]", cond, \
+                 __VA_ARGS__)

@@ -41,10 +41,14 @@ CpuCapability cpu_capability() {
 
 const char* cpu_capability_name() {
   switch (cpu_capability()) {
-    case CpuCapability::avx512_bf16: return "avx512_bf16";
-    case CpuCapability::avx512: return "avx512";
-    case CpuCapability::avx2: return "avx2";
-    default: return "base";
+    case CpuCapability::avx512_bf16:
+      return "avx512_bf16";
+    case CpuCapability::avx512:
+      return "avx512";
+    case CpuCapability::avx2:
+      return "avx2";
+    default:
+      return "base";
   }
 }
 

@@ -17,20 +17,32 @@ const char* cpu_capability_name();
 // NRL_DECLARE_CPU_KERNEL(name, Signature): `Signature` is a function type. Every csrc/kernels/cpu/*.cpp defines
 // `name` in namespace nemo_rl::kernels::NRL_CAPABILITY. Callers call nemo_rl::kernels::name(...).
 #if defined(NRL_CAPABILITY)  // inside a kernel file: no static initialiser may be compiled with its instruction set
-#define NRL_DECLARE_CPU_KERNEL(name, ...)         \
-  namespace NRL_CAPABILITY { __VA_ARGS__ name; }  \
+#define NRL_DECLARE_CPU_KERNEL(name, ...) \
+  namespace NRL_CAPABILITY {              \
+  __VA_ARGS__ name;                       \
+  }                                       \
   static_assert(true)
 #elif defined(__x86_64__)
-#define NRL_DECLARE_CPU_KERNEL(name, ...)                                                              \
-  namespace base { __VA_ARGS__ name; }                                                                 \
-  namespace avx2 { __VA_ARGS__ name; }                                                                 \
-  namespace avx512 { __VA_ARGS__ name; }                                                               \
-  namespace avx512_bf16 { __VA_ARGS__ name; }                                                          \
-  inline auto* const name = ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(                            \
-      base::name, avx2::name, avx512::name, avx512_bf16::name)
+#define NRL_DECLARE_CPU_KERNEL(name, ...) \
+  namespace base {                        \
+  __VA_ARGS__ name;                       \
+  }                                       \
+  namespace avx2 {                        \
+  __VA_ARGS__ name;                       \
+  }                                       \
+  namespace avx512 {                      \
+  __VA_ARGS__ name;                       \
+  }                                       \
+  namespace avx512_bf16 {                 \
+  __VA_ARGS__ name;                       \
+  }                                       \
+  inline auto* const name =               \
+      ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(base::name, avx2::name, avx512::name, avx512_bf16::name)
 #else
 #define NRL_DECLARE_CPU_KERNEL(name, ...) \
-  namespace base { __VA_ARGS__ name; }    \
+  namespace base {                        \
+  __VA_ARGS__ name;                       \
+  }                                       \
   inline auto* const name = base::name
 #endif
 
@@ -39,10 +51,14 @@ namespace nemo_rl::kernels {
 template <class F>
 F* select_kernel(F* base, F* avx2, F* avx512, F* avx512_bf16) {
   switch (cpu_capability()) {
-    case CpuCapability::avx512_bf16: return avx512_bf16;
-    case CpuCapability::avx512: return avx512;
-    case CpuCapability::avx2: return avx2;
-    default: return base;
+    case CpuCapability::avx512_bf16:
+      return avx512_bf16;
+    case CpuCapability::avx512:
+      return avx512;
+    case CpuCapability::avx2:
+      return avx2;
+    default:
+      return base;
   }
 }
 

@@ -1,6 +1,6 @@
-// Blocks of memory in huge pages (2 MiB) where the system gives them to those who ask (Linux, transparent_hugepage = madvise or always).
-// Matrices are walked through in strides of rows: with pages of 4 KiB every row is another page, and the processor waits for the address
-// as for the data. A block also costs one page fault where it cost 512.
+// Blocks of memory in huge pages (2 MiB) where the system gives them to those who ask (Linux, transparent_hugepage =
+// madvise or always). Matrices are walked through in strides of rows: with pages of 4 KiB every row is another page,
+// and the processor waits for the address as for the data. A block also costs one page fault where it cost 512.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -16,8 +16,8 @@ struct FreeLarge {
 };
 using LargeBlock = std::unique_ptr<std::byte, FreeLarge>;
 
-/// Uninitialised memory that begins at a huge page if it has room for one, else at a cache line, and asks for huge pages as far as its
-/// first `used` bytes reach. That is advice: where it is not taken the block is slower.
+/// Uninitialised memory that begins at a huge page if it has room for one, else at a cache line, and asks for huge
+/// pages as far as its first `used` bytes reach. That is advice: where it is not taken the block is slower.
 LargeBlock allocate_large(std::size_t bytes, std::size_t used);
 
 }  // namespace nemo_rl

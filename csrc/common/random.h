@@ -35,8 +35,9 @@ struct RandomKey {
 };
 
 NRL_HOST_DEVICE inline std::array<std::uint32_t, 4> random_bits(const RandomKey& k) {
-  return philox4x32({static_cast<std::uint32_t>(k.draw_id), static_cast<std::uint32_t>(k.draw_id >> 32), k.sample, k.position},
-                    {k.seed, static_cast<std::uint32_t>(k.stream)});
+  return philox4x32(
+      {static_cast<std::uint32_t>(k.draw_id), static_cast<std::uint32_t>(k.draw_id >> 32), k.sample, k.position},
+      {k.seed, static_cast<std::uint32_t>(k.stream)});
 }
 
 /// Uniform in [0, 1) with 53 random bits.

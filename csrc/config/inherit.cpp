@@ -96,10 +96,8 @@ void merge(Node& base, const Node& child) {
   }
   base.source = child.source;
   for (const auto& [key, value] : child.entries) {
-    if (Node* old = base.find(key))
-      merge(*old, value);
-    else
-      base.entries.emplace_back(key, value);
+    if (Node* old = base.find(key)) merge(*old, value);
+    else base.entries.emplace_back(key, value);
   }
 }
 

@@ -98,10 +98,8 @@ class Resolver {
     for (std::size_t i = open; i < text.size(); ++i) {
       const char c = text[i];
       if (quote != '\0') {
-        if (c == '\\')
-          ++i;
-        else if (c == quote)
-          quote = '\0';
+        if (c == '\\') ++i;
+        else if (c == quote) quote = '\0';
       } else if (depth > 0 && (c == '\'' || c == '"')) {
         quote = c;
       } else if (c == '{') {

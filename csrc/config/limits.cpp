@@ -8,7 +8,10 @@ std::size_t character_bytes(const std::string& text, std::size_t i) {
   const auto byte = [&](std::size_t k) { return k < text.size() ? static_cast<unsigned char>(text[k]) : 0; };
   const unsigned first = byte(i);
   if (first < 0x80) return 1;
-  const std::size_t size = first >= 0xC2 && first < 0xE0 ? 2 : first >= 0xE0 && first < 0xF0 ? 3 : first >= 0xF0 && first < 0xF5 ? 4 : 0;
+  const std::size_t size = first >= 0xC2 && first < 0xE0   ? 2
+                           : first >= 0xE0 && first < 0xF0 ? 3
+                           : first >= 0xF0 && first < 0xF5 ? 4
+                                                           : 0;
   for (std::size_t k = 1; k < size; ++k)
     if ((byte(i + k) & 0xC0) != 0x80) return 0;
   const unsigned second = byte(i + 1);

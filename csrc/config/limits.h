@@ -1,5 +1,5 @@
-// What a configuration may expand to, and what a text must be. Far above what any run needs: files that exceed these are
-// mistakes or attacks, and each is a sentence instead of a machine without memory.
+// What a configuration may expand to, and what a text must be. Far above what any run needs: files that exceed these
+// are mistakes or attacks, and each is a sentence instead of a machine without memory.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -10,10 +10,10 @@
 namespace nemo_rl::config {
 
 inline constexpr std::size_t kMostFileBytes = 4 << 20;
-inline constexpr std::size_t kMostFiles = 100;     // with all parents
-inline constexpr std::size_t kMostValues = 20000;  // of a file, or copied by aliases and interpolations
+inline constexpr std::size_t kMostFiles = 100;          // with all parents
+inline constexpr std::size_t kMostValues = 20000;       // of a file, or copied by aliases and interpolations
 inline constexpr std::size_t kMostTextBytes = 4 << 20;  // made by interpolations
-inline constexpr int kDeepest = 100;               // lists and mappings, interpolations, parts of a key
+inline constexpr int kDeepest = 100;                    // lists and mappings, interpolations, parts of a key
 
 /// Counts how deep a recursion is; ArgumentError `what` "more than 100 deep" below that.
 class Depth {

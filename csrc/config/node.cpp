@@ -7,13 +7,20 @@ namespace nemo_rl::config {
 
 const char* kind_name(Kind kind) {
   switch (kind) {
-    case Kind::null: return "null";
-    case Kind::boolean: return "a boolean";
-    case Kind::integer: return "an integer";
-    case Kind::real: return "a number";
-    case Kind::string: return "a string";
-    case Kind::list: return "a list";
-    case Kind::mapping: return "a mapping";
+    case Kind::null:
+      return "null";
+    case Kind::boolean:
+      return "a boolean";
+    case Kind::integer:
+      return "an integer";
+    case Kind::real:
+      return "a number";
+    case Kind::string:
+      return "a string";
+    case Kind::list:
+      return "a list";
+    case Kind::mapping:
+      return "a mapping";
   }
   return "";
 }
@@ -75,10 +82,8 @@ Node& Node::set(const std::string& key, Node value) {
 bool Node::erase(const std::string& key) {
   Node* found = find(key);
   if (found == nullptr) return false;
-  if (is_list())
-    items.erase(items.begin() + (found - items.data()));
-  else
-    std::erase_if(entries, [&](const Entry& entry) { return entry.first == key; });
+  if (is_list()) items.erase(items.begin() + (found - items.data()));
+  else std::erase_if(entries, [&](const Entry& entry) { return entry.first == key; });
   return true;
 }
 
@@ -102,10 +107,8 @@ bool Node::same_value(const Node& other) const {
 std::vector<std::string> split_key(const std::string& dotted) {
   std::vector<std::string> parts(1);
   for (const char c : dotted) {
-    if (c == '.')
-      parts.emplace_back();
-    else
-      parts.back() += c;
+    if (c == '.') parts.emplace_back();
+    else parts.back() += c;
   }
   return parts;
 }

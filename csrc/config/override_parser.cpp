@@ -72,14 +72,22 @@ class Lexer {
   Lexeme next() {
     const std::size_t first = skip_space(p_);
     switch (at(first)) {
-      case '(': return take(Token::open_paren, skip_space(first + 1));
-      case ',': return take(Token::comma, skip_space(first + 1));
-      case ':': return take(Token::colon, skip_space(first + 1));
-      case '=': return take(Token::equal, skip_space(first + 1));
-      case ')': return take(Token::close_paren, first + 1);
-      case ']': return take(Token::close_bracket, first + 1);
-      case '}': return take(Token::close_brace, first + 1);
-      default: break;
+      case '(':
+        return take(Token::open_paren, skip_space(first + 1));
+      case ',':
+        return take(Token::comma, skip_space(first + 1));
+      case ':':
+        return take(Token::colon, skip_space(first + 1));
+      case '=':
+        return take(Token::equal, skip_space(first + 1));
+      case ')':
+        return take(Token::close_paren, first + 1);
+      case ']':
+        return take(Token::close_bracket, first + 1);
+      case '}':
+        return take(Token::close_brace, first + 1);
+      default:
+        break;
     }
     if (first > p_) return take(Token::space, first);
     const char c = at(p_);
@@ -220,10 +228,13 @@ class Parser {
       case Token::number:
       case Token::punctuation:
       case Token::escape:
-      case Token::space: return true;
+      case Token::space:
+        return true;
       case Token::colon:
-      case Token::interpolation: return with_colon;
-      default: return false;
+      case Token::interpolation:
+        return with_colon;
+      default:
+        return false;
     }
   }
 

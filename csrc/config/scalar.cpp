@@ -66,12 +66,9 @@ Node yaml_float(std::string text) {
   const bool negative = text[0] == '-';
   if (text[0] == '-' || text[0] == '+') text.erase(0, 1);
   double value;
-  if (text == ".inf")
-    value = std::numeric_limits<double>::infinity();
-  else if (text == ".nan")
-    value = std::numeric_limits<double>::quiet_NaN();
-  else
-    value = text.find(':') != std::string::npos ? sexagesimal(text) : to_double(text);
+  if (text == ".inf") value = std::numeric_limits<double>::infinity();
+  else if (text == ".nan") value = std::numeric_limits<double>::quiet_NaN();
+  else value = text.find(':') != std::string::npos ? sexagesimal(text) : to_double(text);
   return Node::make_real(negative ? -value : value);
 }
 
@@ -79,8 +76,7 @@ Node yaml_int(std::string text) {
   text = without_underscores(std::move(text));
   const bool negative = text[0] == '-';
   if (text[0] == '-' || text[0] == '+') text.erase(0, 1);
-  if (text.find(':') != std::string::npos)
-    return Node::make_int(whole_sexagesimal(text, negative));
+  if (text.find(':') != std::string::npos) return Node::make_int(whole_sexagesimal(text, negative));
   if (text.rfind("0b", 0) == 0) return Node::make_int(to_int(text.substr(2), 2, negative));
   if (text.rfind("0x", 0) == 0) return Node::make_int(to_int(text.substr(2), 16, negative));
   if (text.size() > 1 && text[0] == '0') return Node::make_int(to_int(text.substr(1), 8, negative));
@@ -196,12 +192,18 @@ std::string python_real(double value) {
 
 std::string python_text(const Node& node) {
   switch (node.kind) {
-    case Kind::null: return "None";
-    case Kind::boolean: return node.boolean ? "True" : "False";
-    case Kind::integer: return std::to_string(node.integer);
-    case Kind::real: return python_real(node.real);
-    case Kind::string: return node.string;
-    default: return kind_name(node.kind);
+    case Kind::null:
+      return "None";
+    case Kind::boolean:
+      return node.boolean ? "True" : "False";
+    case Kind::integer:
+      return std::to_string(node.integer);
+    case Kind::real:
+      return python_real(node.real);
+    case Kind::string:
+      return node.string;
+    default:
+      return kind_name(node.kind);
   }
 }
 

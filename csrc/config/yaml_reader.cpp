@@ -135,7 +135,8 @@ class TreeBuilder : public YAML::EventHandler {
       fail("syntax", mark, "a key must be a word or a number, not " + std::string(kind_name(node.kind)));
     const bool keyed = !stack_.empty() && stack_.back().has_key;
     node.source = {file_, (keyed ? stack_.back().key_mark : mark).line + 1};  // a value belongs to the line of its key
-    if (++values_ > kMostValues) fail("syntax", mark, "the file holds more than " + std::to_string(kMostValues) + " values");
+    if (++values_ > kMostValues)
+      fail("syntax", mark, "the file holds more than " + std::to_string(kMostValues) + " values");
     if (anchor != 0) {
       count(node, mark, "anchors keep more than ");
       anchors_[anchor] = node;
@@ -164,10 +165,8 @@ class TreeBuilder : public YAML::EventHandler {
 
   void add_merge(Frame& frame, Node node, const YAML::Mark& mark) const {
     std::vector<Node> bases;
-    if (node.is_list())
-      bases = std::move(node.items);
-    else
-      bases.push_back(std::move(node));
+    if (node.is_list()) bases = std::move(node.items);
+    else bases.push_back(std::move(node));
     for (Node& base : bases) {
       if (!base.is_mapping()) fail("syntax", mark, "'<<' takes a mapping or a list of mappings");
       frame.merged.push_back(std::move(base));
@@ -196,8 +195,8 @@ void check_encoding(const std::string& text, const std::string& file) {
   if (bad == std::string::npos) return;
   const auto line = std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(bad), '\n') + 1;
   std::ostringstream message;
-  message << file << ":" << line << ": the byte 0x" << std::hex << static_cast<int>(static_cast<unsigned char>(text[bad]))
-          << " is not UTF-8; save the file as UTF-8";
+  message << file << ":" << line << ": the byte 0x" << std::hex
+          << static_cast<int>(static_cast<unsigned char>(text[bad])) << " is not UTF-8; save the file as UTF-8";
   throw LoadError("syntax", message.str());
 }
 
@@ -205,7 +204,8 @@ void check_encoding(const std::string& text, const std::string& file) {
 
 Node read_yaml(const std::string& text, const std::string& file) {
   if (text.size() > kMostFileBytes)
-    throw LoadError("syntax", file + ": a configuration has at most " + std::to_string(kMostFileBytes) + " bytes, this file has more");
+    throw LoadError("syntax", file + ": a configuration has at most " + std::to_string(kMostFileBytes) +
+                                  " bytes, this file has more");
   check_encoding(text, file);
   std::istringstream stream(
       text + (text.ends_with('\n')

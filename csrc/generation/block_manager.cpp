@@ -28,7 +28,8 @@ bool BlockManager::extend(BlockTable& table, std::int64_t tokens) {
 }
 
 BlockTable BlockManager::fork(const BlockTable& from, std::int64_t tokens, std::vector<BlockCopy>& copies) {
-  NRL_CHECK(blocks_for(tokens) <= static_cast<std::int64_t>(from.size()), "fork of ", tokens, " positions from ", from.size(), " blocks");
+  NRL_CHECK(blocks_for(tokens) <= static_cast<std::int64_t>(from.size()), "fork of ", tokens, " positions from ",
+            from.size(), " blocks");
   const std::int64_t full = tokens / block_size_;
   BlockTable table(from.begin(), from.begin() + full);
   for (const std::int32_t block : table) ++references_[block];

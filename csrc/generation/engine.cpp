@@ -32,7 +32,8 @@ struct Engine::Draw {
 Engine::Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::shared_ptr<const TokenBytes> token_bytes)
     : runner_(std::move(runner)), config_(config), token_bytes_(std::move(token_bytes)) {
   NRL_CHECK_ARG(runner_ != nullptr, "an engine needs a model runner");
-  NRL_CHECK_ARG(config.max_model_len >= 0, "max_model_len = ", config.max_model_len, ": expected a length, or 0 for no limit");
+  NRL_CHECK_ARG(config.max_model_len >= 0, "max_model_len = ", config.max_model_len,
+                ": expected a length, or 0 for no limit");
   const Scheduler checks_its_config(config.scheduler, 0, 1);
   set_max_cache_bytes(config.max_cache_bytes);
   set_token_bytes(std::move(token_bytes_));
@@ -50,8 +51,9 @@ void Engine::set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes) {
   token_bytes_ = token_bytes ? std::move(token_bytes) : std::make_shared<const TokenBytes>();
 }
 
-std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
-                                         const std::function<bool()>& interrupted, const Finished& finished, const Drawn& drawn) {
+std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int64_t>>& prompts,
+                                         const std::vector<Request>& requests, const std::function<bool()>& interrupted,
+                                         const Finished& finished, const Drawn& drawn) {
   NRL_CHECK(!busy_, "generate() was called while another generate() of this engine runs");
   struct Emptied {  // also when something throws
     Engine& engine;
@@ -90,13 +92,16 @@ void Engine::tell(const Finished& finished) {
 }
 
 void Engine::check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const {
-  NRL_CHECK_ARG(request.prompt >= 0 && request.prompt < static_cast<std::int64_t>(prompts.size()),
-                "prompt ", request.prompt, " of ", prompts.size(), " prompts");
+  NRL_CHECK_ARG(request.prompt >= 0 && request.prompt < static_cast<std::int64_t>(prompts.size()), "prompt ",
+                request.prompt, " of ", prompts.size(), " prompts");
   const auto& prompt = prompts[request.prompt];
-  NRL_CHECK_ARG(!prompt.empty(), "prompt ", request.prompt, " is empty: generation needs at least one token, e.g. the tokenizer's BOS");
+  NRL_CHECK_ARG(!prompt.empty(), "prompt ", request.prompt,
+                " is empty: generation needs at least one token, e.g. the tokenizer's BOS");
   ops::check_rule(request.params.rule);
-  NRL_CHECK_ARG(request.params.max_new_tokens >= 1, "max_new_tokens = ", request.params.max_new_tokens, ": expected at least 1");
-  NRL_CHECK_ARG(!request.params.stop_strings || !token_bytes_->empty(), "stop strings need the bytes of every token: give the engine a tokenizer");
+  NRL_CHECK_ARG(request.params.max_new_tokens >= 1, "max_new_tokens = ", request.params.max_new_tokens,
+                ": expected at least 1");
+  NRL_CHECK_ARG(!request.params.stop_strings || !token_bytes_->empty(),
+                "stop strings need the bytes of every token: give the engine a tokenizer");
 }
 
 void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests) {
@@ -150,8 +155,9 @@ void Engine::prepare_cache() {
   }
   const std::int64_t useful = std::max(least, sum_of_largest(own, slots) + sum_of_largest(shared, slots));
   const std::int64_t wanted = std::min(useful, limit);
-  NRL_CHECK_ARG(least <= std::max(wanted, cache_blocks_), "the longest sequence needs ", least, " cache blocks of ", block, " tokens (",
-                static_cast<double>(least * runner_->bytes_per_block()) / (1 << 30), " GiB), but the cache may hold ", limit,
+  NRL_CHECK_ARG(least <= std::max(wanted, cache_blocks_), "the longest sequence needs ", least, " cache blocks of ",
+                block, " tokens (", static_cast<double>(least * runner_->bytes_per_block()) / (1 << 30),
+                " GiB), but the cache may hold ", limit,
                 ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
   if (wanted <= cache_blocks_) return;
   cache_blocks_ = 0;
@@ -205,18 +211,21 @@ std::vector<Engine::Draw> Engine::draws_of(const StepPlan& plan) const {
 void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits, const Drawn& drawn) {
   just_finished_.clear();
   if (plan.batch.logits_rows.empty()) return;
-  NRL_CHECK(logits.defined() && logits.dim() == 2 && logits.size(0) == static_cast<std::int64_t>(plan.batch.logits_rows.size()) &&
+  NRL_CHECK(logits.defined() && logits.dim() == 2 &&
+                logits.size(0) == static_cast<std::int64_t>(plan.batch.logits_rows.size()) &&
                 logits.size(1) == runner_->vocab_size(),
-            "the model runner gave logits of another shape than [", plan.batch.logits_rows.size(), ", ", runner_->vocab_size(), "]");
+            "the model runner gave logits of another shape than [", plan.batch.logits_rows.size(), ", ",
+            runner_->vocab_size(), "]");
   const std::vector<Draw> draws = draws_of(plan);
   std::vector<ops::RowDraw> rows;
   rows.reserve(draws.size());
-  for (const Draw& d : draws) rows.push_back({d.logits_row, d.sequence->params.rule, random_uniform(d.sequence->random_key())});
+  for (const Draw& d : draws)
+    rows.push_back({d.logits_row, d.sequence->params.rule, random_uniform(d.sequence->random_key())});
   const auto sampled = ops::sample_rows(logits, rows, config_.with_entropy);
   for (std::size_t i = 0; i < draws.size(); ++i) {
     Sequence& s = *draws[i].sequence;
-    NRL_CHECK(sampled[i].token >= 0, "the model's logits are not finite for request ", s.id, " (draw ", s.key.draw_id, ", sample ",
-              s.key.sample, ") at position ", s.length());
+    NRL_CHECK(sampled[i].token >= 0, "the model's logits are not finite for request ", s.id, " (draw ", s.key.draw_id,
+              ", sample ", s.key.sample, ") at position ", s.length());
     s.append(sampled[i], *token_bytes_);
     if (drawn) drawn(s.id, sampled[i].token);
     if (s.finished()) just_finished_.push_back(&s);

@@ -1,4 +1,5 @@
-// The generation engine: continuous batching of requests over a ModelRunner. A step is schedule, forward, sample, append.
+// The generation engine: continuous batching of requests over a ModelRunner. A step is schedule, forward, sample,
+// append.
 //
 // What a request yields depends on its prompt, its parameters and its random key alone: never on the other requests,
 // the batch size, chunk sizes, preemptions or the number of threads.
@@ -39,10 +40,11 @@ struct Generation {
 struct EngineMetrics {
   std::int64_t steps = 0;
   std::int64_t generated_tokens = 0;
-  std::int64_t prefill_tokens = 0;   ///< prompt tokens computed, and tokens computed again after a preemption
+  std::int64_t prefill_tokens = 0;  ///< prompt tokens computed, and tokens computed again after a preemption
   std::int64_t decode_tokens = 0;
-  std::int64_t shared_prompt_tokens = 0;  ///< prompt tokens that generations took from their group instead of computing them
-  std::int64_t sequence_steps = 0;   ///< running sequences, summed over steps
+  std::int64_t shared_prompt_tokens =
+      0;                            ///< prompt tokens that generations took from their group instead of computing them
+  std::int64_t sequence_steps = 0;  ///< running sequences, summed over steps
   std::int64_t peak_blocks = 0;
   std::int64_t preemptions = 0;
   double forward_seconds = 0;
@@ -56,7 +58,8 @@ class GenerationInterrupted : public std::runtime_error {
 };
 
 /// Requests (by index) that have ended, and the tokens of each.
-using Finished = std::function<void(const std::vector<std::int64_t>& requests, const std::vector<const std::vector<std::int64_t>*>& token_ids)>;
+using Finished = std::function<void(const std::vector<std::int64_t>& requests,
+                                    const std::vector<const std::vector<std::int64_t>*>& token_ids)>;
 
 /// Request `request` has drawn `token_id`.
 using Drawn = std::function<void(std::int64_t request, std::int64_t token_id)>;
@@ -69,14 +72,15 @@ class Engine {
   /// One Generation for every request, in order. Requests of one prompt share its prefill. A prompt that fills
   /// max_model_len yields an empty generation that ended by length.
   ///
-  /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests have just
-  /// ended, with their tokens, unless none is left. `drawn` (may be null) is told every token.
+  /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests
+  /// have just ended, with their tokens, unless none is left. `drawn` (may be null) is told every token.
   ///
-  /// Throws ValueError for an empty prompt, a token id outside the vocabulary, max_new_tokens < 1, bad sampling parameters, stop
-  /// strings without token bytes, or a sequence that cannot fit the cache; RuntimeError for logits that are not finite. Whatever is
-  /// thrown, the engine is empty and usable afterwards.
-  std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
-                                   const std::function<bool()>& interrupted, const Finished& finished = {}, const Drawn& drawn = {});
+  /// Throws ValueError for an empty prompt, a token id outside the vocabulary, max_new_tokens < 1, bad sampling
+  /// parameters, stop strings without token bytes, or a sequence that cannot fit the cache; RuntimeError for logits
+  /// that are not finite. Whatever is thrown, the engine is empty and usable afterwards.
+  std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts,
+                                   const std::vector<Request>& requests, const std::function<bool()>& interrupted,
+                                   const Finished& finished = {}, const Drawn& drawn = {});
 
   /// Frees the cache; the next generate() allocates it again.
   void release_cache();

@@ -4,12 +4,15 @@ namespace nemo_rl::generation {
 
 using model::KeptActivations;
 
-void KeptRows::begin(std::int64_t num_blocks) { nodes_.assign(static_cast<std::size_t>(num_blocks * block_size_), KeptActivations::kNone); }
+void KeptRows::begin(std::int64_t num_blocks) {
+  nodes_.assign(static_cast<std::size_t>(num_blocks * block_size_), KeptActivations::kNone);
+}
 
 const std::vector<KeptRows::Node>& KeptRows::plan(const ForwardBatch& batch, KeptActivations& kept) {
   for (const auto& copy : batch.copies)
     for (std::int64_t i = 0; i < copy.length; ++i)
-      nodes_[static_cast<std::size_t>(copy.to * block_size_ + i)] = nodes_[static_cast<std::size_t>(copy.from * block_size_ + i)];
+      nodes_[static_cast<std::size_t>(copy.to * block_size_ + i)] =
+          nodes_[static_cast<std::size_t>(copy.from * block_size_ + i)];
   put_.assign(batch.token_ids.size(), KeptActivations::kNone);
   for (std::size_t i = 0; i < batch.slices.size(); ++i) {
     const SequenceSlice& slice = batch.slices[i];
@@ -17,7 +20,8 @@ const std::vector<KeptRows::Node>& KeptRows::plan(const ForwardBatch& batch, Kep
     for (std::int64_t t = 0; t < slice.query_length; ++t) {
       const auto row = static_cast<std::size_t>(slice.query_start + t);
       auto added = kept.add(parent, batch.token_ids[row]);
-      if (added.node == KeptActivations::kNone && kept.full() && make_room(batch, i, kept)) added = kept.add(parent, batch.token_ids[row]);
+      if (added.node == KeptActivations::kNone && kept.full() && make_room(batch, i, kept))
+        added = kept.add(parent, batch.token_ids[row]);
       if (added.is_new) put_[row] = added.node;
       parent = at(slice, slice.context_length + t) = added.node;
     }

@@ -8,8 +8,8 @@
 
 namespace nemo_rl::generation {
 
-/// Follows the tokens in the cache: a step's new token is kept behind the one whose keys and values lie before its own. Where memory
-/// runs out, the sequence that comes last in the step is given up, so that those before it are kept whole.
+/// Follows the tokens in the cache: a step's new token is kept behind the one whose keys and values lie before its own.
+/// Where memory runs out, the sequence that comes last in the step is given up, so that those before it are kept whole.
 class KeptRows {
  public:
   using Node = model::KeptActivations::Node;

@@ -10,9 +10,9 @@ namespace nemo_rl::generation {
 /// The new tokens of one sequence in this step. Its keys and values of earlier positions lie in the cache blocks of
 /// `block_table`; those of the new tokens are written there by the forward pass.
 struct SequenceSlice {
-  std::int64_t query_start = 0;   ///< first row in ForwardBatch::token_ids
-  std::int64_t query_length = 0;  ///< new tokens: many in prefill, one in decode
-  std::int64_t context_length = 0;  ///< tokens already in the cache = absolute position of the first new token
+  std::int64_t query_start = 0;           ///< first row in ForwardBatch::token_ids
+  std::int64_t query_length = 0;          ///< new tokens: many in prefill, one in decode
+  std::int64_t context_length = 0;        ///< tokens already in the cache = absolute position of the first new token
   std::vector<std::int32_t> block_table;  ///< cache block of absolute positions [i*block_size, (i+1)*block_size)
 };
 
@@ -25,10 +25,10 @@ struct BlockCopy {
 
 /// One step of the engine: ragged, without padding.
 struct ForwardBatch {
-  std::vector<std::int64_t> token_ids;      ///< [T] of all slices, in order
+  std::vector<std::int64_t> token_ids;  ///< [T] of all slices, in order
   std::vector<SequenceSlice> slices;
-  std::vector<BlockCopy> copies;            ///< done before the forward pass, in order
-  std::vector<std::int64_t> logits_rows;    ///< rows of token_ids whose next-token logits are wanted (R of them)
+  std::vector<BlockCopy> copies;          ///< done before the forward pass, in order
+  std::vector<std::int64_t> logits_rows;  ///< rows of token_ids whose next-token logits are wanted (R of them)
 };
 
 /// The model behind an engine. The result for a row depends only on the tokens of its own sequence, never on the batch.

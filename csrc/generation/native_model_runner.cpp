@@ -12,7 +12,8 @@
 namespace nemo_rl::generation {
 namespace {
 
-/// Up to so many rows the other threads are kept at hand for a whole step: its pieces of work are too small to wake them for each.
+/// Up to so many rows the other threads are kept at hand for a whole step: its pieces of work are too small to wake
+/// them for each.
 constexpr std::int64_t kTeamRows = 64;
 
 /// Whether every row is the one new token of a sequence, and its logits are wanted.
@@ -21,14 +22,16 @@ bool is_decode(const ForwardBatch& batch) {
   if (T == 0 || batch.slices.size() != T || batch.logits_rows.size() != T) return false;
   for (std::size_t t = 0; t < T; ++t) {
     const auto& s = batch.slices[t];
-    if (s.query_start != static_cast<std::int64_t>(t) || s.query_length != 1 || batch.logits_rows[t] != s.query_start) return false;
+    if (s.query_start != static_cast<std::int64_t>(t) || s.query_length != 1 || batch.logits_rows[t] != s.query_start)
+      return false;
   }
   return true;
 }
 
 }  // namespace
 
-NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder, std::int64_t pack_after)
+NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder,
+                                     std::int64_t pack_after)
     : model_(std::move(model)),
       workspace_(model_->device()),
       step_(model_->decoder().attention_heads(), model_->device()),
@@ -36,7 +39,8 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
       pack_after_(pack_after),
       kept_rows_(ops::kKeyTile) {
   NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
-  NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble, "generation samples from float32 logits: use float32 or bfloat16");
+  NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble,
+                "generation samples from float32 logits: use float32 or bfloat16");
 }
 
 std::int64_t NativeModelRunner::vocab_size() const { return model_->config().vocab_size; }
@@ -44,14 +48,16 @@ std::int64_t NativeModelRunner::block_size() const { return ops::kKeyTile; }
 
 std::int64_t NativeModelRunner::bytes_per_block() const {
   const auto& c = model_->config();
-  return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ops::kKeyTile * static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
+  return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ops::kKeyTile *
+         static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
 }
 
 void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   recorded_.clear();
   cache_.clear();
   for (std::int64_t l = 0; l < model_->config().num_layers; ++l)
-    cache_.push_back(ops::kv_cache_allocate(num_blocks, step_.heads(), model_->decoder().compute_dtype(), model_->device()));
+    cache_.push_back(
+        ops::kv_cache_allocate(num_blocks, step_.heads(), model_->decoder().compute_dtype(), model_->device()));
   kept_rows_.begin(num_blocks);
 }
 
@@ -72,7 +78,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   const std::int64_t rows = recorded ? recorded_rows(T) : T;
   std::vector<ops::PagedSlice> slices;
   for (const auto& s : batch.slices)
-    slices.push_back({s.query_start, s.query_length, s.context_length, s.block_table.data(), static_cast<std::int64_t>(s.block_table.size())});
+    slices.push_back({s.query_start, s.query_length, s.context_length, s.block_table.data(),
+                      static_cast<std::int64_t>(s.block_table.size())});
   step_.set(std::move(slices), batch.token_ids, rows, cache_.front().size(0));
   model_->decoder().reserve_positions(step_.num_positions());
   if (!recorded) {
@@ -109,7 +116,8 @@ void NativeModelRunner::run_keeping(const ForwardBatch& batch) {
   try {
     const auto& nodes = kept_rows_.plan(batch, kept);
     model::KeptSink sink(model_->decoder(), kept, nodes, workspace_);
-    finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, sink, workspace_));
+    finish(model_->decoder().forward(step_.token_ids(), step_.positions(), attention(), batch.logits_rows, sink,
+                                     workspace_));
   } catch (...) {
     kept.clear();  // rows were promised that are not there
     throw;
@@ -125,7 +133,9 @@ void NativeModelRunner::finish(const at::Tensor& h) {
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits(h.size(0)));
 }
 
-at::Tensor NativeModelRunner::logits(std::int64_t rows) { return workspace_.take(model::Slot::logits, {rows, vocab_size()}, at::kFloat); }
+at::Tensor NativeModelRunner::logits(std::int64_t rows) {
+  return workspace_.take(model::Slot::logits, {rows, vocab_size()}, at::kFloat);
+}
 
 /// Of everything that a step reads or writes and that may move.
 std::vector<const void*> NativeModelRunner::places() const {

@@ -19,9 +19,11 @@ class NativeModelRunner : public ModelRunner {
   static constexpr std::int64_t kPackAfter = 16;
   static constexpr std::int64_t kNeverPack = INT64_MAX;
 
-  /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are. `pack_after`: so many
-  /// steps of few rows, since the weights changed, read the weights where they lie; later ones a packed copy (ops/packed_weights.h).
-  explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {}, std::int64_t pack_after = kPackAfter);
+  /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are.
+  /// `pack_after`: so many steps of few rows, since the weights changed, read the weights where they lie; later ones a
+  /// packed copy (ops/packed_weights.h).
+  explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {},
+                             std::int64_t pack_after = kPackAfter);
   std::int64_t vocab_size() const override;
   std::int64_t block_size() const override;
   std::int64_t bytes_per_block() const override;

@@ -21,7 +21,8 @@ RecordedSteps::Recorder RecordedSteps::recorder_for(const at::Tensor& weights) {
   return [weights] { return ops::recorded_work_cuda.get(weights)(weights); };
 }
 
-void RecordedSteps::run(std::int64_t rows, const std::function<std::vector<const void*>()>& places, const std::function<void()>& work) {
+void RecordedSteps::run(std::int64_t rows, const std::function<std::vector<const void*>()>& places,
+                        const std::function<void()>& work) {
   if (!enabled() || rows > kMostRows) return work();
   if (auto now = places(); now != places_) {
     clear();

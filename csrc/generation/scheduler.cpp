@@ -9,8 +9,8 @@ namespace {
 
 /// Adds `length` tokens from position `context` on to the batch; `last` ones yield logits.
 template <class TokenAt>
-std::int64_t add_slice(ForwardBatch& batch, const BlockTable& blocks, std::int64_t context, std::int64_t length, bool wants_logits,
-                       TokenAt token_at) {
+std::int64_t add_slice(ForwardBatch& batch, const BlockTable& blocks, std::int64_t context, std::int64_t length,
+                       bool wants_logits, TokenAt token_at) {
   const auto start = static_cast<std::int64_t>(batch.token_ids.size());
   batch.slices.push_back({start, length, context, blocks});
   for (std::int64_t i = 0; i < length; ++i) batch.token_ids.push_back(token_at(context + i));
@@ -24,7 +24,8 @@ std::int64_t add_slice(ForwardBatch& batch, const BlockTable& blocks, std::int64
 Scheduler::Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size)
     : config_(config), blocks_(num_blocks, block_size) {
   NRL_CHECK_ARG(config.max_batch_size >= 1, "max_batch_size = ", config.max_batch_size, ": expected at least 1");
-  NRL_CHECK_ARG(config.prefill_chunk_tokens >= 1, "prefill_chunk_tokens = ", config.prefill_chunk_tokens, ": expected at least 1");
+  NRL_CHECK_ARG(config.prefill_chunk_tokens >= 1, "prefill_chunk_tokens = ", config.prefill_chunk_tokens,
+                ": expected at least 1");
 }
 
 std::int64_t Scheduler::blocks_needed(std::int64_t prompt_length, std::int64_t max_length, std::int64_t block_size) {
@@ -35,8 +36,8 @@ std::int64_t Scheduler::blocks_needed(std::int64_t prompt_length, std::int64_t m
 void Scheduler::add(PromptGroup* group) {
   for (const Sequence* s : group->pending) {
     const std::int64_t needed = blocks_needed(group->length(), s->max_length, blocks_.block_size());
-    NRL_CHECK_ARG(needed <= blocks_.num_blocks(), "a sequence of up to ", s->max_length, " tokens needs ", needed, " cache blocks of ",
-                  blocks_.block_size(), " tokens, but the cache holds ", blocks_.num_blocks(),
+    NRL_CHECK_ARG(needed <= blocks_.num_blocks(), "a sequence of up to ", s->max_length, " tokens needs ", needed,
+                  " cache blocks of ", blocks_.block_size(), " tokens, but the cache holds ", blocks_.num_blocks(),
                   ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
   }
   if (!group->pending.empty()) queue_.push_back(group);
@@ -46,8 +47,9 @@ StepPlan Scheduler::schedule() {
   StepPlan plan;
   feed_running(plan);
   admit(plan);
-  NRL_CHECK(!plan.slices.empty() || !has_unfinished(), "the scheduler found nothing to do with ", running_.size(), " running and ",
-            queue_.size(), " waiting; ", blocks_.num_free(), " of ", blocks_.num_blocks(), " blocks free");
+  NRL_CHECK(!plan.slices.empty() || !has_unfinished(), "the scheduler found nothing to do with ", running_.size(),
+            " running and ", queue_.size(), " waiting; ", blocks_.num_free(), " of ", blocks_.num_blocks(),
+            " blocks free");
   return plan;
 }
 
@@ -93,8 +95,9 @@ bool Scheduler::prefill(PromptGroup* group, StepPlan& plan) {
   if (!make_room(blocks_.blocks_for(group->length()) - held, group, plan)) return false;
   NRL_CHECK(blocks_.extend(group->blocks, group->cached + length), "no blocks after making room");
   const bool last = group->cached + length == group->length();
-  const std::int64_t row = add_slice(plan.batch, group->blocks, group->cached, length, last && group->awaits_first_token(),
-                                     [&](std::int64_t p) { return group->tokens[p]; });
+  const std::int64_t row =
+      add_slice(plan.batch, group->blocks, group->cached, length, last && group->awaits_first_token(),
+                [&](std::int64_t p) { return group->tokens[p]; });
   plan.slices.push_back({nullptr, group, length, row});
   plan.prefill_tokens += length;
   return true;
@@ -156,7 +159,8 @@ void Scheduler::preempt_last() {
   s->cached = 0;
   PromptGroup* const group = s->group;
   if (group->pending.empty()) {
-    const auto behind = std::find_if(queue_.begin(), queue_.end(), [&](const PromptGroup* g) { return g->priority > group->priority; });
+    const auto behind =
+        std::find_if(queue_.begin(), queue_.end(), [&](const PromptGroup* g) { return g->priority > group->priority; });
     queue_.insert(behind, group);
   }
   group->pending.push_front(s);

@@ -71,8 +71,8 @@ class Scheduler {
 
   SchedulerConfig config_;
   BlockManager blocks_;
-  std::vector<Sequence*> running_;   // in the order of admission
-  std::deque<PromptGroup*> queue_;   // groups with pending sequences, by priority
+  std::vector<Sequence*> running_;  // in the order of admission
+  std::deque<PromptGroup*> queue_;  // groups with pending sequences, by priority
   std::int64_t preemptions_ = 0;
 };
 

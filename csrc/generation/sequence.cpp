@@ -6,10 +6,14 @@ namespace nemo_rl::generation {
 
 const char* finish_reason_name(FinishReason reason) {
   switch (reason) {
-    case FinishReason::stop_token: return "stop_token";
-    case FinishReason::stop_string: return "stop_string";
-    case FinishReason::length: return "length";
-    default: return "none";
+    case FinishReason::stop_token:
+      return "stop_token";
+    case FinishReason::stop_string:
+      return "stop_string";
+    case FinishReason::length:
+      return "length";
+    default:
+      return "none";
   }
 }
 

@@ -8,7 +8,8 @@ namespace nemo_rl::generation {
 
 StopStrings::StopStrings(std::vector<std::string> strings) : strings_(std::move(strings)) {
   for (const auto& s : strings_) {
-    NRL_CHECK_ARG(!s.empty(), "stop_strings holds an empty string, which would stop every text at its first token: remove it");
+    NRL_CHECK_ARG(!s.empty(),
+                  "stop_strings holds an empty string, which would stop every text at its first token: remove it");
     longest_ = std::max(longest_, s.size());
   }
 }

@@ -9,13 +9,14 @@
 // Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
 // or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
-// A CPU with bfloat16 instructions multiplies bfloat16 in pairs, two terms of a chain at a time: q as it is, the sum of a score
-// times c * log2(e) afterwards; w(j) rounded to bfloat16 where it is multiplied (l adds it unrounded), as FlashAttention does. The
-// backward rounds P, dS and d_out likewise. Sums stay float. CUDA multiplies bfloat16 so on tensor cores, sixteen terms at a time.
+// A CPU with bfloat16 instructions multiplies bfloat16 in pairs, two terms of a chain at a time: q as it is, the sum of
+// a score times c * log2(e) afterwards; w(j) rounded to bfloat16 where it is multiplied (l adds it unrounded), as
+// FlashAttention does. The backward rounds P, dS and d_out likewise. Sums stay float. CUDA multiplies bfloat16 so on
+// tensor cores, sixteen terms at a time.
 //
 // Layouts: `qkv` [T, (N+2K)*H] row-major after RoPE: N query heads, K key heads, K value heads.
-// Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over keys), then
-// one of values [kKeyTile, H]: a decode step reads a block from its beginning to its end.
+// Cache: [num_blocks, K, 2, H*kKeyTile], of each kv head a tile of keys [H, kKeyTile] (transposed: lanes run over
+// keys), then one of values [kKeyTile, H]: a decode step reads a block from its beginning to its end.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -109,8 +110,8 @@ struct PagedAttentionArgs {
 };
 
 /// Work that one thread does in one go: the pairs (slice, kv head) = (i / K, i % K) for i in [pair_begin, pair_end), of
-/// each the query tokens [token_begin, min(token_end, query_length)). `store`: puts the pairs' new keys and values into the
-/// cache first, all of them; items that share a pair find them there (kv_cache_write_slice).
+/// each the query tokens [token_begin, min(token_end, query_length)). `store`: puts the pairs' new keys and values into
+/// the cache first, all of them; items that share a pair find them there (kv_cache_write_slice).
 struct PagedItem {
   std::int64_t pair_begin = 0;
   std::int64_t pair_end = 0;
@@ -130,7 +131,8 @@ using KvCacheWrite = void(const AttentionShape& shape, const void* qkv, const Pa
 NRL_DECLARE_CPU_KERNEL(kv_cache_write_slice, KvCacheWrite);
 
 /// Copies the first `length` positions of block `from` into block `to`.
-using KvCacheCopy = void(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length);
+using KvCacheCopy = void(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to,
+                         std::int64_t length);
 NRL_DECLARE_CPU_KERNEL(kv_cache_copy_block, KvCacheCopy);
 
 // ---------------------------------------------------------------- packed backward

@@ -1,12 +1,13 @@
-// What a thread block of the CUDA attention kernels is asked to do. Plain values, so that the core library can make the lists without
-// knowing CUDA.
+// What a thread block of the CUDA attention kernels is asked to do. Plain values, so that the core library can make the
+// lists without knowing CUDA.
 #pragma once
 #include "kernels/attention.h"
 
 namespace nemo_rl::kernels {
 
-/// Query tokens of one sequence that a thread block takes with all heads of one kv head. Their keys are those of absolute positions
-/// up to their own: rows of qkv (packed) or blocks of the cache (paged). Without tokens it does nothing.
+/// Query tokens of one sequence that a thread block takes with all heads of one kv head. Their keys are those of
+/// absolute positions up to their own: rows of qkv (packed) or blocks of the cache (paged). Without tokens it does
+/// nothing.
 struct AttentionBlock {
   std::int64_t query_row = 0;  ///< row of qkv of the first token
   std::int64_t tokens = 0;
@@ -17,8 +18,8 @@ struct AttentionBlock {
   std::int64_t block_table = 0;    ///< paged: index of its table in the table array
 };
 
-/// Rows (tokens times heads of a group) that a block takes at most: few where a step has one token a sequence. bfloat16 goes to tensor
-/// cores in strips of 16 rows.
+/// Rows (tokens times heads of a group) that a block takes at most: few where a step has one token a sequence. bfloat16
+/// goes to tensor cores in strips of 16 rows.
 enum class AttentionRows { few, many };
 inline std::int64_t attention_block_rows(AttentionRows rows, const AttentionShape& shape) {
   if (rows == AttentionRows::few) return shape.type == ElementType::bfloat16 ? 16 : 8;

@@ -41,11 +41,13 @@ struct GaeCarryOf {
 using GaeCarry = GaeCarryOf<double>;
 
 template <class D>
-NRL_INLINE GaeCarryOf<D> gae_step_of(const GaeCarryOf<D>& c, D reward, D value, double gamma, D decay, double decay_value) {
+NRL_INLINE GaeCarryOf<D> gae_step_of(const GaeCarryOf<D>& c, D reward, D value, double gamma, D decay,
+                                     double decay_value) {
   const D delta = reward + gamma * c.next_value - value;
   return {value, delta + decay * c.advantage, delta + decay_value * c.value_advantage};
 }
-NRL_INLINE GaeCarry gae_step(const GaeCarry& c, double reward, double value, double gamma, double decay, double decay_value) {
+NRL_INLINE GaeCarry gae_step(const GaeCarry& c, double reward, double value, double gamma, double decay,
+                             double decay_value) {
   return gae_step_of<double>(c, reward, value, gamma, decay, decay_value);
 }
 

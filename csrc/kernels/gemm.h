@@ -1,5 +1,5 @@
-// The backward products: c (+)= a · b, block of terms by block of terms. A block of b is packed for all threads, rows of a by the thread
-// that multiplies them. What a tile yields does not depend on the others.
+// The backward products: c (+)= a · b, block of terms by block of terms. A block of b is packed for all threads, rows
+// of a by the thread that multiplies them. What a tile yields does not depend on the others.
 #pragma once
 #include <cstdint>
 
@@ -8,12 +8,17 @@
 
 namespace nemo_rl::kernels {
 
-inline constexpr std::int64_t kGemmTerms = 1024;  ///< terms of a block: so many are summed in registers between two visits of c
-inline constexpr std::int64_t kGemmTileM = 96;    ///< rows: once packed they stay in the second-level cache beside a tile's columns
-inline constexpr std::int64_t kGemmTileN = 96;    ///< columns: as many as the register tile of any capability, or a multiple
-inline constexpr std::int64_t kGemmPackTerms = 32;  ///< rows of b that are packed together, whole: memory gives most in the order in which it lies
+inline constexpr std::int64_t kGemmTerms =
+    1024;  ///< terms of a block: so many are summed in registers between two visits of c
+inline constexpr std::int64_t kGemmTileM =
+    96;  ///< rows: once packed they stay in the second-level cache beside a tile's columns
+inline constexpr std::int64_t kGemmTileN =
+    96;  ///< columns: as many as the register tile of any capability, or a multiple
+inline constexpr std::int64_t kGemmPackTerms =
+    32;  ///< rows of b that are packed together, whole: memory gives most in the order in which it lies
 
-/// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit stride along N.
+/// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit
+/// stride along N.
 template <class T>
 struct GemmInput {
   const T* a;
@@ -24,9 +29,11 @@ struct GemmInput {
   void* packed_b = nullptr;  ///< gemm_packed_bytes(N, K, sizeof(T)), 64-byte aligned
 };
 
-/// What a block of terms of so many rows of a, or columns of b, takes when packed: with room for incomplete tiles and the ends of panels.
+/// What a block of terms of so many rows of a, or columns of b, takes when packed: with room for incomplete tiles and
+/// the ends of panels.
 inline std::int64_t gemm_packed_bytes(std::int64_t lines, std::int64_t K, std::int64_t size) {
-  const std::int64_t terms = K < kGemmTerms ? K : kGemmTerms, bytes = (lines + kGemmTileN) * (terms + 8) * (size < 4 ? 4 : size);
+  const std::int64_t terms = K < kGemmTerms ? K : kGemmTerms,
+                     bytes = (lines + kGemmTileN) * (terms + 8) * (size < 4 ? 4 : size);
   return (bytes + 63) / 64 * 64;
 }
 
@@ -47,7 +54,8 @@ struct GemmArgs {
   accumulate_t<T>* sums = nullptr;  ///< [M, N], for all blocks of terms but the last where O cannot hold their sums
 };
 
-/// Up to kGemmTileM rows from m0 by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in ascending order.
+/// Up to kGemmTileM rows from m0 by columns [n0, n1), n0 a multiple of kGemmTileN. Blocks of terms come in ascending
+/// order.
 struct GemmTile {
   std::int64_t m0, n0, n1, k0;
   void* packed_a;  ///< this thread's gemm_packed_bytes(kGemmTileM, K, sizeof(T)), 64-byte aligned

@@ -1,5 +1,6 @@
-// Matrix products. The forward product is exact in the sense that matters here: y[m, n] is one chain of multiply-adds along K
-// over row m of x and row n of w, so its bits do not depend on how many rows there are, on the tiling or on threads. (A library's product does not promise that: its kernels change with M.)
+// Matrix products. The forward product is exact in the sense that matters here: y[m, n] is one chain of multiply-adds
+// along K over row m of x and row n of w, so its bits do not depend on how many rows there are, on the tiling or on
+// threads. (A library's product does not promise that: its kernels change with M.)
 #pragma once
 #include <cstdint>
 
@@ -8,20 +9,23 @@
 
 namespace nemo_rl::kernels {
 
-/// x[M, K], row-major with unit stride along K, and where it lies packed: linear_pack writes that before the tiles are computed.
+/// x[M, K], row-major with unit stride along K, and where it lies packed: linear_pack writes that before the tiles are
+/// computed.
 template <class T>
 struct LinearInput {
   const T* x;
   std::int64_t ldx;
   std::int64_t M, K;
-  void* packed;  ///< linear_packed_bytes(M, K, sizeof(T)), 64-byte aligned
-  float* widened = nullptr;  ///< room of this thread alone, linear_widened_floats(M, K, columns of a tile); nullptr: w is read as it lies
+  void* packed;              ///< linear_packed_bytes(M, K, sizeof(T)), 64-byte aligned
+  float* widened = nullptr;  ///< room of this thread alone, linear_widened_floats(M, K, columns of a tile); nullptr: w
+                             ///< is read as it lies
 };
 
 inline constexpr std::int64_t kLinearTileM = 64;  ///< rows: whole panels of packed x in every capability
 inline constexpr std::int64_t kLinearTileN = 48;  ///< columns: a multiple of the register tile of every capability
-inline constexpr std::int64_t kSwigluTileN = 2 * kLinearTileN;  ///< of linear_swiglu: gates and ups by whole cache lines
-inline constexpr std::int64_t kLinearFewRows = 8; ///< up to here rows of w lie in the lanes instead of rows of x
+inline constexpr std::int64_t kSwigluTileN =
+    2 * kLinearTileN;                              ///< of linear_swiglu: gates and ups by whole cache lines
+inline constexpr std::int64_t kLinearFewRows = 8;  ///< up to here rows of w lie in the lanes instead of rows of x
 inline constexpr std::int64_t kLinearCachedTerms = 80 * 1024;  ///< of x, for the second-level cache
 
 inline std::int64_t linear_packed_bytes(std::int64_t M, std::int64_t K, std::int64_t size) {
@@ -29,10 +33,11 @@ inline std::int64_t linear_packed_bytes(std::int64_t M, std::int64_t K, std::int
   return rows * (K + 16) * (size < 4 ? 4 : size);
 }
 
-/// Where tile number t lies: tiles go down the rows of a block, then strip by strip through its columns, then block by block. A block of
-/// rows stays in the second-level cache while the columns pass by.
+/// Where tile number t lies: tiles go down the rows of a block, then strip by strip through its columns, then block by
+/// block. A block of rows stays in the second-level cache while the columns pass by.
 struct LinearTiles {
-  std::int64_t block_rows, strips, steps, blocks;  ///< rows of a block; strips of columns; tiles to a strip of a block; blocks
+  std::int64_t block_rows, strips, steps,
+      blocks;  ///< rows of a block; strips of columns; tiles to a strip of a block; blocks
   LinearTiles(std::int64_t M, std::int64_t N, std::int64_t K, std::int64_t tile_n = kLinearTileN)
       : block_rows(kLinearCachedTerms / (K > 0 ? K : 1) / kLinearTileM * kLinearTileM) {
     if (block_rows > 4 * kLinearTileM) block_rows = 4 * kLinearTileM;
@@ -46,19 +51,20 @@ struct LinearTiles {
   std::int64_t row(std::int64_t t) const { return t / steps / strips * block_rows + t % steps * kLinearTileM; }
 };
 
-/// Where rows are many, w is packed as well ("wide"): it costs what some dozen rows do, and then sums are formed as in the backward products.
-/// A chunk of rows of x is packed by the thread that multiplies it, strips of w for all threads.
+/// Where rows are many, w is packed as well ("wide"): it costs what some dozen rows do, and then sums are formed as in
+/// the backward products. A chunk of rows of x is packed by the thread that multiplies it, strips of w for all threads.
 inline constexpr std::int64_t kLinearWideRows = 96;  ///< of a chunk
 struct LinearWideTile {
-  std::int64_t m0;                       ///< rows [m0, m0 + kLinearWideRows), as far as they exist
-  std::int64_t strip_begin, strip_end;   ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
-  const float* packed_w;                 ///< strips from strip_begin on: [words][kLinearTileN] each; of linear_swiglu: gates, then ups
-  float* packed_x;                       ///< this thread's room for linear_wide_packed(kLinearWideRows, words)
-  bool is_packed;                        ///< the rows lie there, from a tile before
+  std::int64_t m0;                      ///< rows [m0, m0 + kLinearWideRows), as far as they exist
+  std::int64_t strip_begin, strip_end;  ///< of kLinearTileN columns; of linear_swiglu: as many gates and their ups
+  const float* packed_w;  ///< strips from strip_begin on: [words][kLinearTileN] each; of linear_swiglu: gates, then ups
+  float* packed_x;        ///< this thread's room for linear_wide_packed(kLinearWideRows, words)
+  bool is_packed;         ///< the rows lie there, from a tile before
 };
 /// Whether and how that is done, for rows of K terms.
 struct LinearWide {
-  std::int64_t from_rows = INT64_MAX;  ///< a product of so many rows and more is faster wide; where this capability has no such kernel, none is
+  std::int64_t from_rows = INT64_MAX;  ///< a product of so many rows and more is faster wide; where this capability has
+                                       ///< no such kernel, none is
   std::int64_t words = 0;              ///< of 32 bits that a row takes: a float32 for each term, or a pair of bfloat16
 };
 using LinearWideOf = LinearWide(std::int64_t K);
@@ -66,7 +72,9 @@ NRL_DECLARE_CPU_KERNEL(linear_wide_f32, LinearWideOf);
 NRL_DECLARE_CPU_KERNEL(linear_wide_bf16, LinearWideOf);
 
 /// Words that so many rows, or columns, take: with the step that is read beyond the last.
-inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) { return (lines * words + kLinearTileN + 15) / 16 * 16; }
+inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) {
+  return (lines * words + kLinearTileN + 15) / 16 * 16;
+}
 
 /// out[words][kLinearTileN] = rows of w, turned; rows from `rows` on are zero.
 template <class T>
@@ -74,8 +82,8 @@ using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, 
 NRL_DECLARE_CPU_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
 NRL_DECLARE_CPU_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
 
-/// Floats of room for a strip of w that is widened to float32 before the rows meet it; 0 where so many rows are multiplied with w as it
-/// lies. The same bits either way.
+/// Floats of room for a strip of w that is widened to float32 before the rows meet it; 0 where so many rows are
+/// multiplied with w as it lies. The same bits either way.
 using LinearWidenedFloats = std::int64_t(std::int64_t M, std::int64_t K, std::int64_t tile_n);
 NRL_DECLARE_CPU_KERNEL(linear_widened_floats_bf16, LinearWidenedFloats);
 
@@ -87,8 +95,8 @@ NRL_DECLARE_CPU_KERNEL(linear_pack_f64, LinearPack<double>);
 NRL_DECLARE_CPU_KERNEL(linear_pack_bf16, LinearPack<bfloat16>);
 
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; w row-major with unit stride along K.
-/// Work is cut into tiles: LinearTiles(M, N, K).count() of them, any range may be computed at a time; `more` says that the caller means
-/// to go on with tile_end and what follows it, whose weights are then asked for.
+/// Work is cut into tiles: LinearTiles(M, N, K).count() of them, any range may be computed at a time; `more` says that
+/// the caller means to go on with tile_end and what follows it, whose weights are then asked for.
 template <class T, class O>
 struct LinearForwardArgs {
   LinearInput<T> input;
@@ -102,7 +110,8 @@ struct LinearForwardArgs {
 };
 
 template <class T, class O>
-using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
+using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t tile_begin, std::int64_t tile_end,
+                           bool more);
 NRL_DECLARE_CPU_KERNEL(linear_forward_f32, LinearForward<float, float>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_f64, LinearForward<double, double>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
@@ -115,8 +124,9 @@ NRL_DECLARE_CPU_KERNEL(linear_forward_wide_f32, LinearForwardWide<float, float>)
 NRL_DECLARE_CPU_KERNEL(linear_forward_wide_bf16, LinearForwardWide<bfloat16, bfloat16>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_wide_bf16_f32, LinearForwardWide<bfloat16, float>);
 
-/// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up and
-/// swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are gates, half are ups.
+/// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I]: the bits of the product into gate_up
+/// and swiglu_forward of that. Work is cut into LinearTiles(M, 2I, K, kSwigluTileN); half of a tile's columns are
+/// gates, half are ups.
 template <class T>
 struct LinearSwigluArgs {
   LinearInput<T> input;

@@ -10,7 +10,8 @@ namespace nemo_rl::kernels {
 
 /// out[v] = -g / temperature · softmax(logits / temperature)[v]. The caller adds the targets' own share.
 template <class O>
-using LogprobBackwardRow = void(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, O* out);
+using LogprobBackwardRow = void(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g,
+                                O* out);
 NRL_DECLARE_CPU_KERNEL(logprob_backward_row_f32, LogprobBackwardRow<float>);
 NRL_DECLARE_CPU_KERNEL(logprob_backward_row_bf16, LogprobBackwardRow<bfloat16>);
 

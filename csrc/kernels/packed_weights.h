@@ -1,8 +1,10 @@
-// bfloat16 weights in twelve bits each, without loss. A step of few rows takes as long as memory takes to bring the weights, so three quarters
-// of the bytes are nearly three quarters of the time; a product gives the same bits as one that reads the weights themselves.
+// bfloat16 weights in twelve bits each, without loss. A step of few rows takes as long as memory takes to bring the
+// weights, so three quarters of the bytes are nearly three quarters of the time; a product gives the same bits as one
+// that reads the weights themselves.
 //
-// The exponents of a strip of rows lie close together: four bits tell which of the fifteen highest a weight has, or that it is zero
-// (or subnormal). Sign and mantissa take the other eight. A weight smaller than that, one of some thousands, is put in as it is: a patch.
+// The exponents of a strip of rows lie close together: four bits tell which of the fifteen highest a weight has, or
+// that it is zero (or subnormal). Sign and mantissa take the other eight. A weight smaller than that, one of some
+// thousands, is put in as it is: a patch.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +18,8 @@ inline constexpr std::int64_t kPackedTerms = 8;   ///< K is a multiple of these
 inline constexpr std::int64_t kPackedMostTerms = std::int64_t{4} * 0xffff;
 inline constexpr std::int64_t kPackedMostRows = 12;  ///< of x, in any capability: their sums fit in registers
 
-/// A pair of weights of one row as they are, and where: in which block of four words of a strip, and in which word and row of that.
+/// A pair of weights of one row as they are, and where: in which block of four words of a strip, and in which word and
+/// row of that.
 struct PackedPatch {
   std::uint16_t block, place;
   std::uint32_t pair;
@@ -24,8 +27,9 @@ struct PackedPatch {
 
 /// A packed matrix: strips that follow one another, and of each strip its patches, in ascending order.
 struct PackedMatrix {
-  std::byte* strips;     ///< packed_strip_bytes(K) each; 64-byte aligned
-  PackedPatch* patches;  ///< packed_patches(K) each: first the strip's lowest exponent (`pair`), last one of block 0xffff
+  std::byte* strips;  ///< packed_strip_bytes(K) each; 64-byte aligned
+  PackedPatch*
+      patches;  ///< packed_patches(K) each: first the strip's lowest exponent (`pair`), last one of block 0xffff
   std::int64_t K;
 };
 inline std::int64_t packed_strip_bytes(std::int64_t K) { return kPackedStrip * K * 3 / 2; }
@@ -41,12 +45,14 @@ NRL_DECLARE_CPU_KERNEL(packed_weights_rows, PackedWeightsRows);
 
 /// linear_forward of columns of strips [begin, end); args.w is not read.
 template <class O>
-using PackedWeightsForward = void(const LinearForwardArgs<bfloat16, O>& args, const PackedMatrix& packed, std::int64_t begin, std::int64_t end);
+using PackedWeightsForward = void(const LinearForwardArgs<bfloat16, O>& args, const PackedMatrix& packed,
+                                  std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(packed_weights_forward_bf16, PackedWeightsForward<bfloat16>);
 NRL_DECLARE_CPU_KERNEL(packed_weights_forward_bf16_f32, PackedWeightsForward<float>);
 
 /// linear_swiglu of pairs of strips [begin, end): gates are in even strips, their ups in the odd ones after them.
-using PackedWeightsSwiglu = void(const LinearSwigluArgs<bfloat16>& args, const PackedMatrix& packed, std::int64_t begin, std::int64_t end);
+using PackedWeightsSwiglu = void(const LinearSwigluArgs<bfloat16>& args, const PackedMatrix& packed, std::int64_t begin,
+                                 std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(packed_weights_swiglu_bf16, PackedWeightsSwiglu);
 
 }  // namespace nemo_rl::kernels

@@ -43,7 +43,8 @@ struct RmsNormBackwardArgs {
 };
 /// `dw` is overwritten with the share of groups [begin, end).
 template <class X, class G, class T>
-using RmsNormBackward = void(const RmsNormBackwardArgs<X, G, T>&, std::int64_t begin, std::int64_t end, accumulate_t<T>* dw);
+using RmsNormBackward = void(const RmsNormBackwardArgs<X, G, T>&, std::int64_t begin, std::int64_t end,
+                             accumulate_t<T>* dw);
 NRL_DECLARE_CPU_KERNEL(rms_norm_backward_f32, RmsNormBackward<float, float, float>);
 NRL_DECLARE_CPU_KERNEL(rms_norm_backward_f64, RmsNormBackward<double, double, double>);
 NRL_DECLARE_CPU_KERNEL(rms_norm_backward_f32_bf16, RmsNormBackward<float, float, bfloat16>);

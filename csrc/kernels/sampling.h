@@ -2,7 +2,8 @@
 //
 //   z = logits / temperature
 //   top-k: keep z_v >= the k-th largest value, ties included; off for top_k <= 0
-//   top-p: sort what is left ascending by (z, index) and keep where the cumulative probability > 1 - p, the last always;
+//   top-p: sort what is left ascending by (z, index) and keep where the cumulative probability > 1 - p, the last
+//   always;
 //          off for top_p = 1
 //   token: inverse of the cumulative distribution of what is left, in vocabulary order, at a uniform number u
 //   logprob: log-softmax over what is left (NeMo RL's "processed" log-probability), by the arithmetic of log_softmax.h
@@ -37,7 +38,7 @@ struct SampledToken {
 struct FilterCandidate {
   std::uint32_t order = 0;  ///< increases with z
   std::int32_t id = 0;
-  float mass = 0;           ///< exp(z - max)
+  float mass = 0;  ///< exp(z - max)
 };
 
 /// Arrays of V entries each, needed only where rule.filters(V). After filter_row the first `kept` entries of logits and

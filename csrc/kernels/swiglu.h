@@ -9,7 +9,8 @@ namespace nemo_rl::kernels {
 
 enum class Gate {
   silu,       ///< z(x) = x
-  gelu_tanh,  ///< z(x) = 2·sqrt(2/pi)·(x + 0.044715·x^3): gelu by tanh (Hendrycks and Gimpel, 2016), since 1 + tanh(z/2) = 2·sigmoid(z)
+  gelu_tanh,  ///< z(x) = 2·sqrt(2/pi)·(x + 0.044715·x^3): gelu by tanh (Hendrycks and Gimpel, 2016), since 1 +
+              ///< tanh(z/2) = 2·sigmoid(z)
 };
 inline constexpr double kGeluScale = 1.5957691216057308, kGeluCubic = 0.044715;
 
@@ -22,7 +23,8 @@ NRL_DECLARE_CPU_KERNEL(swiglu_forward_bf16, SwigluForward<bfloat16>);
 
 /// d_act [T, I], gate_up -> d_gate_up [T, 2I] (may be gate_up itself).
 template <class T>
-using SwigluBackward = void(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, Gate gate, std::int64_t begin, std::int64_t end);
+using SwigluBackward = void(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, Gate gate,
+                            std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(swiglu_backward_f32, SwigluBackward<float>);
 NRL_DECLARE_CPU_KERNEL(swiglu_backward_f64, SwigluBackward<double>);
 NRL_DECLARE_CPU_KERNEL(swiglu_backward_bf16, SwigluBackward<bfloat16>);

@@ -1,5 +1,5 @@
-// What choosing a token from a row of logits counts with, on every device: an order of the logits as integers, and probability masses
-// as integers, whose sums do not depend on the order of summation.
+// What choosing a token from a row of logits counts with, on every device: an order of the logits as integers, and
+// probability masses as integers, whose sums do not depend on the order of summation.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,9 @@ NRL_INLINE std::uint32_t order_of(float z) {
 }
 
 /// exp(z - max) in units of 2^-42: a sum over kMaxVocab = 2^21 of them fits 64 bits.
-NRL_INLINE std::uint64_t mass_of(float exponential) { return static_cast<std::uint64_t>(static_cast<double>(exponential) * 4398046511104.0); }
+NRL_INLINE std::uint64_t mass_of(float exponential) {
+  return static_cast<std::uint64_t>(static_cast<double>(exponential) * 4398046511104.0);
+}
 
 /// The mass that the tokens up to the drawn one exceed, for u in [0, 1) and total > 0: in [0, total).
 NRL_INLINE std::uint64_t drawn_mass(double u, std::uint64_t total) {

@@ -1,5 +1,5 @@
-// Digest of a weight buffer: FNV-1a over its 8-byte words in four chains a block, then over the blocks in order. Equal digests,
-// equal weights, on whatever device they lie.
+// Digest of a weight buffer: FNV-1a over its 8-byte words in four chains a block, then over the blocks in order. Equal
+// digests, equal weights, on whatever device they lie.
 #pragma once
 #include <cstdint>
 
@@ -17,6 +17,8 @@ NRL_INLINE std::uint64_t digest_add(std::uint64_t chain, std::uint64_t word) {
   return chain ^ chain >> 29;  // multiplication only carries upwards
 }
 /// A single byte at the end of the last block, without the mixing.
-NRL_INLINE std::uint64_t digest_add_byte(std::uint64_t chain, unsigned char byte) { return (chain ^ byte) * 1099511628211ull; }
+NRL_INLINE std::uint64_t digest_add_byte(std::uint64_t chain, unsigned char byte) {
+  return (chain ^ byte) * 1099511628211ull;
+}
 
 }  // namespace nemo_rl::kernels

@@ -9,15 +9,20 @@ enum class Keep { nothing, for_backward };
 LayerActivations buffers(const Decoder& decoder, std::int64_t layer, std::int64_t T, Keep keep, Workspace& workspace) {
   const auto& c = decoder.config();
   const auto S = decoder.compute_dtype(), A = decoder.accumulate_dtype();
-  const auto take = [&](LayerSlot slot, std::int64_t columns, at::ScalarType type) { return workspace.take(layer, slot, {T, columns}, type); };
+  const auto take = [&](LayerSlot slot, std::int64_t columns, at::ScalarType type) {
+    return workspace.take(layer, slot, {T, columns}, type);
+  };
   LayerActivations a;
   a.qkv = take(LayerSlot::qkv, c.qkv_size(), S);
   if (c.qk_norm != QkNorm::none) a.qkv_raw = take(LayerSlot::qkv_raw, c.qkv_size(), S);
   a.attn = take(LayerSlot::attn, c.query_size(), S);
   if (keep == Keep::nothing) return a;
-  if (c.qk_norm == QkNorm::head) a.q_rstd = take(LayerSlot::q_rstd, c.num_heads, A), a.k_rstd = take(LayerSlot::k_rstd, c.num_kv_heads, A);
+  if (c.qk_norm == QkNorm::head)
+    a.q_rstd = take(LayerSlot::q_rstd, c.num_heads, A), a.k_rstd = take(LayerSlot::k_rstd, c.num_kv_heads, A);
   if (c.qk_norm == QkNorm::whole) a.q_rstd = take(LayerSlot::q_rstd, 1, A), a.k_rstd = take(LayerSlot::k_rstd, 1, A);
-  const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) { return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{}; };
+  const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) {
+    return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{};
+  };
   a.gate_up = take(LayerSlot::gate_up, 2 * c.intermediate_size, S);
   if (!c.norms.before_attention.empty()) a.rstd_in = take(LayerSlot::rstd_in, 1, A);
   a.lse = take(LayerSlot::lse, c.num_heads, A);
@@ -46,7 +51,8 @@ LayerActivations SavedActivations::layer(std::int64_t l) {
   return a;
 }
 
-KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes, Workspace& workspace)
+KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
+                   Workspace& workspace)
     : kept_(kept), nodes_(nodes) {
   const auto T = static_cast<std::int64_t>(nodes.size());
   streams_[0] = workspace.take(Slot::h, {T, decoder.config().hidden_size}, decoder.accumulate_dtype());
@@ -54,9 +60,13 @@ KeptSink::KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<cons
   shared_ = buffers(decoder, 0, T, Keep::for_backward, workspace);
 }
 
-KeptSource::KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes, const at::Tensor& token_ids,
-                       const at::Tensor& positions, Workspace& workspace)
-    : ActivationSource(token_ids, positions), decoder_(decoder), kept_(kept), nodes_(std::move(nodes)), workspace_(workspace) {}
+KeptSource::KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes,
+                       const at::Tensor& token_ids, const at::Tensor& positions, Workspace& workspace)
+    : ActivationSource(token_ids, positions),
+      decoder_(decoder),
+      kept_(kept),
+      nodes_(std::move(nodes)),
+      workspace_(workspace) {}
 
 at::Tensor KeptSource::stream_behind() const {
   LayerActivations behind;

@@ -1,5 +1,5 @@
-// Where a forward leaves what its layers compute, and where a backward finds it: nowhere (scoring and generation), in buffers of
-// each layer (training), or in rows that generation keeps for training.
+// Where a forward leaves what its layers compute, and where a backward finds it: nowhere (scoring and generation), in
+// buffers of each layer (training), or in rows that generation keeps for training.
 #pragma once
 #include <span>
 #include <vector>
@@ -26,7 +26,8 @@ class ActivationSink {
 /// Gives a backward what a forward left.
 class ActivationSource {
  public:
-  ActivationSource(at::Tensor token_ids, at::Tensor positions) : token_ids_(std::move(token_ids)), positions_(std::move(positions)) {}
+  ActivationSource(at::Tensor token_ids, at::Tensor positions)
+      : token_ids_(std::move(token_ids)), positions_(std::move(positions)) {}
   virtual ~ActivationSource() = default;
   const at::Tensor& token_ids() const { return token_ids_; }
   const at::Tensor& positions() const { return positions_; }
@@ -55,7 +56,8 @@ class NothingKept : public ActivationSink {
 /// Keeps all layers until their backward; of each only its input when `checkpoint`.
 class SavedActivations : public ActivationSink, public ActivationSource {
  public:
-  SavedActivations(const Decoder& decoder, const at::Tensor& token_ids, const at::Tensor& positions, bool checkpoint, Workspace& workspace)
+  SavedActivations(const Decoder& decoder, const at::Tensor& token_ids, const at::Tensor& positions, bool checkpoint,
+                   Workspace& workspace)
       : ActivationSource(token_ids, positions), decoder_(decoder), workspace_(workspace), checkpoint_(checkpoint) {}
   bool keeps() const override { return true; }
   at::Tensor stream(std::int64_t l) override;
@@ -72,7 +74,8 @@ class SavedActivations : public ActivationSink, public ActivationSource {
 /// Of generation: puts every token's activations into `kept`, row t into that of nodes[t].
 class KeptSink : public ActivationSink {
  public:
-  KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes, Workspace& workspace);
+  KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
+           Workspace& workspace);
   bool keeps() const override { return true; }
   at::Tensor stream(std::int64_t l) override { return streams_[static_cast<std::size_t>(l % 2)]; }
   LayerActivations layer(std::int64_t) override { return shared_; }
@@ -88,8 +91,8 @@ class KeptSink : public ActivationSink {
 /// From there, without a forward. `kept` must hold these rows until the backward, which takes a layer's at a time.
 class KeptSource : public ActivationSource {
  public:
-  KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes, const at::Tensor& token_ids,
-             const at::Tensor& positions, Workspace& workspace);
+  KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes,
+             const at::Tensor& token_ids, const at::Tensor& positions, Workspace& workspace);
   /// [T, D] A: the residual stream behind the last layer.
   at::Tensor stream_behind() const;
   LayerActivations layer(std::int64_t l) override;

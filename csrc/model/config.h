@@ -11,8 +11,9 @@
 
 namespace nemo_rl::model {
 
-/// Where a layer normalises, by the norm's name in the checkpoint; empty: nothing is normalised there. Attention and the MLP
-/// are a branch each: what goes into it may be normalised, and what it adds to the residual stream. The default is Llama's.
+/// Where a layer normalises, by the norm's name in the checkpoint; empty: nothing is normalised there. Attention and
+/// the MLP are a branch each: what goes into it may be normalised, and what it adds to the residual stream. The default
+/// is Llama's.
 struct LayerNorms {
   std::string before_attention = "input_layernorm";
   std::string after_attention;
@@ -42,9 +43,9 @@ struct ModelConfig {
   QkNorm qk_norm = QkNorm::none;
   LayerNorms norms;
   kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate
-  bool value_head = false;  ///< a critic: one scalar a token instead of a language-model head
-  std::vector<double> rope_inv_freq;   ///< [H/2], after rope scaling
-  double rope_attention_factor = 1.0;  ///< multiplies cos and sin (yarn)
+  bool value_head = false;                         ///< a critic: one scalar a token instead of a language-model head
+  std::vector<double> rope_inv_freq;               ///< [H/2], after rope scaling
+  double rope_attention_factor = 1.0;              ///< multiplies cos and sin (yarn)
 
   std::int64_t query_size() const { return num_heads * head_dim; }
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

@@ -14,7 +14,9 @@
 namespace nemo_rl::model {
 namespace {
 
-std::optional<at::Tensor> optional(const at::Tensor& t) { return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt; }
+std::optional<at::Tensor> optional(const at::Tensor& t) {
+  return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
+}
 
 /// Whether these are all of T rows, in order.
 bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
@@ -30,7 +32,8 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters)
     : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_, device()) {}
 
 ops::AttentionHeads Decoder::attention_heads() const {
-  return {config_.num_heads, config_.num_kv_heads, config_.head_dim, 1.0 / std::sqrt(static_cast<double>(config_.head_dim))};
+  return {config_.num_heads, config_.num_kv_heads, config_.head_dim,
+          1.0 / std::sqrt(static_cast<double>(config_.head_dim))};
 }
 
 /// Positions on the decoder's device, with their angles in the table.
@@ -39,8 +42,8 @@ at::Tensor Decoder::on_device(const at::Tensor& positions) {
   return positions.to(device());
 }
 
-at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, std::span<const std::int64_t> rows,
-                            ActivationSink& sink, Workspace& workspace) {
+at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+                            std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace) {
   const std::int64_t T = token_ids.numel(), R = static_cast<std::int64_t>(rows.size()), last = config_.num_layers - 1;
   const bool all = are_all(rows, T), stop_early = !all && !sink.keeps();
   const auto places = on_device(positions);
@@ -74,7 +77,11 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
 Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace) const {
   const auto& c = config_;
   const auto S = compute_dtype();
-  Scratch s{workspace.take(Slot::normed, {T, c.hidden_size}, S), workspace.take(Slot::act, {T, c.intermediate_size}, S), {}, {}, {}};
+  Scratch s{workspace.take(Slot::normed, {T, c.hidden_size}, S),
+            workspace.take(Slot::act, {T, c.intermediate_size}, S),
+            {},
+            {},
+            {}};
   if (c.activation != kernels::Gate::silu) s.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
   if (c.norms.after_attention.empty() && c.norms.after_mlp.empty()) return s;
   s.branch_out = workspace.take(Slot::branch_out, {T, c.hidden_size}, accumulate_dtype());
@@ -83,14 +90,15 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace) const {
 }
 
 /// a.h_in -> h_out, which may be a.h_in where a.h_mid is undefined.
-void Decoder::run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out,
-                        const Scratch& s) {
+void Decoder::run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+                        const at::Tensor& h_out, const Scratch& s) {
   run_attention(l, positions, attention, a, s);
   finish_layer(l, a, h_out, s);
 }
 
 /// Up to what attention returns: a.qkv, a.attn, a.lse.
-void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const Scratch& s) {
+void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention,
+                            LayerActivations& a, const Scratch& s) {
   const auto& p = layer(l);
   const auto& c = config_;
   ops::linear_ask_ahead(p.qkv_weight);
@@ -105,8 +113,10 @@ void Decoder::run_attention(std::int64_t l, const at::Tensor& positions, const A
 /// qkv_raw -> qkv: queries and keys normalised, values as they are.
 void Decoder::normalise_heads(const LayerParameters& p, LayerActivations& a) const {
   const std::int64_t Q = config_.query_size(), KV = config_.num_kv_heads * config_.head_dim;
-  ops::rms_norm_forward(a.qkv_raw.narrow(1, 0, Q), p.q_norm, config_.rms_norm_eps, a.qkv.narrow(1, 0, Q), optional(a.q_rstd));
-  ops::rms_norm_forward(a.qkv_raw.narrow(1, Q, KV), p.k_norm, config_.rms_norm_eps, a.qkv.narrow(1, Q, KV), optional(a.k_rstd));
+  ops::rms_norm_forward(a.qkv_raw.narrow(1, 0, Q), p.q_norm, config_.rms_norm_eps, a.qkv.narrow(1, 0, Q),
+                        optional(a.q_rstd));
+  ops::rms_norm_forward(a.qkv_raw.narrow(1, Q, KV), p.k_norm, config_.rms_norm_eps, a.qkv.narrow(1, Q, KV),
+                        optional(a.k_rstd));
   a.qkv.narrow(1, Q + KV, KV).copy_(a.qkv_raw.narrow(1, Q + KV, KV));
 }
 
@@ -127,14 +137,16 @@ void Decoder::run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, 
   const auto& p = layer(l);
   ops::linear_ask_ahead(p.gate_up_weight, /*gated=*/true);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
-  if (config_.activation == kernels::Gate::silu) return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act);
+  if (config_.activation == kernels::Gate::silu)
+    return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act);
   const auto gate_up = a.gate_up.defined() ? a.gate_up : s.gate_up;
   ops::linear_forward(x, p.gate_up_weight, optional(p.gate_up_bias), gate_up);
   ops::swiglu_forward(gate_up, s.act, config_.activation);
 }
 
 /// What a branch reads: h normalised into `out`, or h itself where no norm stands before it; in the compute type.
-at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& out) const {
+at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
+                               const at::Tensor& out) const {
   if (weight.defined()) {
     ops::rms_norm_forward(h, weight, config_.rms_norm_eps, out, optional(rstd));
     return out;
@@ -142,10 +154,10 @@ at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, co
   return h.scalar_type() == out.scalar_type() ? h : const_cast<at::Tensor&>(out).copy_(h);
 }
 
-/// h += x · wᵀ + bias, or the norm of that where the architecture has one. A tensor-parallel sum over ranks stands between the
-/// product and the addition; where there is neither a norm nor such a sum, the product adds by itself.
-void Decoder::add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm, const Branch& branch,
-                         const at::Tensor& h, const Scratch& s) const {
+/// h += x · wᵀ + bias, or the norm of that where the architecture has one. A tensor-parallel sum over ranks stands
+/// between the product and the addition; where there is neither a norm nor such a sum, the product adds by itself.
+void Decoder::add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
+                         const Branch& branch, const at::Tensor& h, const Scratch& s) const {
   if (!norm.defined()) return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true);
   const auto& out = branch.out.defined() ? branch.out : s.branch_out;
   ops::linear_forward(x, w, optional(bias), out);

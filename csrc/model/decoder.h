@@ -1,6 +1,7 @@
-// The decoder on packed tokens: T tokens of many sequences, no padding. One forward serves training, scoring and generation;
-// only where keys and values come from (the Attention callback) and what is kept of the layers (the ActivationSink) differ.
-// What a layer is made of stands in ModelConfig (norms, biases, activation) and LayerParameters.
+// The decoder on packed tokens: T tokens of many sequences, no padding. One forward serves training, scoring and
+// generation; only where keys and values come from (the Attention callback) and what is kept of the layers (the
+// ActivationSink) differ. What a layer is made of stands in ModelConfig (norms, biases, activation) and
+// LayerParameters.
 //
 // Letters: T packed tokens, D hidden, I intermediate, N heads, K key/value heads, H head size. Types: S is the compute
 // type (float32, bfloat16, float64), A its accumulation type (float32, float32, float64). The residual stream is A.
@@ -22,8 +23,8 @@ class ActivationSource;
 /// attention(layer, qkv, out, lse): out [T, N·H]; lse is undefined where nothing is kept.
 using Attention = std::function<void(std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse)>;
 /// attention_backward(qkv, out, d_out, lse, d_qkv)
-using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
-                                             at::Tensor& d_qkv)>;
+using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
+                                             const at::Tensor& lse, at::Tensor& d_qkv)>;
 
 class Decoder {
  public:
@@ -41,16 +42,16 @@ class Decoder {
   /// Where the angles of positions lie; it changes as more are reserved.
   const void* rope_place() const { return rope_.cos().defined() ? rope_.cos().const_data_ptr() : nullptr; }
 
-  /// Residual stream [R, D] after the last layer of the R rows that are wanted. token_ids and positions are int64 [T] on the CPU,
-  /// wherever the parameters are; or on their device, where ids are checked and positions are reserved already. Where `sink` keeps
-  /// nothing, the other rows stop once the last layer has their keys and values.
-  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention, std::span<const std::int64_t> rows,
-                     ActivationSink& sink, Workspace& workspace);
+  /// Residual stream [R, D] after the last layer of the R rows that are wanted. token_ids and positions are int64 [T]
+  /// on the CPU, wherever the parameters are; or on their device, where ids are checked and positions are reserved
+  /// already. Where `sink` keeps nothing, the other rows stop once the last layer has their keys and values.
+  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
+                     std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace);
 
-  /// Adds the gradients of all parameters but the head's and the final norm's to `grads`; dh [T, D] is the gradient of the forward's
-  /// result and is overwritten. `source`: what that forward left.
-  void backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
-                const DecoderParameters& grads, Workspace& workspace);
+  /// Adds the gradients of all parameters but the head's and the final norm's to `grads`; dh [T, D] is the gradient of
+  /// the forward's result and is overwritten. `source`: what that forward left.
+  void backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
+                const AttentionBackward& attention_backward, const DecoderParameters& grads, Workspace& workspace);
 
   /// y [R, D] S = final norm of h [R, D]; rstd [R, 1] may be undefined.
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
@@ -67,21 +68,27 @@ class Decoder {
   Scratch scratch(std::int64_t T, Workspace& workspace) const;
   const LayerParameters& layer(std::int64_t l) const { return parameters_.layers[static_cast<std::size_t>(l)]; }
   at::Tensor on_device(const at::Tensor& positions);
-  void run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const at::Tensor& h_out, const Scratch& s);
-  void run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a, const Scratch& s);
+  void run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+                 const at::Tensor& h_out, const Scratch& s);
+  void run_attention(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
+                     const Scratch& s);
   void finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor& h_out, const Scratch& s);
   void run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, const Scratch& s);
-  at::Tensor normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& out) const;
+  at::Tensor normalised(const at::Tensor& h, const at::Tensor& weight, const at::Tensor& rstd,
+                        const at::Tensor& out) const;
   void normalise_heads(const LayerParameters& p, LayerActivations& a) const;
-  void add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm, const Branch& branch, const at::Tensor& h,
-                  const Scratch& s) const;
+  void add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
+                  const Branch& branch, const at::Tensor& h, const Scratch& s) const;
 
-  at::Tensor branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm, const at::Tensor& d_norm, Workspace& workspace) const;
-  void add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm, const at::Tensor& rstd, const at::Tensor& dh,
-                          const at::Tensor& d_norm) const;
-  void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads, Workspace& workspace);
+  at::Tensor branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm,
+                             const at::Tensor& d_norm, Workspace& workspace) const;
+  void add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
+                          const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const;
+  void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& grads,
+                    Workspace& workspace);
   void backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
-                          const AttentionBackward& attention_backward, const LayerParameters& grads, Workspace& workspace);
+                          const AttentionBackward& attention_backward, const LayerParameters& grads,
+                          Workspace& workspace);
 
   ModelConfig config_;
   DecoderParameters parameters_;

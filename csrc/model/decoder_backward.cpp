@@ -9,13 +9,15 @@
 
 namespace nemo_rl::model {
 
-void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention, const AttentionBackward& attention_backward,
-                       const DecoderParameters& grads, Workspace& workspace) {
+void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Attention& attention,
+                       const AttentionBackward& attention_backward, const DecoderParameters& grads,
+                       Workspace& workspace) {
   const auto positions = on_device(source.positions());
   for (std::int64_t l = config_.num_layers - 1; l >= 0; --l) {
     auto a = source.layer(l);
     if (source.holds_input_alone(l))
-      run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()), scratch(dh.size(0), workspace));
+      run_layer(l, positions, attention, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
+                scratch(dh.size(0), workspace));
     const auto& g = grads.layers[static_cast<std::size_t>(l)];
     backward_mlp(l, a, dh, g, workspace);
     backward_attention(l, a, positions, dh, attention_backward, g, workspace);
@@ -23,9 +25,10 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
   ops::embedding_backward(dh, source.token_ids(), grads.embedding);
 }
 
-/// Gradient of what a branch's last product returns, in the compute type: that of the residual stream, taken through the branch's norm.
-at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm, const at::Tensor& d_norm,
-                                    Workspace& workspace) const {
+/// Gradient of what a branch's last product returns, in the compute type: that of the residual stream, taken through
+/// the branch's norm.
+at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, const at::Tensor& norm,
+                                    const at::Tensor& d_norm, Workspace& workspace) const {
   auto d_out = dh;
   if (norm.defined()) {
     d_out = workspace.take(Slot::d_branch, dh.sizes(), dh.scalar_type());
@@ -38,13 +41,14 @@ at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, 
 }
 
 /// dh += the gradient that comes back through what a branch read of h.
-void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm, const at::Tensor& rstd, const at::Tensor& dh,
-                                 const at::Tensor& d_norm) const {
+void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
+                                 const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const {
   if (norm.defined()) return ops::rms_norm_backward(d_normed, h, norm, rstd, dh, /*accumulate=*/true, d_norm);
   dh.add_(d_normed);
 }
 
-void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& g, Workspace& workspace) {
+void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerParameters& g,
+                           Workspace& workspace) {
   const auto& p = layer(l);
   const std::int64_t T = dh.size(0), D = config_.hidden_size, I = config_.intermediate_size;
   const auto S = compute_dtype();
@@ -56,15 +60,17 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
   ops::linear_backward_input(dy, p.down_weight, d_act);
   const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, 2 * I}, S);
   ops::swiglu_backward(d_act, a.gate_up, d_gate_up, config_.activation);
-  ops::linear_backward_weight(d_gate_up, normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, S)), g.gate_up_weight);
+  ops::linear_backward_weight(
+      d_gate_up, normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, S)), g.gate_up_weight);
   if (g.gate_up_bias.defined()) ops::add_column_sums(d_gate_up, g.gate_up_bias);
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
   ops::linear_backward_input(d_gate_up, p.gate_up_weight, d_normed);
   add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 
-void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
-                                 const AttentionBackward& attention_backward, const LayerParameters& g, Workspace& workspace) {
+void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, const at::Tensor& positions,
+                                 const at::Tensor& dh, const AttentionBackward& attention_backward,
+                                 const LayerParameters& g, Workspace& workspace) {
   const auto& p = layer(l);
   const auto& c = config_;
   const std::int64_t T = dh.size(0), D = c.hidden_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
@@ -82,7 +88,8 @@ void Decoder::backward_attention(std::int64_t l, const LayerActivations& a, cons
     ops::rms_norm_backward(d_q, a.qkv_raw.narrow(1, 0, Q), p.q_norm, a.q_rstd, d_q, false, g.q_norm);
     ops::rms_norm_backward(d_k, a.qkv_raw.narrow(1, Q, KV), p.k_norm, a.k_rstd, d_k, false, g.k_norm);
   }
-  ops::linear_backward_weight(d_qkv, normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), g.qkv_weight);
+  ops::linear_backward_weight(
+      d_qkv, normalised(a.h_in, p.norm_before_attention, {}, workspace.take(Slot::normed, {T, D}, S)), g.qkv_weight);
   if (g.qkv_bias.defined()) ops::add_column_sums(d_qkv, g.qkv_bias);
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
   ops::linear_backward_input(d_qkv, p.qkv_weight, d_normed);

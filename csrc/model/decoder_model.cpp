@@ -14,9 +14,10 @@ at::Tensor zeros(const ParameterLayout& layout, at::ScalarType dtype, at::Device
 
 /// The device with its index: "cuda" is the current one.
 at::Device checked(at::Device device, at::ScalarType dtype) {
-  NRL_CHECK_ARG(device.is_cpu() || device.is_cuda(), "a model lies on the CPU or on a CUDA device, not on ", device.str());
-  NRL_CHECK_ARG(device.is_cpu() || dtype == at::kFloat || dtype == at::kBFloat16, "a model on ", device.str(), " computes in float32 or bfloat16, not ",
-                c10::toString(dtype), "; set policy.precision");
+  NRL_CHECK_ARG(device.is_cpu() || device.is_cuda(), "a model lies on the CPU or on a CUDA device, not on ",
+                device.str());
+  NRL_CHECK_ARG(device.is_cpu() || dtype == at::kFloat || dtype == at::kBFloat16, "a model on ", device.str(),
+                " computes in float32 or bfloat16, not ", c10::toString(dtype), "; set policy.precision");
   return at::empty({0}, at::TensorOptions().device(device)).device();
 }
 
@@ -28,8 +29,8 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
       decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype)))),
       workspace_(decoder_.device()),
       kept_(kept_activations_of(decoder_)) {
-  NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble, "a model computes in float32, bfloat16 or float64, not ",
-                c10::toString(dtype));
+  NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble,
+                "a model computes in float32, bfloat16 or float64, not ", c10::toString(dtype));
   if (dtype != at::kBFloat16) {
     masters_ = decoder_.parameters().flat;
   } else if (trainable) {
@@ -38,7 +39,8 @@ DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool traina
 }
 
 const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64_t after) {
-  if (rows > ops::PackedWeights::most_rows() || compute().scalar_type() != at::kBFloat16 || !device().is_cpu()) return nullptr;
+  if (rows > ops::PackedWeights::most_rows() || compute().scalar_type() != at::kBFloat16 || !device().is_cpu())
+    return nullptr;
   if (!is_packed_) {
     if (steps_of_few_rows_ < after) {
       ++steps_of_few_rows_;

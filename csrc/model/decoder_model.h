@@ -14,7 +14,8 @@ class DecoderModel {
  public:
   /// `dtype`: float32, bfloat16 or float64. A bfloat16 model that is trained keeps float32 master weights beside the
   /// rounded copy it computes with; a frozen one only the copy.
-  /// Weights, workspace and what is computed with them lie on `device`: the CPU or a CUDA device (float32 and bfloat16).
+  /// Weights, workspace and what is computed with them lie on `device`: the CPU or a CUDA device (float32 and
+  /// bfloat16).
   DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device = at::kCPU);
 
   const ModelConfig& config() const { return decoder_.config(); }
@@ -28,10 +29,12 @@ class DecoderModel {
   /// What products read.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
   bool has_separate_masters() const { return masters_.defined() && !masters_.is_same(compute()); }
-  /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is given memory).
+  /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is
+  /// given memory).
   KeptActivations& kept() { return kept_; }
-  /// For a step of so many rows: the weights packed (ops/packed_weights.h), which happens once `after` steps of few rows have run since they
-  /// changed; nullptr: as they are, because the rows are many, or so few such steps do not pay for it.
+  /// For a step of so many rows: the weights packed (ops/packed_weights.h), which happens once `after` steps of few
+  /// rows have run since they changed; nullptr: as they are, because the rows are many, or so few such steps do not pay
+  /// for it.
   const ops::PackedWeights* packed_for(std::int64_t rows, std::int64_t after);
   std::int64_t packed_bytes() const { return packed_.bytes(); }
   /// After the compute weights were written: drops what was made of the old ones.

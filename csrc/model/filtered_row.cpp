@@ -10,8 +10,12 @@
 namespace nemo_rl::model {
 namespace {
 
-float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) { return kernels::token_logprob(logit, temperature, lse); }
-double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) { return kernels::token_logprob_f64(logit, temperature, lse); }
+float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) {
+  return kernels::token_logprob(logit, temperature, lse);
+}
+double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) {
+  return kernels::token_logprob_f64(logit, temperature, lse);
+}
 
 }  // namespace
 
@@ -35,14 +39,16 @@ void FilteredRow<A>::add_gradient(const std::int64_t* targets, const A* g, std::
     out[targets[i]] += g[i] / temperature;
   }
   if (total == 0) return;
-  for (std::int64_t i = 0; i < count; ++i) out[ids[i]] -= total / temperature * std::exp(token_logprob(logits[i], temperature, lse));
+  for (std::int64_t i = 0; i < count; ++i)
+    out[ids[i]] -= total / temperature * std::exp(token_logprob(logits[i], temperature, lse));
 }
 
 template <>
 FilteredRow<float> filtered_row(const float* logits, std::int64_t V, const TokenScoring& scoring) {
   const kernels::SamplingRule rule{static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false};
   const auto scratch = ops::thread_filter_scratch(V);
-  FilteredRow<float> row{scratch.logits, scratch.ids, kernels::filter_row(logits, V, rule, scratch), rule.temperature, {}};
+  FilteredRow<float> row{
+      scratch.logits, scratch.ids, kernels::filter_row(logits, V, rule, scratch), rule.temperature, {}};
   if (row.count > 0) row.lse = kernels::log_sum_exp_row(row.logits, row.count, rule.temperature, false);
   return row;
 }
@@ -58,7 +64,8 @@ FilteredRow<double> filtered_row(const double* logits, std::int64_t V, const Tok
   const auto mass = [&](std::int32_t v) { return std::exp(logits[v] / scoring.temperature - all.max); };
   ids.resize(static_cast<std::size_t>(V));
   std::iota(ids.begin(), ids.end(), 0);
-  std::sort(ids.begin(), ids.end(), [&](auto a, auto b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a > b; });
+  std::sort(ids.begin(), ids.end(),
+            [&](auto a, auto b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a > b; });
   std::size_t n = ids.size();
   if (scoring.top_k > 0 && scoring.top_k < V) {
     n = static_cast<std::size_t>(scoring.top_k);

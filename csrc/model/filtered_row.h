@@ -34,7 +34,8 @@ struct FilteredRow {
   bool keeps(std::int64_t token) const;
   /// -inf where the filter removed the token, NaN where the row is not finite. `logit` is the token's own.
   A logprob(std::int64_t token, A logit) const;
-  /// out[v] += sum_i g[i] d logprob(targets[i]) / d logits[v]. Removed targets count for nothing, removed entries get nothing.
+  /// out[v] += sum_i g[i] d logprob(targets[i]) / d logits[v]. Removed targets count for nothing, removed entries get
+  /// nothing.
   void add_gradient(const std::int64_t* targets, const A* g, std::int64_t n, A* out) const;
 };
 

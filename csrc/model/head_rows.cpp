@@ -33,15 +33,18 @@ void HeadRows::gather(const Decoder& decoder, const at::Tensor& h, const TokenQu
     const std::size_t bytes = static_cast<std::size_t>(D) * c10::elementSize(h.scalar_type());
     auto* to = static_cast<char*>(hidden_.data_ptr());
     const auto* from = static_cast<const char*>(h.const_data_ptr());
-    for_each_row(query, [&](std::size_t u, std::size_t row) { std::memcpy(to + u * bytes, from + row * bytes, bytes); });
+    for_each_row(query,
+                 [&](std::size_t u, std::size_t row) { std::memcpy(to + u * bytes, from + row * bytes, bytes); });
   }
   decoder.final_norm(hidden_, normed_, rstd_);
 }
 
-at::Tensor HeadRows::d_normed(Workspace& workspace) const { return workspace.take(Slot::head_d_normed, hidden_.sizes(), hidden_.scalar_type()); }
+at::Tensor HeadRows::d_normed(Workspace& workspace) const {
+  return workspace.take(Slot::head_d_normed, hidden_.sizes(), hidden_.scalar_type());
+}
 
-at::Tensor HeadRows::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_normed,
-                              const DecoderParameters& grads, Workspace& workspace) const {
+at::Tensor HeadRows::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                              const at::Tensor& d_normed, const DecoderParameters& grads, Workspace& workspace) const {
   NRL_CHECK(size() == static_cast<std::int64_t>(query.rows.size()), "a head's backward without its forward");
   const auto d_hidden = workspace.take(Slot::head_d_hidden, hidden_.sizes(), hidden_.scalar_type());
   ops::rms_norm_backward(d_normed, hidden_, decoder.parameters().final_norm, rstd_, d_hidden, false, grads.final_norm);

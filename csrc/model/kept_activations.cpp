@@ -44,7 +44,8 @@ KeptActivations::Added KeptActivations::add(Node parent, std::int64_t token) {
   if (full()) return {};
   std::size_t row = rows_.size();
   if (free_.empty()) {
-    if (row % kSlabRows == 0) slabs_.push_back(ops::empty_large({kSlabRows, row_bytes_}, at::TensorOptions().dtype(at::kByte)));
+    if (row % kSlabRows == 0)
+      slabs_.push_back(ops::empty_large({kSlabRows, row_bytes_}, at::TensorOptions().dtype(at::kByte)));
     rows_.emplace_back();
   } else {
     row = free_.back();
@@ -81,7 +82,8 @@ std::byte* KeptActivations::place(Node node, std::int64_t layer) const {
 
 /// f(node, offset in the layer's part of a kept row, bytes, how many) for every token of every activation.
 template <class F>
-void KeptActivations::for_each_row(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes, const F& f) const {
+void KeptActivations::for_each_row(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes,
+                                   const F& f) const {
   struct Field {
     std::byte* data;
     std::int64_t bytes;
@@ -91,17 +93,19 @@ void KeptActivations::for_each_row(std::int64_t layer, const LayerActivations& a
   std::int64_t sum = 0;
   for (const auto& t : a.all()) {
     if (!t.defined() || T == 0) continue;
-    NRL_CHECK(t.is_cpu() && t.is_contiguous() && t.size(0) == T, "kept activations: ", T, " tokens for a tensor of ", t.sizes());
+    NRL_CHECK(t.is_cpu() && t.is_contiguous() && t.size(0) == T, "kept activations: ", T, " tokens for a tensor of ",
+              t.sizes());
     fields.push_back({static_cast<std::byte*>(t.data_ptr()), static_cast<std::int64_t>(t.nbytes()) / T});
     sum += fields.back().bytes;
   }
-  NRL_CHECK(T == 0 || sum == (layer < num_layers_ ? layer_bytes_ : row_bytes_ - num_layers_ * layer_bytes_), "kept activations: ", sum,
-            " bytes of a token in layer ", layer);
+  NRL_CHECK(T == 0 || sum == (layer < num_layers_ ? layer_bytes_ : row_bytes_ - num_layers_ * layer_bytes_),
+            "kept activations: ", sum, " bytes of a token in layer ", layer);
   ops::parallel_rows(T, /*grain=*/8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
       std::int64_t offset = 0;
       for (const auto& field : fields) {
-        f(nodes[static_cast<std::size_t>(t)], offset, field.data + t * field.bytes, static_cast<std::size_t>(field.bytes));
+        f(nodes[static_cast<std::size_t>(t)], offset, field.data + t * field.bytes,
+          static_cast<std::size_t>(field.bytes));
         offset += field.bytes;
       }
     }

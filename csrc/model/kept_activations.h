@@ -2,8 +2,8 @@
 // trainer's bit for bit, so the first update after a rollout finds its forward pass done: only the backward is left.
 //
 // A token is found by itself and by all tokens before it, whoever computed it: the tokens form a tree whose nodes are
-// the kept rows. Rows that are not there (memory was short, a token never went through the model) cost a forward pass of
-// their micro-batch and nothing else: the results are the same bits.
+// the kept rows. Rows that are not there (memory was short, a token never went through the model) cost a forward pass
+// of their micro-batch and nothing else: the results are the same bits.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -45,8 +45,8 @@ class KeptActivations {
   /// Forgets `leaf` and what leads to it alone; whether that made room.
   bool drop(Node leaf);
 
-  /// Row t of a layer's activations becomes that of nodes[t]; rows of kNone are passed over. Behind the last layer, `layer` =
-  /// num_layers, there is h_in alone.
+  /// Row t of a layer's activations becomes that of nodes[t]; rows of kNone are passed over. Behind the last layer,
+  /// `layer` = num_layers, there is h_in alone.
   void put(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes);
   /// The same back into `a`; every node is a kept one.
   void get(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes) const;
@@ -57,7 +57,8 @@ class KeptActivations {
     Node parent = kNone;
     std::int64_t token = 0;
     std::int64_t children = 0;
-    std::uint32_t use = 0;  ///< number of the row's present use, part of its node; 0: none. So nodes of earlier uses are known as such
+    std::uint32_t use =
+        0;  ///< number of the row's present use, part of its node; 0: none. So nodes of earlier uses are known as such
   };
   struct Edge {
     Node parent;
@@ -66,11 +67,14 @@ class KeptActivations {
   };
   struct EdgeHash {
     std::size_t operator()(const Edge& e) const {
-      return std::hash<std::uint64_t>()((static_cast<std::uint64_t>(e.parent) * 0x9E3779B97F4A7C15ull) ^ static_cast<std::uint64_t>(e.token));
+      return std::hash<std::uint64_t>()((static_cast<std::uint64_t>(e.parent) * 0x9E3779B97F4A7C15ull) ^
+                                        static_cast<std::uint64_t>(e.token));
     }
   };
   static std::size_t row_of(Node node) { return static_cast<std::size_t>(node & 0xffffffff); }
-  bool alive(Node node) const { return node >= 0 && row_of(node) < rows_.size() && rows_[row_of(node)].use == node >> 32; }
+  bool alive(Node node) const {
+    return node >= 0 && row_of(node) < rows_.size() && rows_[row_of(node)].use == node >> 32;
+  }
   std::byte* place(Node node, std::int64_t layer) const;
   template <class F>
   void for_each_row(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes, const F& f) const;
@@ -81,7 +85,7 @@ class KeptActivations {
   std::vector<std::size_t> free_;  ///< rows out of use
   std::uint32_t uses_ = 0;
   std::unordered_map<Edge, Node, EdgeHash> children_;
-  std::vector<at::Tensor> slabs_;   ///< [kSlabRows, row_bytes] bytes each
+  std::vector<at::Tensor> slabs_;  ///< [kSlabRows, row_bytes] bytes each
 };
 
 }  // namespace nemo_rl::model

@@ -12,11 +12,12 @@ struct Branch {
   at::Tensor rstd;  ///< [T, 1] A
 };
 
-/// Letters and types as in decoder.h. Normalised inputs and the gated activation are missing: they are cheap to recompute.
+/// Letters and types as in decoder.h. Normalised inputs and the gated activation are missing: they are cheap to
+/// recompute.
 struct LayerActivations {
-  at::Tensor h_in;      ///< [T, D] A: the residual stream before the layer
-  at::Tensor rstd_in;   ///< [T, 1] A (where a norm stands before attention)
-  at::Tensor qkv_raw;   ///< [T, (N+2K)H] S before qk-norm (only with qk-norm)
+  at::Tensor h_in;     ///< [T, D] A: the residual stream before the layer
+  at::Tensor rstd_in;  ///< [T, 1] A (where a norm stands before attention)
+  at::Tensor qkv_raw;  ///< [T, (N+2K)H] S before qk-norm (only with qk-norm)
   at::Tensor q_rstd, k_rstd;
   at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE
   at::Tensor attn;      ///< [T, N·H] S
@@ -29,7 +30,8 @@ struct LayerActivations {
 
   /// All of them, some undefined; each is contiguous with one row a token.
   std::array<at::Tensor, 15> all() const {
-    return {h_in, rstd_in, qkv_raw, q_rstd, k_rstd, qkv, attn, lse, attn_branch.out, attn_branch.rstd, h_mid, rstd_mid, gate_up, mlp_branch.out, mlp_branch.rstd};
+    return {h_in,  rstd_in,  qkv_raw, q_rstd,         k_rstd,         qkv, attn, lse, attn_branch.out, attn_branch.rstd,
+            h_mid, rstd_mid, gate_up, mlp_branch.out, mlp_branch.rstd};
   }
 };
 

@@ -13,36 +13,40 @@ RowTargets LmHead::targets(const TokenQuery& query) {
   return {first_.data(), query.targets.data()};
 }
 
-PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
-                           bool with_unfiltered, Workspace& workspace) {
+PairValues LmHead::forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                           const TokenScoring& scoring, bool with_unfiltered, Workspace& workspace) {
   rows_.gather(decoder, h, query, workspace);
   sums_.resize(query.rows.size());
   PairValues values{at::empty({static_cast<std::int64_t>(query.targets.size())}, h.options()), {}};
-  if (with_unfiltered && scoring.filters(decoder.config().vocab_size)) values.unfiltered = at::empty_like(values.logprobs);
+  if (with_unfiltered && scoring.filters(decoder.config().vocab_size))
+    values.unfiltered = at::empty_like(values.logprobs);
   head_.forward(rows_.normed(), decoder.parameters().lm_head, targets(query), scoring, values, sums_.data(), {});
   return values;
 }
 
-at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const PairValues& d_values,
-                            const TokenScoring& scoring, const DecoderParameters& grads, Workspace& workspace) {
+at::Tensor LmHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                            const PairValues& d_values, const TokenScoring& scoring, const DecoderParameters& grads,
+                            Workspace& workspace) {
   NRL_CHECK(sums_.size() == query.rows.size(), "LmHead::backward without its forward");
   const auto d_normed = rows_.d_normed(workspace);
-  head_.backward(rows_.normed(), decoder.parameters().lm_head, {first_.data(), query.targets.data()}, scoring, d_values, sums_.data(), d_normed,
-                 grads.lm_head);
+  head_.backward(rows_.normed(), decoder.parameters().lm_head, {first_.data(), query.targets.data()}, scoring, d_values,
+                 sums_.data(), d_normed, grads.lm_head);
   return rows_.backward(decoder, h, query, d_normed, grads, workspace);
 }
 
-at::Tensor LmHead::forward_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
-                                    const PairLoss& loss, const DecoderParameters& grads, Workspace& workspace) {
+at::Tensor LmHead::forward_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                                    const TokenScoring& scoring, const PairLoss& loss, const DecoderParameters& grads,
+                                    Workspace& workspace) {
   rows_.gather(decoder, h, query, workspace);
   const auto logprobs = at::empty({static_cast<std::int64_t>(query.targets.size())}, h.options());
   d_normed_ = rows_.d_normed(workspace);
-  head_.forward_backward(rows_.normed(), decoder.parameters().lm_head, targets(query), scoring, logprobs, loss, d_normed_, grads.lm_head);
+  head_.forward_backward(rows_.normed(), decoder.parameters().lm_head, targets(query), scoring, logprobs, loss,
+                         d_normed_, grads.lm_head);
   return logprobs;
 }
 
-at::Tensor LmHead::finish_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const DecoderParameters& grads,
-                                   Workspace& workspace) {
+at::Tensor LmHead::finish_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                                   const DecoderParameters& grads, Workspace& workspace) {
   return rows_.backward(decoder, h, query, d_normed_, grads, workspace);
 }
 

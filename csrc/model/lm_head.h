@@ -9,8 +9,8 @@ namespace nemo_rl::model {
 class LmHead {
  public:
   /// Log-probabilities of the targets [R]; see VocabularyHead. Without a filter `unfiltered` is not filled.
-  PairValues forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring, bool with_unfiltered,
-                     Workspace& workspace);
+  PairValues forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
+                     bool with_unfiltered, Workspace& workspace);
 
   /// From the gradient of the last forward's values (same h, query and scoring): adds the gradients of head and final
   /// norm to `grads` and returns dh [T, D], zero in rows nobody asked for.
@@ -19,10 +19,11 @@ class LmHead {
 
   /// Both at once for a loss of single tokens (VocabularyHead::forward_backward): log-probabilities of the targets [R],
   /// the head's gradient added to `grads`; `finish_backward` does the final norm.
-  at::Tensor forward_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
-                              const PairLoss& loss, const DecoderParameters& grads, Workspace& workspace);
-  at::Tensor finish_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const DecoderParameters& grads,
-                             Workspace& workspace);
+  at::Tensor forward_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                              const TokenScoring& scoring, const PairLoss& loss, const DecoderParameters& grads,
+                              Workspace& workspace);
+  at::Tensor finish_backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                             const DecoderParameters& grads, Workspace& workspace);
 
  private:
   RowTargets targets(const TokenQuery& query);

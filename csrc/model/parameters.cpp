@@ -8,7 +8,8 @@ namespace nemo_rl::model {
 namespace {
 
 constexpr std::int64_t kAlignment = 64;  // elements: a cache line of bfloat16 and more
-constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.norm.weight", kLmHead = "lm_head.weight", kValueHead = "score.weight";
+constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.norm.weight", kLmHead = "lm_head.weight",
+               kValueHead = "score.weight";
 
 class LayoutBuilder {
  public:
@@ -43,13 +44,18 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
   using P = LayerParameters;
   const std::int64_t D = c.hidden_size, I = c.intermediate_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   std::vector<LayerTensor> all;
-  const auto add = [&](bool is_there, at::Tensor P::* field, std::vector<LayerTensor::Part> parts, std::int64_t columns = 0) {
+  const auto add = [&](bool is_there, at::Tensor P::* field, std::vector<LayerTensor::Part> parts,
+                       std::int64_t columns = 0) {
     if (is_there) all.push_back({field, std::move(parts), columns});
   };
-  const auto norm = [&](const std::string& name, at::Tensor P::* field) { add(!name.empty(), field, {{name + ".weight", D}}); };
+  const auto norm = [&](const std::string& name, at::Tensor P::* field) {
+    add(!name.empty(), field, {{name + ".weight", D}});
+  };
   norm(c.norms.before_attention, &P::norm_before_attention);
-  add(true, &P::qkv_weight, {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
-  add(c.qkv_bias, &P::qkv_bias, {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}});
+  add(true, &P::qkv_weight,
+      {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
+  add(c.qkv_bias, &P::qkv_bias,
+      {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}});
   const bool whole = c.qk_norm == QkNorm::whole;
   add(c.qk_norm != QkNorm::none, &P::q_norm, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}});
   add(c.qk_norm != QkNorm::none, &P::k_norm, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}});
@@ -89,9 +95,10 @@ const ParameterSpec& ParameterLayout::find(const std::string& name) const {
   throw std::runtime_error("no parameter is named " + name);
 }
 
-DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout& layout, at::Tensor flat_buffer) : flat(std::move(flat_buffer)) {
-  NRL_CHECK(flat.dim() == 1 && flat.numel() == layout.total && flat.is_contiguous(), "a flat buffer of ", layout.total, " elements was expected, got ",
-            flat.sizes());
+DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout& layout, at::Tensor flat_buffer)
+    : flat(std::move(flat_buffer)) {
+  NRL_CHECK(flat.dim() == 1 && flat.numel() == layout.total && flat.is_contiguous(), "a flat buffer of ", layout.total,
+            " elements was expected, got ", flat.sizes());
   const auto view = [&](const std::string& first, const std::vector<std::int64_t>& shape) {
     std::int64_t numel = 1;
     for (auto n : shape) numel *= n;
@@ -104,10 +111,13 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
     for (const auto& tensor : tensors) {
       std::int64_t rows = 0;
       for (const auto& part : tensor.parts) rows += part.rows;
-      layers[static_cast<std::size_t>(l)].*tensor.field = view(layer_prefix(l) + tensor.parts.front().name, shape_of(rows, tensor.columns));
+      layers[static_cast<std::size_t>(l)].*tensor.field =
+          view(layer_prefix(l) + tensor.parts.front().name, shape_of(rows, tensor.columns));
     }
   final_norm = view(kFinalNorm, {c.hidden_size});
-  lm_head = c.value_head ? view(kValueHead, {1, c.hidden_size}) : c.tie_word_embeddings ? embedding : view(kLmHead, {c.vocab_size, c.hidden_size});
+  lm_head = c.value_head            ? view(kValueHead, {1, c.hidden_size})
+            : c.tie_word_embeddings ? embedding
+                                    : view(kLmHead, {c.vocab_size, c.hidden_size});
 }
 
 }  // namespace nemo_rl::model

@@ -36,17 +36,19 @@ struct LayerParameters {
   at::Tensor norm_after_mlp;         ///< [D]
 };
 
-/// One tensor of a layer: which field of LayerParameters it is, and the tensors of the checkpoint that lie in it side by side.
+/// One tensor of a layer: which field of LayerParameters it is, and the tensors of the checkpoint that lie in it side
+/// by side.
 struct LayerTensor {
   struct Part {
-    std::string name;    ///< behind "model.layers.N."
+    std::string name;  ///< behind "model.layers.N."
     std::int64_t rows;
   };
   at::Tensor LayerParameters::* field;
   std::vector<Part> parts;
   std::int64_t columns = 0;  ///< 0: a vector
 };
-/// All tensors of a layer of this architecture, in the order in which they lie in memory. Names are written here and nowhere else.
+/// All tensors of a layer of this architecture, in the order in which they lie in memory. Names are written here and
+/// nowhere else.
 std::vector<LayerTensor> layer_tensors(const ModelConfig& config);
 
 /// Names, shapes and offsets; parameters that are not fused start at multiples of 64 elements.
@@ -61,8 +63,8 @@ struct ParameterLayout {
 struct DecoderParameters {
   DecoderParameters() = default;
   DecoderParameters(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
-  at::Tensor flat;        ///< [layout.total]
-  at::Tensor embedding;   ///< [V, D]
+  at::Tensor flat;       ///< [layout.total]
+  at::Tensor embedding;  ///< [V, D]
   std::vector<LayerParameters> layers;
   at::Tensor final_norm;  ///< [D]
   at::Tensor lm_head;     ///< [V, D] (the embedding when tied), or [1, D] of a value head

@@ -11,8 +11,8 @@ namespace nemo_rl::model {
 
 RopeTable::RopeTable(const ModelConfig& config, at::Device device)
     : inv_freq_(config.rope_inv_freq), attention_factor_(config.rope_attention_factor), device_(device) {
-  NRL_CHECK_ARG(static_cast<std::int64_t>(inv_freq_.size()) == config.head_dim / 2, "rope_inv_freq has ", inv_freq_.size(),
-                " entries, expected head_dim / 2 = ", config.head_dim / 2);
+  NRL_CHECK_ARG(static_cast<std::int64_t>(inv_freq_.size()) == config.head_dim / 2, "rope_inv_freq has ",
+                inv_freq_.size(), " entries, expected head_dim / 2 = ", config.head_dim / 2);
 }
 
 void RopeTable::reserve(std::int64_t positions) {
@@ -24,8 +24,10 @@ void RopeTable::reserve(std::int64_t positions) {
     for (std::int64_t i = 0; i < half; ++i) {
       // the angle is rounded to float32 first, as transformers does
       const float angle = static_cast<float>(p) * static_cast<float>(inv_freq_[static_cast<std::size_t>(i)]);
-      cos.data_ptr<float>()[p * half + i] = static_cast<float>(std::cos(static_cast<double>(angle)) * attention_factor_);
-      sin.data_ptr<float>()[p * half + i] = static_cast<float>(std::sin(static_cast<double>(angle)) * attention_factor_);
+      cos.data_ptr<float>()[p * half + i] =
+          static_cast<float>(std::cos(static_cast<double>(angle)) * attention_factor_);
+      sin.data_ptr<float>()[p * half + i] =
+          static_cast<float>(std::sin(static_cast<double>(angle)) * attention_factor_);
     }
   cos_ = cos.to(device_);
   sin_ = sin.to(device_);

@@ -7,12 +7,14 @@
 
 namespace nemo_rl::model {
 
-at::Tensor ValueHead::forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, Workspace& workspace) {
+at::Tensor ValueHead::forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                              Workspace& workspace) {
   rows_.gather(decoder, h, query, workspace);
   const auto by_row = workspace.take(Slot::head_values, {rows_.size(), 1}, decoder.accumulate_dtype());
   ops::linear_forward(rows_.normed(), decoder.parameters().lm_head, std::nullopt, by_row);
   if (h.is_cuda()) {
-    const auto index = at::from_blob(const_cast<std::int64_t*>(query.pair_row.data()), {static_cast<std::int64_t>(query.pair_row.size())}, at::kLong);
+    const auto index = at::from_blob(const_cast<std::int64_t*>(query.pair_row.data()),
+                                     {static_cast<std::int64_t>(query.pair_row.size())}, at::kLong);
     return by_row.view({-1}).index_select(0, index.to(h.device()));
   }
   auto values = at::empty({static_cast<std::int64_t>(query.pair_row.size())}, h.options());
@@ -24,11 +26,12 @@ at::Tensor ValueHead::forward(const Decoder& decoder, const at::Tensor& h, const
   return values;
 }
 
-at::Tensor ValueHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_values,
-                               const DecoderParameters& grads, Workspace& workspace) {
+at::Tensor ValueHead::backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query,
+                               const at::Tensor& d_values, const DecoderParameters& grads, Workspace& workspace) {
   // Sums of a row's pairs in the accumulation type; rounded once to the compute type that the products read.
-  const auto sums = d_values.is_cuda() ? at::zeros({rows_.size(), 1}, decoder.accumulate_dtype())
-                                       : workspace.take(Slot::head_d_values, {rows_.size(), 1}, decoder.accumulate_dtype());
+  const auto sums = d_values.is_cuda()
+                        ? at::zeros({rows_.size(), 1}, decoder.accumulate_dtype())
+                        : workspace.take(Slot::head_d_values, {rows_.size(), 1}, decoder.accumulate_dtype());
   const auto by_pair = d_values.cpu();  // a handful of numbers, summed in their order on the CPU
   sums.zero_();
   AT_DISPATCH_FLOATING_TYPES(decoder.accumulate_dtype(), "value_head", [&] {

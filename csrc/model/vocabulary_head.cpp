@@ -24,7 +24,7 @@ constexpr std::int64_t kManyRows = 384;               // from here on a tile's l
 constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
 constexpr std::int64_t kRowLogits = std::int64_t{1} << 24;  // where whole rows are needed: 64 MiB of float32
 constexpr std::int64_t kFusedLogits = 56'000'000;           // logits that wait for their loss: 224 MB at most,
-constexpr std::int64_t kFusedRows = 1024;                    // for no more rows than this: all of d_w passes by once for so many
+constexpr std::int64_t kFusedRows = 1024;  // for no more rows than this: all of d_w passes by once for so many
 
 kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperature, bool with_entropy) {
   return kernels::log_sum_exp_row(row, V, temperature, with_entropy);
@@ -32,23 +32,29 @@ kernels::LogSumExp log_sum_exp(const float* row, std::int64_t V, float temperatu
 kernels::LogSumExpF64 log_sum_exp(const double* row, std::int64_t V, double temperature, bool with_entropy) {
   return kernels::log_sum_exp_row_f64(row, V, temperature, with_entropy);
 }
-float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) { return kernels::token_logprob(logit, temperature, lse); }
-double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) { return kernels::token_logprob_f64(logit, temperature, lse); }
+float token_logprob(float logit, float temperature, const kernels::LogSumExp& lse) {
+  return kernels::token_logprob(logit, temperature, lse);
+}
+double token_logprob(double logit, double temperature, const kernels::LogSumExpF64& lse) {
+  return kernels::token_logprob_f64(logit, temperature, lse);
+}
 
 template <class A>
 LogSumExpOf<A> lse_of(const RowSums& sums) {
   return {static_cast<A>(sums.max), static_cast<A>(sums.log_sum), 0};
 }
 
-/// out[v - begin] = d sum_i g[i] logprob(targets[i]) / d logits[v] for v in [begin, begin + n); `logits` starts at begin.
+/// out[v - begin] = d sum_i g[i] logprob(targets[i]) / d logits[v] for v in [begin, begin + n); `logits` starts at
+/// begin.
 template <class A, class S>
-void row_gradient(const A* logits, std::int64_t begin, std::int64_t n, A temperature, const LogSumExpOf<A>& lse, const std::int64_t* targets,
-                  const A* g, std::int64_t pairs, S* out) {
+void row_gradient(const A* logits, std::int64_t begin, std::int64_t n, A temperature, const LogSumExpOf<A>& lse,
+                  const std::int64_t* targets, const A* g, std::int64_t pairs, S* out) {
   A total = 0;
   for (std::int64_t i = 0; i < pairs; ++i) total += g[i];
   const auto probability = [&](A logit) { return std::exp((logit / temperature - lse.max) - lse.log_sum); };
   if constexpr (std::is_same_v<S, float>) kernels::logprob_backward_row_f32(logits, n, temperature, lse, total, out);
-  if constexpr (std::is_same_v<S, bfloat16>) kernels::logprob_backward_row_bf16(logits, n, temperature, lse, total, out);
+  if constexpr (std::is_same_v<S, bfloat16>)
+    kernels::logprob_backward_row_bf16(logits, n, temperature, lse, total, out);
   if constexpr (std::is_same_v<S, double>)
     for (std::int64_t v = 0; v < n; ++v) out[v] = -total / temperature * probability(logits[v]);
   for (std::int64_t i = 0; i < pairs; ++i) {
@@ -68,13 +74,21 @@ float* thread_logits() {
 
 /// Logits of rows [r, r + rows) and columns [v, v + columns), rows kTile apart.
 template <class S>
-void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::int64_t rows, std::int64_t v, std::int64_t columns, float* out) {
+void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::int64_t rows, std::int64_t v,
+                 std::int64_t columns, float* out) {
   const std::int64_t D = x.size(1), packed = kernels::linear_packed_bytes(rows, D, sizeof(S));
-  const std::int64_t floats = std::is_same_v<S, bfloat16> ? kernels::linear_widened_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
-  std::byte* const memory = ops::thread_workspace(static_cast<std::size_t>(packed) + static_cast<std::size_t>(floats) * sizeof(float));
-  const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0), x.stride(0), rows, D, memory,
+  const std::int64_t floats =
+      std::is_same_v<S, bfloat16> ? kernels::linear_widened_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
+  std::byte* const memory =
+      ops::thread_workspace(static_cast<std::size_t>(packed) + static_cast<std::size_t>(floats) * sizeof(float));
+  const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0),
+                                      x.stride(0),
+                                      rows,
+                                      D,
+                                      memory,
                                       floats > 0 ? reinterpret_cast<float*>(memory + packed) : nullptr};
-  const kernels::LinearForwardArgs<S, float> args{input, ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr, out, kTile, columns, false};
+  const kernels::LinearForwardArgs<S, float> args{
+      input, ops::ptr<S>(w) + v * w.stride(0), w.stride(0), nullptr, out, kTile, columns, false};
   const std::int64_t tiles = kernels::LinearTiles(rows, columns, D).count();
   static_assert(kRowBlock <= kernels::kLinearTileM);
   if constexpr (std::is_same_v<S, float>) {
@@ -93,10 +107,13 @@ void with_tile_type(const at::Tensor& x, F&& f) {
 }
 
 void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) {
-  NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() && x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type(),
-                "the head needs contiguous hidden states [U, D] and weights [V, D] of one dtype, got ", x.sizes(), " and ", w.sizes());
+  NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() && x.size(1) == w.size(1) &&
+                    x.scalar_type() == w.scalar_type(),
+                "the head needs contiguous hidden states [U, D] and weights [V, D] of one dtype, got ", x.sizes(),
+                " and ", w.sizes());
   for (std::int64_t i = wanted.first[0]; i < wanted.first[x.size(0)]; ++i)
-    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < w.size(0), "token id ", wanted.targets[i], " is outside the vocabulary of ", w.size(0));
+    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < w.size(0), "token id ", wanted.targets[i],
+                  " is outside the vocabulary of ", w.size(0));
 }
 
 }  // namespace
@@ -107,31 +124,38 @@ at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at
   return buffer.narrow(0, 0, n).view(shape);
 }
 
-void VocabularyHead::forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                             const PairValues& values, RowSums* sums, const at::Tensor& entropy) {
+void VocabularyHead::forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                             const TokenScoring& scoring, const PairValues& values, RowSums* sums,
+                             const at::Tensor& entropy) {
   check(x, w, wanted);
   if (x.is_cuda()) return forward_on_device(x, w, wanted, scoring, values, entropy);
-  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return forward_rows(x, w, wanted, scoring, values, sums, entropy);
-  score_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {0, x.size(0)}, nullptr, ops::mutable_ptr<float>(values.logprobs), sums, entropy);
+  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble)
+    return forward_rows(x, w, wanted, scoring, values, sums, entropy);
+  score_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {0, x.size(0)}, nullptr,
+              ops::mutable_ptr<float>(values.logprobs), sums, entropy);
 }
 
-void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, RowRange range, float* kept,
-                                 float* logprobs, RowSums* sums, const at::Tensor& entropy) {
+void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
+                                 RowRange range, float* kept, float* logprobs, RowSums* sums,
+                                 const at::Tensor& entropy) {
   const auto [start, U] = range;
   const std::int64_t V = w.size(0), tiles = (V + kTile - 1) / kTile, row_blocks = (U + kRowBlock - 1) / kRowBlock;
   const std::int64_t* const first = wanted.first + start;
   block_sums_.resize(static_cast<std::size_t>(U * tiles));
   target_logits_.resize(static_cast<std::size_t>(first[U] - first[0]));
   const auto take_row = [&](std::int64_t u, std::int64_t tile, std::int64_t columns, const float* row) {
-    block_sums_[static_cast<std::size_t>(u * tiles + tile)] = kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
+    block_sums_[static_cast<std::size_t>(u * tiles + tile)] =
+        kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
     for (std::int64_t i = first[u], v = tile * kTile; i < first[u + 1]; ++i)
-      if (wanted.targets[i] >= v && wanted.targets[i] < v + columns) target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
+      if (wanted.targets[i] >= v && wanted.targets[i] < v + columns)
+        target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
   };
   if (kept && U >= kManyRows) {
     for (std::int64_t tile = 0; tile < tiles; ++tile) {
       const std::int64_t v = tile * kTile, columns = std::min(kTile, V - v);
       float* const logits = kept + tile * U * kTile;
-      ops::linear_forward(x.narrow(0, start, U), w.narrow(0, v, columns), std::nullopt, at::from_blob(logits, {U, columns}, {kTile, 1}, at::kFloat));
+      ops::linear_forward(x.narrow(0, start, U), w.narrow(0, v, columns), std::nullopt,
+                          at::from_blob(logits, {U, columns}, {kTile, 1}, at::kFloat));
       at::parallel_for(0, U, kRowBlock, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t u = begin; u < end; ++u) take_row(u, tile, columns, logits + u * kTile);
       });
@@ -151,7 +175,8 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
   }
   at::parallel_for(0, U, 64, [&, start = start](std::int64_t begin, std::int64_t end) {
     for (std::int64_t u = begin; u < end; ++u) {
-      const auto lse = kernels::combine_block_sums(&block_sums_[static_cast<std::size_t>(u * tiles)], tiles, entropy.defined());
+      const auto lse =
+          kernels::combine_block_sums(&block_sums_[static_cast<std::size_t>(u * tiles)], tiles, entropy.defined());
       sums[start + u] = {lse.max, lse.log_sum};
       if (entropy.defined()) ops::mutable_ptr<float>(entropy)[start + u] = lse.entropy;
       for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
@@ -160,10 +185,12 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
   });
 }
 
-void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                                      const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w) {
+void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                      const TokenScoring& scoring, const at::Tensor& logprobs, const PairLoss& loss,
+                                      const at::Tensor& d_x, const at::Tensor& d_w) {
   check(x, w, wanted);
-  NRL_CHECK_ARG(!scoring.filters(w.size(0)) && x.scalar_type() != at::kDouble, "forward_backward takes no filter and no float64");
+  NRL_CHECK_ARG(!scoring.filters(w.size(0)) && x.scalar_type() != at::kDouble,
+                "forward_backward takes no filter and no float64");
   if (x.is_cuda()) return forward_backward_on_device(x, w, wanted, scoring, logprobs, loss, d_x, d_w);
   const std::int64_t U = x.size(0), V = w.size(0), tiles = (V + kTile - 1) / kTile;
   const std::int64_t chunk = std::clamp(kFusedLogits / (tiles * kTile) / kRowBlock * kRowBlock, kRowBlock, kFusedRows);
@@ -181,8 +208,9 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
   }
 }
 
-void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                                  const PairValues& values, RowSums* sums, const at::Tensor& entropy) {
+void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                  const TokenScoring& scoring, const PairValues& values, RowSums* sums,
+                                  const at::Tensor& entropy) {
   const std::int64_t U = x.size(0), V = w.size(0), C = std::max<std::int64_t>(1, kRowLogits / V);
   const bool filters = scoring.filters(V);
   const auto& plain_values = filters ? values.unfiltered : values.logprobs;
@@ -202,11 +230,13 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
             const auto lse = log_sum_exp(row, V, temperature, entropy.defined());
             sums[u] = {lse.max, lse.log_sum};
             if (entropy.defined()) ops::mutable_ptr<A>(entropy)[u] = lse.entropy;
-            for (std::int64_t i = wanted.first[u]; plain && i < wanted.first[u + 1]; ++i) plain[i] = token_logprob(row[wanted.targets[i]], temperature, lse);
+            for (std::int64_t i = wanted.first[u]; plain && i < wanted.first[u + 1]; ++i)
+              plain[i] = token_logprob(row[wanted.targets[i]], temperature, lse);
           }
           if (!filters) continue;
           const auto kept = filtered_row(row, V, scoring);
-          for (std::int64_t i = wanted.first[u]; i < wanted.first[u + 1]; ++i) filtered[i] = kept.logprob(wanted.targets[i], row[wanted.targets[i]]);
+          for (std::int64_t i = wanted.first[u]; i < wanted.first[u + 1]; ++i)
+            filtered[i] = kept.logprob(wanted.targets[i], row[wanted.targets[i]]);
         }
       });
     }
@@ -214,18 +244,21 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
   values.logprobs.scalar_type() == at::kDouble ? run(double{}) : run(float{});
 }
 
-void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                              const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                              const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
+                              const at::Tensor& d_x, const at::Tensor& d_w) {
   check(x, w, wanted);
   if (x.is_cuda()) return backward_on_device(x, w, wanted, scoring, d_values, d_x, d_w);
-  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble) return backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
+  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble)
+    return backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
   for (std::int64_t start = 0, U = x.size(0); start < U; start += kBackwardRows)
-    backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {start, std::min(kBackwardRows, U - start)}, nullptr,
-                   ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
+    backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {start, std::min(kBackwardRows, U - start)},
+                   nullptr, ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
 }
 
-void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature, RowRange range,
-                                    const float* kept, const float* d_logprobs, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                    float temperature, RowRange range, const float* kept, const float* d_logprobs,
+                                    const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
   const auto [start, rows] = range;
   const std::int64_t V = w.size(0), D = x.size(1);
   with_tile_type(x, [&, start = start, rows = rows](auto tag) {
@@ -240,26 +273,34 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
           if (!kept) tile_logits<S>(x, w, start + r, count, v, columns, thread_logits());
           for (std::int64_t i = 0; i < count; ++i) {
             const std::int64_t u = start + r + i, p = wanted.first[u];
-            row_gradient(logits + i * kTile, v, columns, temperature, lse_of<float>(sums[u]), wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p,
-                         d + (r + i) * kTile);
+            row_gradient(logits + i * kTile, v, columns, temperature, lse_of<float>(sums[u]), wanted.targets + p,
+                         d_logprobs + p, wanted.first[u + 1] - p, d + (r + i) * kTile);
           }
         }
       });
       const S* const rows_x = ops::ptr<S>(x) + start * D;
       const S* const rows_w = ops::ptr<S>(w) + v * D;
-      ops::run_gemm<S, float>({{d, 1, kTile, rows_x, D, columns, D, rows}, ops::mutable_ptr<float>(d_w) + v * d_w.stride(0), d_w.stride(0), true});
-      ops::run_gemm<S, float>({{d, kTile, 1, rows_w, D, rows, D, columns}, ops::mutable_ptr<float>(d_x) + start * d_x.stride(0), d_x.stride(0), v > 0});
+      ops::run_gemm<S, float>({{d, 1, kTile, rows_x, D, columns, D, rows},
+                               ops::mutable_ptr<float>(d_w) + v * d_w.stride(0),
+                               d_w.stride(0),
+                               true});
+      ops::run_gemm<S, float>({{d, kTile, 1, rows_w, D, rows, D, columns},
+                               ops::mutable_ptr<float>(d_x) + start * d_x.stride(0),
+                               d_x.stride(0),
+                               v > 0});
     }
   });
 }
 
-void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                                   const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
+void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                   const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
+                                   const at::Tensor& d_x, const at::Tensor& d_w) {
   const std::int64_t U = x.size(0), V = w.size(0), C = std::max<std::int64_t>(1, kRowLogits / V);
   const auto accumulate = d_values.logprobs.scalar_type();
   for (std::int64_t start = 0; start < U; start += C) {
     const std::int64_t count = std::min(C, U - start);
-    const auto logits = scratch(logits_, {count, V}, accumulate), d_logits = scratch(d_logits_, {count, V}, x.scalar_type());
+    const auto logits = scratch(logits_, {count, V}, accumulate),
+               d_logits = scratch(d_logits_, {count, V}, x.scalar_type());
     ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
     chunk_gradient(start, wanted, scoring, d_values, sums, logits, d_logits);
     ops::linear_backward_weight(d_logits, x.narrow(0, start, count), d_w);
@@ -267,8 +308,9 @@ void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, con
   }
 }
 
-void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring, const PairValues& d_values,
-                                    const RowSums* sums, const at::Tensor& logits, const at::Tensor& d_logits) const {
+void VocabularyHead::chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring,
+                                    const PairValues& d_values, const RowSums* sums, const at::Tensor& logits,
+                                    const at::Tensor& d_logits) const {
   const std::int64_t V = logits.size(1);
   const bool filters = scoring.filters(V);
   const auto& d_plain = filters ? d_values.unfiltered : d_values.logprobs;

@@ -1,5 +1,5 @@
-// The head on a CUDA device: whole rows of logits for as many rows at a time as fit a fixed budget. The product has the engine's own
-// shape (all of the vocabulary), so a row of logits has the engine's bits.
+// The head on a CUDA device: whole rows of logits for as many rows at a time as fit a fixed budget. The product has the
+// engine's own shape (all of the vocabulary), so a row of logits has the engine's bits.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -21,58 +21,70 @@ std::int64_t rows_at_once(std::int64_t V) { return std::max<std::int64_t>(1, kDe
 
 at::Tensor VocabularyHead::device_scratch(at::Tensor& buffer, at::IntArrayRef shape, const at::TensorOptions& options) {
   const std::int64_t n = shape[0] * shape[1];
-  if (!buffer.defined() || buffer.options().device() != options.device() || buffer.dtype() != options.dtype() || buffer.numel() < n)
+  if (!buffer.defined() || buffer.options().device() != options.device() || buffer.dtype() != options.dtype() ||
+      buffer.numel() < n)
     buffer = at::empty({n}, options);
   return buffer.narrow(0, 0, n).view(shape);
 }
 
-VocabularyHead::DevicePairs VocabularyHead::device_pairs(const at::Tensor& x, const RowTargets& wanted, const TokenScoring& scoring) const {
-  return {ops::index_tensor(wanted.first, x.size(0) + 1, x), ops::index_tensor(wanted.targets, wanted.first[x.size(0)], x),
+VocabularyHead::DevicePairs VocabularyHead::device_pairs(const at::Tensor& x, const RowTargets& wanted,
+                                                         const TokenScoring& scoring) const {
+  return {ops::index_tensor(wanted.first, x.size(0) + 1, x),
+          ops::index_tensor(wanted.targets, wanted.first[x.size(0)], x),
           {static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false}};
 }
 
-void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                                       const PairValues& values, const at::Tensor& entropy) {
+void VocabularyHead::forward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                       const TokenScoring& scoring, const PairValues& values,
+                                       const at::Tensor& entropy) {
   const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
-  NRL_CHECK_ARG(!(entropy.defined() && scoring.filters(V)), "the head gives the entropy of an unfiltered distribution only");
+  NRL_CHECK_ARG(!(entropy.defined() && scoring.filters(V)),
+                "the head gives the entropy of an unfiltered distribution only");
   if (U == 0) return;
   const auto pairs = device_pairs(x, wanted, scoring);
   for (std::int64_t start = 0; start < U; start += chunk) {
     const std::int64_t count = std::min(chunk, U - start);
     const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat));
     ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
-    ops::score_pairs(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, values.logprobs, values.unfiltered,
-                     entropy.defined() ? entropy.narrow(0, start, count) : at::Tensor());
+    ops::score_pairs(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, values.logprobs,
+                     values.unfiltered, entropy.defined() ? entropy.narrow(0, start, count) : at::Tensor());
   }
 }
 
-void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                                        const PairValues& d_values, const at::Tensor& d_x, const at::Tensor& d_w) {
+void VocabularyHead::backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                        const TokenScoring& scoring, const PairValues& d_values, const at::Tensor& d_x,
+                                        const at::Tensor& d_w) {
   const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
   if (U == 0) return;
-  const at::Tensor d_unfiltered = scoring.filters(V) ? d_values.unfiltered : at::Tensor();  // else the caller has added it to the other
+  const at::Tensor d_unfiltered =
+      scoring.filters(V) ? d_values.unfiltered : at::Tensor();  // else the caller has added it to the other
   const auto pairs = device_pairs(x, wanted, scoring);
   for (std::int64_t start = 0; start < U; start += chunk) {
     const std::int64_t count = std::min(chunk, U - start);
     const auto rows = x.narrow(0, start, count);
-    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)), d_logits = device_scratch(d_logits_, {count, V}, x.options());
+    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)),
+               d_logits = device_scratch(d_logits_, {count, V}, x.options());
     ops::linear_forward(rows, w, std::nullopt, logits);
-    ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs, d_unfiltered, d_logits);
+    ops::pairs_gradient(logits, {pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule}, d_values.logprobs,
+                        d_unfiltered, d_logits);
     ops::linear_backward_weight(d_logits, rows, d_w);
     ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
   }
 }
 
-void VocabularyHead::forward_backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
-                                                const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w) {
+void VocabularyHead::forward_backward_on_device(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
+                                                const TokenScoring& scoring, const at::Tensor& logprobs,
+                                                const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w) {
   const std::int64_t U = x.size(0), V = w.size(0), chunk = rows_at_once(V);
   if (U == 0) return;
   const auto pairs = device_pairs(x, wanted, scoring);
   const auto gradient = at::zeros_like(logprobs);
   for (std::int64_t start = 0; start < U; start += chunk) {
-    const std::int64_t count = std::min(chunk, U - start), begin = wanted.first[start], end = wanted.first[start + count];
+    const std::int64_t count = std::min(chunk, U - start), begin = wanted.first[start],
+                       end = wanted.first[start + count];
     const auto rows = x.narrow(0, start, count);
-    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)), d_logits = device_scratch(d_logits_, {count, V}, x.options());
+    const auto logits = device_scratch(logits_, {count, V}, x.options().dtype(at::kFloat)),
+               d_logits = device_scratch(d_logits_, {count, V}, x.options());
     const ops::PairQuery query{pairs.first.narrow(0, start, count + 1), pairs.targets, pairs.rule};
     ops::linear_forward(rows, w, std::nullopt, logits);
     ops::score_pairs(logits, query, logprobs, {}, {});

@@ -10,43 +10,59 @@
 
 namespace nemo_rl::model {
 
-/// Every buffer of a forward and a backward, by what lies in it. Forward, recomputation and backward share what they name
-/// alike. Letters as in decoder.h; U: rows that a head is asked for.
+/// Every buffer of a forward and a backward, by what lies in it. Forward, recomputation and backward share what they
+/// name alike. Letters as in decoder.h; U: rows that a head is asked for.
 enum class Slot {
-  h,             ///< [T, D] residual stream of a forward that keeps nothing
-  h_next,        ///< [T, D] the other one of two that take turns
-  recomputed,    ///< [T, D] the stream behind a layer that is computed again for its backward
-  normed,        ///< [T, D] a layer's or the MLP's normalised input
-  gate_up,       ///< [T, 2I] gates and ups of a forward that keeps nothing, where the product does not end in the activation
-  act,           ///< [T, I] gated activation
-  branch_out,    ///< [T, D] what attention or the MLP adds to the stream, where a norm comes between
-  branch,        ///< [T, D] the same normalised
-  rows_attn,     ///< [R, N·H] the last layer's attention of the wanted rows
-  rows_h,        ///< [R, D] their residual stream
-  rows_normed,   ///< [R, D] their final norm
-  logits,        ///< [R, V]
-  dh,            ///< [T, D] gradient of the residual stream
-  dy,            ///< [T, D] the same in the compute type
-  d_act,         ///< [T, I]
-  d_gate_up,     ///< [T, 2I]
-  d_normed,      ///< [T, D]
-  d_branch,      ///< [T, D] gradient behind the norm of `branch`
-  d_attn,        ///< [T, N·H]
-  d_qkv,         ///< [T, (N+2K)H]
-  head_hidden,   ///< [U, D] rows that the head reads
-  head_normed,   ///< [U, D]
-  head_rstd,     ///< [U, 1]
-  head_d_normed, ///< [U, D]
-  head_d_hidden, ///< [U, D]
-  head_values,   ///< [U, 1]
-  head_d_values, ///< [U, 1] sums of a row's pairs
+  h,           ///< [T, D] residual stream of a forward that keeps nothing
+  h_next,      ///< [T, D] the other one of two that take turns
+  recomputed,  ///< [T, D] the stream behind a layer that is computed again for its backward
+  normed,      ///< [T, D] a layer's or the MLP's normalised input
+  gate_up,  ///< [T, 2I] gates and ups of a forward that keeps nothing, where the product does not end in the activation
+  act,      ///< [T, I] gated activation
+  branch_out,             ///< [T, D] what attention or the MLP adds to the stream, where a norm comes between
+  branch,                 ///< [T, D] the same normalised
+  rows_attn,              ///< [R, N·H] the last layer's attention of the wanted rows
+  rows_h,                 ///< [R, D] their residual stream
+  rows_normed,            ///< [R, D] their final norm
+  logits,                 ///< [R, V]
+  dh,                     ///< [T, D] gradient of the residual stream
+  dy,                     ///< [T, D] the same in the compute type
+  d_act,                  ///< [T, I]
+  d_gate_up,              ///< [T, 2I]
+  d_normed,               ///< [T, D]
+  d_branch,               ///< [T, D] gradient behind the norm of `branch`
+  d_attn,                 ///< [T, N·H]
+  d_qkv,                  ///< [T, (N+2K)H]
+  head_hidden,            ///< [U, D] rows that the head reads
+  head_normed,            ///< [U, D]
+  head_rstd,              ///< [U, 1]
+  head_d_normed,          ///< [U, D]
+  head_d_hidden,          ///< [U, D]
+  head_values,            ///< [U, 1]
+  head_d_values,          ///< [U, 1] sums of a row's pairs
   head_d_values_rounded,  ///< [U, 1] the same in the compute type
   count_,
 };
 
 /// Every activation of one layer that a backward reads; see layer_activations.h.
-enum class LayerSlot { h_in, rstd_in, qkv_raw, q_rstd, k_rstd, qkv, attn, lse, attn_branch, attn_branch_rstd, h_mid, rstd_mid, gate_up,
-                       mlp_branch, mlp_branch_rstd, count_ };
+enum class LayerSlot {
+  h_in,
+  rstd_in,
+  qkv_raw,
+  q_rstd,
+  k_rstd,
+  qkv,
+  attn,
+  lse,
+  attn_branch,
+  attn_branch_rstd,
+  h_mid,
+  rstd_mid,
+  gate_up,
+  mlp_branch,
+  mlp_branch_rstd,
+  count_
+};
 
 template <class Enum>
 constexpr std::size_t slot_index(Enum slot) {
@@ -60,7 +76,9 @@ class Workspace {
 
   /// A tensor of this shape and dtype in `slot`; contents are undefined. A second call for the slot may return the same
   /// memory, whatever the shape.
-  at::Tensor take(Slot slot, at::IntArrayRef shape, at::ScalarType dtype) { return take(buffers_[slot_index(slot)], shape, dtype); }
+  at::Tensor take(Slot slot, at::IntArrayRef shape, at::ScalarType dtype) {
+    return take(buffers_[slot_index(slot)], shape, dtype);
+  }
   /// The same of one layer.
   at::Tensor take(std::int64_t layer, LayerSlot slot, at::IntArrayRef shape, at::ScalarType dtype) {
     if (layers_.size() <= static_cast<std::size_t>(layer)) layers_.resize(static_cast<std::size_t>(layer) + 1);
@@ -87,7 +105,8 @@ class Workspace {
   at::Tensor take(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype) const {
     std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (auto n : shape) bytes *= n;
-    if (!buffer.defined() || buffer.numel() < bytes) buffer = ops::empty_large({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_), bytes);
+    if (!buffer.defined() || buffer.numel() < bytes)
+      buffer = ops::empty_large({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_), bytes);
     return buffer.narrow(0, 0, bytes).view(dtype).view(shape);
   }
   template <class F>

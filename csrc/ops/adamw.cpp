@@ -26,26 +26,42 @@ void step_flat(kernels::AdamW<A>* kernel, const kernels::AdamWArgs<A>& args, std
 }
 
 template <class A>
-kernels::AdamWArgs<A> arguments(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                                const std::optional<at::Tensor>& compute, const AdamWSettings& s, std::int64_t step, double grad_scale) {
-  return {mutable_ptr<A>(weights), ptr<A>(grads), mutable_ptr<A>(exp_avg), mutable_ptr<A>(exp_avg_sq),
-          compute ? mutable_ptr<bfloat16>(*compute) : nullptr, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay,
-          1.0 - std::pow(s.beta1, static_cast<double>(step)), 1.0 - std::pow(s.beta2, static_cast<double>(step)), grad_scale};
+kernels::AdamWArgs<A> arguments(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
+                                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute,
+                                const AdamWSettings& s, std::int64_t step, double grad_scale) {
+  return {mutable_ptr<A>(weights),
+          ptr<A>(grads),
+          mutable_ptr<A>(exp_avg),
+          mutable_ptr<A>(exp_avg_sq),
+          compute ? mutable_ptr<bfloat16>(*compute) : nullptr,
+          s.lr,
+          s.beta1,
+          s.beta2,
+          s.eps,
+          s.weight_decay,
+          1.0 - std::pow(s.beta1, static_cast<double>(step)),
+          1.0 - std::pow(s.beta2, static_cast<double>(step)),
+          grad_scale};
 }
 
 }  // namespace
 
-void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                const std::optional<at::Tensor>& compute, const AdamWSettings& settings, std::int64_t step, double grad_scale) {
+void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
+                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& settings,
+                std::int64_t step, double grad_scale) {
   const std::int64_t n = weights.numel();
-  NRL_CHECK(grads.numel() == n && exp_avg.numel() == n && exp_avg_sq.numel() == n && (!compute || compute->numel() == n),
-            "adamw_step: buffers of different length");
-  if (weights.is_cuda()) return adamw_step_cuda.get(weights)(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale);
+  NRL_CHECK(
+      grads.numel() == n && exp_avg.numel() == n && exp_avg_sq.numel() == n && (!compute || compute->numel() == n),
+      "adamw_step: buffers of different length");
+  if (weights.is_cuda())
+    return adamw_step_cuda.get(weights)(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale);
   if (weights.scalar_type() == at::kDouble) {
-    step_flat(kernels::adamw_f64, arguments<double>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
+    step_flat(kernels::adamw_f64,
+              arguments<double>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
   } else {
     NRL_CHECK_ARG(weights.scalar_type() == at::kFloat, "adamw_step: weights must be float32 or float64");
-    step_flat(kernels::adamw_f32, arguments<float>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
+    step_flat(kernels::adamw_f32,
+              arguments<float>(weights, grads, exp_avg, exp_avg_sq, compute, settings, step, grad_scale), n);
   }
 }
 
@@ -56,8 +72,9 @@ double l2_norm(const at::Tensor& x) {
   at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b) {
       const std::int64_t count = std::min(kBlock, n - b * kBlock);
-      parts[static_cast<std::size_t>(b)] = x.scalar_type() == at::kDouble ? kernels::sum_of_squares_f64(ptr<double>(x) + b * kBlock, count)
-                                                                          : kernels::sum_of_squares_f32(ptr<float>(x) + b * kBlock, count);
+      parts[static_cast<std::size_t>(b)] = x.scalar_type() == at::kDouble
+                                               ? kernels::sum_of_squares_f64(ptr<double>(x) + b * kBlock, count)
+                                               : kernels::sum_of_squares_f32(ptr<float>(x) + b * kBlock, count);
     }
   });
   double sum = 0;
@@ -66,7 +83,8 @@ double l2_norm(const at::Tensor& x) {
 }
 
 void round_weights(const at::Tensor& weights, const at::Tensor& compute) {
-  NRL_CHECK(weights.numel() == compute.numel() && weights.scalar_type() == at::kFloat && compute.scalar_type() == at::kBFloat16,
+  NRL_CHECK(weights.numel() == compute.numel() && weights.scalar_type() == at::kFloat &&
+                compute.scalar_type() == at::kBFloat16,
             "round_weights: float32 to bfloat16 of the same length");
   if (weights.is_cuda()) {
     compute.copy_(weights);

@@ -14,10 +14,11 @@ struct AdamWSettings {
   double weight_decay = 0.01;
 };
 
-/// One step of torch.optim.AdamW on flat buffers [n]; `step` counts from 1; `grad_scale` multiplies the gradients first;
-/// `compute` (bfloat16) receives the rounded weights.
-void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                const std::optional<at::Tensor>& compute, const AdamWSettings& settings, std::int64_t step, double grad_scale);
+/// One step of torch.optim.AdamW on flat buffers [n]; `step` counts from 1; `grad_scale` multiplies the gradients
+/// first; `compute` (bfloat16) receives the rounded weights.
+void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
+                const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& settings,
+                std::int64_t step, double grad_scale);
 
 /// L2 norm of x [n]: squares summed in double over blocks of fixed size, in order.
 double l2_norm(const at::Tensor& x);
@@ -25,8 +26,9 @@ double l2_norm(const at::Tensor& x);
 /// compute = weights rounded to bfloat16.
 void round_weights(const at::Tensor& weights, const at::Tensor& compute);
 
-using AdamWLauncher = void(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                           const std::optional<at::Tensor>& compute, const AdamWSettings& settings, std::int64_t step, double grad_scale);
+using AdamWLauncher = void(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
+                           const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute,
+                           const AdamWSettings& settings, std::int64_t step, double grad_scale);
 extern CudaSlot<AdamWLauncher> adamw_step_cuda;
 extern CudaSlot<double(const at::Tensor& x)> l2_norm_cuda;
 

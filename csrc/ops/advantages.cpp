@@ -118,23 +118,17 @@ bool whiten_typed(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRul
   auto* rows = reinterpret_cast<kernels::Moments*>(work.mutable_data_ptr<double>());
   if (values.is_cuda()) {
     auto* scale = reinterpret_cast<kernels::WhitenScale*>(work.mutable_data_ptr<double>() + a.num_rows * kDoubles);
-    if constexpr (std::is_same_v<T, float>)
-      whiten_cuda_f32.get(values)(a, rule, zero_masked, rows, scale);
-    else
-      whiten_cuda_f64.get(values)(a, rule, zero_masked, rows, scale);
+    if constexpr (std::is_same_v<T, float>) whiten_cuda_f32.get(values)(a, rule, zero_masked, rows, scale);
+    else whiten_cuda_f64.get(values)(a, rule, zero_masked, rows, scale);
     return work.select(0, a.num_rows * kDoubles + 2).item().toDouble() != 0;
   }
   const auto moments = [&](std::int64_t begin, std::int64_t end) {
-    if constexpr (std::is_same_v<T, float>)
-      kernels::masked_moments_f32(a, begin, end, rows);
-    else
-      kernels::masked_moments_f64(a, begin, end, rows);
+    if constexpr (std::is_same_v<T, float>) kernels::masked_moments_f32(a, begin, end, rows);
+    else kernels::masked_moments_f64(a, begin, end, rows);
   };
   const auto whiten = [&](const kernels::WhitenScale& scale, std::int64_t begin, std::int64_t end) {
-    if constexpr (std::is_same_v<T, float>)
-      kernels::whiten_f32(a, scale, zero_masked, begin, end);
-    else
-      kernels::whiten_f64(a, scale, zero_masked, begin, end);
+    if constexpr (std::is_same_v<T, float>) kernels::whiten_f32(a, scale, zero_masked, begin, end);
+    else kernels::whiten_f64(a, scale, zero_masked, begin, end);
   };
   over_rows(a.num_rows, a.num_tokens, moments);
   kernels::Moments all;

@@ -94,8 +94,8 @@ struct PagedWork {
   std::vector<std::size_t> split;  ///< slices that are cut into several items: the cache must hold their keys before
 };
 
-/// Short work goes together until it makes an item, whole slices where there are enough of them; that of many query tokens is
-/// split by them.
+/// Short work goes together until it makes an item, whole slices where there are enough of them; that of many query
+/// tokens is split by them.
 PagedWork paged_work(std::span<const PagedSlice> slices, const kernels::AttentionShape& shape, std::int64_t cost) {
   constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
   PagedWork work;
@@ -131,10 +131,12 @@ PagedWork paged_work(std::span<const PagedSlice> slices, const kernels::Attentio
   return work;
 }
 
-void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, at::ScalarType dtype, at::Device device) {
+void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, at::ScalarType dtype,
+                 at::Device device) {
   const std::int64_t tile = shape.head_dim * kKeyTile;
   NRL_CHECK_ARG(cache.defined() && cache.dim() == 4 && cache.size(1) == shape.num_kv_heads && cache.size(2) == 2 &&
-                    cache.size(3) == tile && cache.scalar_type() == dtype && cache.is_contiguous() && cache.device() == device,
+                    cache.size(3) == tile && cache.scalar_type() == dtype && cache.is_contiguous() &&
+                    cache.device() == device,
                 "attention: the cache must be contiguous [num_blocks, ", shape.num_kv_heads, ", 2, ", tile, "] ",
                 at::toString(dtype), " on ", device.str());
 }
@@ -147,7 +149,8 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
   NRL_CHECK_ARG(heads.head_dim > 0 && heads.head_dim % 8 == 0 && heads.head_dim <= 256, "attention: head_dim is ",
                 heads.head_dim, "; expected a multiple of 8 up to 256");
   const std::int64_t columns = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim;
-  NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns, "] on the CPU or a CUDA device");
+  NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns,
+                "] on the CPU or a CUDA device");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type())};
 }
@@ -172,8 +175,8 @@ void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, st
                   at::ScalarType dtype, at::Device device) {
   NRL_CHECK_ARG(x.defined() && x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns &&
                     x.scalar_type() == dtype && x.is_contiguous() && x.device() == device,
-                "attention: ", name, " must be contiguous [", tokens, ", ", columns, "] ", at::toString(dtype),
-                " on ", device.str());
+                "attention: ", name, " must be contiguous [", tokens, ", ", columns, "] ", at::toString(dtype), " on ",
+                device.str());
 }
 
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens) {
@@ -211,7 +214,8 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
   const std::int64_t tokens = qkv.size(0);
   check_matrix("out", out, tokens, heads.num_heads * heads.head_dim, qkv.scalar_type(), qkv.device());
   if (lse.defined())
-    check_matrix("lse", lse, tokens, heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, qkv.device());
+    check_matrix("lse", lse, tokens, heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
+                 qkv.device());
   check_sequences(sequences, tokens);
 
   std::int64_t max_keys = 0, covered = 0, pairs = 0;
@@ -233,8 +237,10 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
                  [&](std::int64_t i) { kernels::attention_forward_item(args, items[i], thread_workspace(bytes)); });
 }
 
-at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype, at::Device device) {
-  return empty_large({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile}, at::TensorOptions().dtype(dtype).device(device));
+at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype,
+                             at::Device device) {
+  return empty_large({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile},
+                     at::TensorOptions().dtype(dtype).device(device));
 }
 
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
@@ -245,16 +251,19 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
   attention_paged(qkv, step, cache, out);
 }
 
-void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out, const at::Tensor& lse) {
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out,
+                     const at::Tensor& lse) {
   const AttentionHeads& heads = step.heads();
   const kernels::AttentionShape shape = attention_shape(qkv, heads);
   check_cache(cache, shape, qkv.scalar_type(), qkv.device());
-  NRL_CHECK_ARG(step.token_ids().size(0) == qkv.size(0) && step.num_blocks() <= cache.size(0), "attention: a step of ", step.token_ids().size(0),
-                " rows over ", step.num_blocks(), " cache blocks, but qkv is ", qkv.sizes(), " and the cache has ", cache.size(0), " blocks");
+  NRL_CHECK_ARG(step.token_ids().size(0) == qkv.size(0) && step.num_blocks() <= cache.size(0), "attention: a step of ",
+                step.token_ids().size(0), " rows over ", step.num_blocks(), " cache blocks, but qkv is ", qkv.sizes(),
+                " and the cache has ", cache.size(0), " blocks");
   check_matrix("out", out, qkv.size(0), heads.num_heads * heads.head_dim, qkv.scalar_type(), qkv.device());
   if (lse.defined()) {
     NRL_CHECK_ARG(qkv.is_cpu(), "attention: over a cache on ", qkv.device().str(), " there is no lse");
-    check_matrix("lse", lse, qkv.size(0), heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, qkv.device());
+    check_matrix("lse", lse, qkv.size(0), heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
+                 qkv.device());
   }
   if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, step.arrays(), shape, cache, out);
 
@@ -278,9 +287,10 @@ void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& c
 }
 
 void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length) {
-  NRL_CHECK_ARG(cache.dim() == 4 && cache.size(3) % kKeyTile == 0, "kv_cache_copy: the cache must be [num_blocks, K, 2, H*",
-                kKeyTile, "], got ", cache.sizes());
-  const kernels::AttentionShape shape{cache.size(1), cache.size(1), cache.size(3) / kKeyTile, 1.0, element_type(cache.scalar_type())};
+  NRL_CHECK_ARG(cache.dim() == 4 && cache.size(3) % kKeyTile == 0,
+                "kv_cache_copy: the cache must be [num_blocks, K, 2, H*", kKeyTile, "], got ", cache.sizes());
+  const kernels::AttentionShape shape{cache.size(1), cache.size(1), cache.size(3) / kKeyTile, 1.0,
+                                      element_type(cache.scalar_type())};
   check_cache(cache, shape, cache.scalar_type(), cache.device());
   const std::int64_t blocks = cache.size(0);
   NRL_CHECK_ARG(from >= 0 && from < blocks && to >= 0 && to < blocks && length >= 0 && length <= kKeyTile,

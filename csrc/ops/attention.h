@@ -22,10 +22,11 @@ struct AttentionHeads {
   double scale = 1.0;             ///< usually 1/sqrt(H)
 };
 
-/// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of keys
-/// [H, kKeyTile] and one of values [kKeyTile, H], in qkv's dtype; in huge pages where the system grants them. Contents are
-/// undefined: what was never written does not matter, not even NaN.
-at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype, at::Device device = at::kCPU);
+/// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of
+/// keys [H, kKeyTile] and one of values [kKeyTile, H], in qkv's dtype; in huge pages where the system grants them.
+/// Contents are undefined: what was never written does not matter, not even NaN.
+at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype,
+                             at::Device device = at::kCPU);
 
 /// out [T, N*H] = attention of every sequence; lse [T, N] (float32; float64 for float64 inputs; may be undefined) = the
 /// natural log of the sum of exponentials, for the backward.
@@ -44,8 +45,9 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
 void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
                         std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv);
 
-/// Stores the keys and values of the slices' new tokens in the cache; out [T, N*H]: every new token attends to all positions
-/// up to its own. No slice may read positions that another one writes. A PagedStep (ops/paged_step.h) serves all layers.
+/// Stores the keys and values of the slices' new tokens in the cache; out [T, N*H]: every new token attends to all
+/// positions up to its own. No slice may read positions that another one writes. A PagedStep (ops/paged_step.h) serves
+/// all layers.
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
                      at::Tensor& cache, at::Tensor& out);
 
@@ -53,17 +55,20 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
 void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length);
 
 using kernels::AttentionShape;
-extern CudaSlot<void(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionShape& shape, const at::Tensor& out,
-                     const at::Tensor& lse)>
+extern CudaSlot<void(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionShape& shape,
+                     const at::Tensor& out, const at::Tensor& lse)>
     attention_forward_cuda;
 /// owner[i]: the sequence that owns i's prefix, i itself where it has none.
 extern CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
-                     std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner, const AttentionShape& shape,
-                     const at::Tensor& d_qkv)>
+                     std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner,
+                     const AttentionShape& shape, const at::Tensor& d_qkv)>
     attention_backward_cuda;
 struct PagedArrays;  // ops/paged_step.h
-extern CudaSlot<void(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape, const at::Tensor& cache, const at::Tensor& out)>
+extern CudaSlot<void(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
+                     const at::Tensor& cache, const at::Tensor& out)>
     attention_paged_cuda;
-extern CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to, std::int64_t length)> kv_cache_copy_cuda;
+extern CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to,
+                     std::int64_t length)>
+    kv_cache_copy_cuda;
 
 }  // namespace nemo_rl::ops

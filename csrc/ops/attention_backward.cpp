@@ -62,10 +62,8 @@ void add_group(Plan& plan, std::span<const AttentionSequence> sequences, std::in
   }
   plan.jobs.push_back(job);
   const auto last_job = static_cast<std::int32_t>(plan.jobs.size());
-  if (last_job - first_job == 1)
-    plan.jobs.back().key_end = own.length;
-  else
-    plan.groups.emplace_back(first_job, last_job);
+  if (last_job - first_job == 1) plan.jobs.back().key_end = own.length;
+  else plan.groups.emplace_back(first_job, last_job);
   for (auto j = first_job; j < last_job; ++j) plan.owner_keys = std::max(plan.owner_keys, plan.jobs[j].key_end);
 }
 

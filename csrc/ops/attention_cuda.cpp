@@ -1,5 +1,6 @@
-// Attention on CUDA: cuts packed sequences into the blocks of query tokens and of keys that the kernels take, and brings that list to
-// the device. All layers of a forward ask for the same list, which is uploaded once. Over the cache, a PagedStep holds the lists.
+// Attention on CUDA: cuts packed sequences into the blocks of query tokens and of keys that the kernels take, and
+// brings that list to the device. All layers of a forward ask for the same list, which is uploaded once. Over the
+// cache, a PagedStep holds the lists.
 #include <algorithm>
 
 #include "kernels/cuda/attention_launchers.h"
@@ -15,25 +16,31 @@ using kernels::AttentionKeyBlock;
 using kernels::AttentionRows;
 
 void check_shape(const at::Tensor& qkv, const AttentionShape& shape, std::int64_t most_rows) {
-  NRL_CHECK_ARG(shape.type != kernels::ElementType::float64, "attention: float64 is computed on the CPU only; qkv is on ", qkv.device().str());
-  NRL_CHECK_ARG(shape.group() <= most_rows, "attention on CUDA: ", shape.num_heads, " heads of size ", shape.head_dim, " share ", shape.num_kv_heads,
-                " key/value heads; at most ", most_rows, " may share one");
-  NRL_CHECK_ARG(shape.scale > 0, "attention on CUDA: scores are scaled by ", shape.scale, "; expected a positive number");
-  NRL_CHECK(reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0, "attention on CUDA: qkv must begin at a multiple of 16 bytes");
+  NRL_CHECK_ARG(shape.type != kernels::ElementType::float64,
+                "attention: float64 is computed on the CPU only; qkv is on ", qkv.device().str());
+  NRL_CHECK_ARG(shape.group() <= most_rows, "attention on CUDA: ", shape.num_heads, " heads of size ", shape.head_dim,
+                " share ", shape.num_kv_heads, " key/value heads; at most ", most_rows, " may share one");
+  NRL_CHECK_ARG(shape.scale > 0, "attention on CUDA: scores are scaled by ", shape.scale,
+                "; expected a positive number");
+  NRL_CHECK(reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0,
+            "attention on CUDA: qkv must begin at a multiple of 16 bytes");
 }
 
-/// Own tokens of every sequence, at most `rows` rows of a group a block; long sequences' last blocks first, since they take longest.
+/// Own tokens of every sequence, at most `rows` rows of a group a block; long sequences' last blocks first, since they
+/// take longest.
 std::vector<AttentionBlock> packed_blocks(std::span<const AttentionSequence> sequences, std::int64_t rows_of_tokens) {
   std::vector<AttentionBlock> blocks;
   for (const AttentionSequence& s : sequences)
     for (std::int64_t token = 0; token < s.length; token += rows_of_tokens)
-      blocks.push_back({s.start + token, std::min(rows_of_tokens, s.length - token), s.prefix_length + token, s.prefix_start, s.prefix_length, s.start, 0});
-  std::stable_sort(blocks.begin(), blocks.end(), [](const auto& a, const auto& b) { return a.position + a.tokens > b.position + b.tokens; });
+      blocks.push_back({s.start + token, std::min(rows_of_tokens, s.length - token), s.prefix_length + token,
+                        s.prefix_start, s.prefix_length, s.start, 0});
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [](const auto& a, const auto& b) { return a.position + a.tokens > b.position + b.tokens; });
   return blocks;
 }
 
-void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionShape& shape, const at::Tensor& out,
-                               const at::Tensor& lse) {
+void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionSequence> sequences,
+                               const AttentionShape& shape, const at::Tensor& out, const at::Tensor& lse) {
   static thread_local UploadedArray<AttentionBlock> uploaded;
   const CudaLaunch launch(qkv, "attention_forward");
   const std::int64_t rows = kernels::attention_block_rows(AttentionRows::many, shape);
@@ -51,11 +58,12 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
 
 // ---------------------------------------------------------------- blocked cache
 
-void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape, const at::Tensor& cache,
-                             const at::Tensor& out) {
+void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
+                             const at::Tensor& cache, const at::Tensor& out) {
   const CudaLaunch launch(qkv, "attention_paged");
   check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape));
-  launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), arrays.slots, qkv.size(0), cache.data_ptr(), launch.stream));
+  launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), arrays.slots, qkv.size(0), cache.data_ptr(),
+                                              launch.stream));
   kernels::AttentionCudaArgs args;
   args.shape = shape;
   args.qkv = qkv.const_data_ptr();
@@ -69,7 +77,8 @@ void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, c
   }
 }
 
-void kv_cache_copy_on_cuda(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to, std::int64_t length) {
+void kv_cache_copy_on_cuda(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to,
+                           std::int64_t length) {
   const CudaLaunch launch(cache, "kv_cache_copy");
   NRL_CHECK_ARG(shape.type != kernels::ElementType::float64, "kv_cache_copy: float64 is computed on the CPU only");
   launch.check(kernels::kv_cache_copy_launch(shape, cache.data_ptr(), from, to, length, launch.stream));
@@ -77,26 +86,33 @@ void kv_cache_copy_on_cuda(const at::Tensor& cache, const AttentionShape& shape,
 
 // ---------------------------------------------------------------- backward
 
-/// Blocks of every sequence's own keys, those with most queries first, and of each owner the sequences that share its prefix.
-std::vector<AttentionKeyBlock> key_blocks(std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner,
-                                          std::int64_t keys, std::vector<std::int64_t>& sharers) {
+/// Blocks of every sequence's own keys, those with most queries first, and of each owner the sequences that share its
+/// prefix.
+std::vector<AttentionKeyBlock> key_blocks(std::span<const AttentionSequence> sequences,
+                                          const std::vector<std::int32_t>& owner, std::int64_t keys,
+                                          std::vector<std::int64_t>& sharers) {
   const auto count = static_cast<std::int64_t>(sequences.size());
   std::vector<std::int64_t> first(static_cast<std::size_t>(count) + 1, 0);
-  const auto shares = [&](std::int64_t i) { return owner[static_cast<std::size_t>(i)] != i && sequences[static_cast<std::size_t>(i)].length > 0; };
+  const auto shares = [&](std::int64_t i) {
+    return owner[static_cast<std::size_t>(i)] != i && sequences[static_cast<std::size_t>(i)].length > 0;
+  };
   for (std::int64_t i = 0; i < count; ++i)
     if (shares(i)) ++first[static_cast<std::size_t>(owner[static_cast<std::size_t>(i)]) + 1];
   for (std::int64_t i = 0; i < count; ++i) first[static_cast<std::size_t>(i) + 1] += first[static_cast<std::size_t>(i)];
   sharers.resize(static_cast<std::size_t>(first.back()));
   auto next = first;
   for (std::int64_t i = 0; i < count; ++i)
-    if (shares(i)) sharers[static_cast<std::size_t>(next[static_cast<std::size_t>(owner[static_cast<std::size_t>(i)])]++)] = i;
+    if (shares(i))
+      sharers[static_cast<std::size_t>(next[static_cast<std::size_t>(owner[static_cast<std::size_t>(i)])]++)] = i;
   std::vector<std::pair<std::int64_t, AttentionKeyBlock>> by_cost;
   for (std::int64_t i = 0; i < count; ++i) {
     const AttentionSequence& s = sequences[static_cast<std::size_t>(i)];
     const std::int64_t begin = first[static_cast<std::size_t>(i)], end = first[static_cast<std::size_t>(i) + 1];
     std::int64_t shared = 0;
-    for (std::int64_t j = begin; j < end; ++j) shared += sequences[static_cast<std::size_t>(sharers[static_cast<std::size_t>(j)])].length;
-    for (std::int64_t key = 0; key < s.length; key += keys) by_cost.push_back({s.length - key + shared, {i, key, begin, end}});
+    for (std::int64_t j = begin; j < end; ++j)
+      shared += sequences[static_cast<std::size_t>(sharers[static_cast<std::size_t>(j)])].length;
+    for (std::int64_t key = 0; key < s.length; key += keys)
+      by_cost.push_back({s.length - key + shared, {i, key, begin, end}});
   }
   std::stable_sort(by_cost.begin(), by_cost.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<AttentionKeyBlock> blocks;
@@ -104,8 +120,9 @@ std::vector<AttentionKeyBlock> key_blocks(std::span<const AttentionSequence> seq
   return blocks;
 }
 
-void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
-                                std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner, const AttentionShape& shape,
+void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
+                                const at::Tensor& lse, std::span<const AttentionSequence> sequences,
+                                const std::vector<std::int32_t>& owner, const AttentionShape& shape,
                                 const at::Tensor& d_qkv) {
   static thread_local UploadedArray<AttentionBlock> uploaded;
   static thread_local UploadedArray<AttentionKeyBlock> uploaded_keys;
@@ -114,9 +131,10 @@ void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, co
   const CudaLaunch launch(qkv, "attention_backward");
   const kernels::AttentionBackwardBlocks cut(shape);
   check_shape(qkv, shape, cut.most_group());
-  NRL_CHECK_ARG(d_out.scalar_type() == qkv.scalar_type(), "attention_backward on CUDA: d_out is ", c10::toString(d_out.scalar_type()), "; expected qkv's ",
-                c10::toString(qkv.scalar_type()));
-  NRL_CHECK(reinterpret_cast<std::uintptr_t>(d_out.const_data_ptr()) % 16 == 0, "attention_backward: d_out must begin at a multiple of 16 bytes");
+  NRL_CHECK_ARG(d_out.scalar_type() == qkv.scalar_type(), "attention_backward on CUDA: d_out is ",
+                c10::toString(d_out.scalar_type()), "; expected qkv's ", c10::toString(qkv.scalar_type()));
+  NRL_CHECK(reinterpret_cast<std::uintptr_t>(d_out.const_data_ptr()) % 16 == 0,
+            "attention_backward: d_out must begin at a multiple of 16 bytes");
   std::vector<std::int64_t> sharers;
   const auto keys = key_blocks(sequences, owner, cut.keys, sharers);
   const auto blocks = packed_blocks(sequences, cut.query_rows / shape.group());

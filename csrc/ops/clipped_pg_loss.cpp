@@ -193,10 +193,8 @@ ClippedPGResult clipped_pg_loss(const ClippedPGInputs& inputs, const ClippedPGCo
   const bool f32 = p.curr.scalar_type() == at::kFloat;
   if (p.curr.is_cuda()) {
     double* metrics = out.metrics.mutable_data_ptr<double>();
-    if (f32)
-      clipped_pg_loss_cuda_f32.get(p.curr)(kernel_args<float>(p, out), config, row_data, metrics);
-    else
-      clipped_pg_loss_cuda_f64.get(p.curr)(kernel_args<double>(p, out), config, row_data, metrics);
+    if (f32) clipped_pg_loss_cuda_f32.get(p.curr)(kernel_args<float>(p, out), config, row_data, metrics);
+    else clipped_pg_loss_cuda_f64.get(p.curr)(kernel_args<double>(p, out), config, row_data, metrics);
   } else if (f32) {
     run_cpu<float>(p, config, kernels::clipped_pg_loss_f32, row_data, out);
   } else {
@@ -238,10 +236,8 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
     if (x.is_cuda()) return cuda.get(x)(a);
     at::parallel_for(0, a.size, 16384, [&](std::int64_t begin, std::int64_t end) { kernel(a, begin, end); });
   };
-  if (x.scalar_type() == at::kFloat)
-    run(float{}, kernels::calculate_kl_f32, calculate_kl_cuda_f32);
-  else
-    run(double{}, kernels::calculate_kl_f64, calculate_kl_cuda_f64);
+  if (x.scalar_type() == at::kFloat) run(float{}, kernels::calculate_kl_f32, calculate_kl_cuda_f32);
+  else run(double{}, kernels::calculate_kl_f64, calculate_kl_cuda_f64);
   return out;
 }
 

@@ -1,5 +1,5 @@
-// One product by cuBLASLt: a problem as the library sees it (column-major), the algorithms it offers, and a run with one of them.
-// For csrc/ops/*_cuda.cpp only.
+// One product by cuBLASLt: a problem as the library sees it (column-major), the algorithms it offers, and a run with
+// one of them. For csrc/ops/*_cuda.cpp only.
 #pragma once
 #include <cublasLt.h>
 
@@ -10,7 +10,8 @@
 
 namespace nemo_rl::ops {
 
-/// c [m, n] (+)= op(a) [m, k] · op(b) [k, n], all column-major. Sums are float32; float32 operands are multiplied as such (no TF32).
+/// c [m, n] (+)= op(a) [m, k] · op(b) [k, n], all column-major. Sums are float32; float32 operands are multiplied as
+/// such (no TF32).
 struct CublasProblem {
   bool transpose_a = false, transpose_b = false;
   std::int64_t m = 0, n = 0, k = 0;
@@ -35,7 +36,7 @@ cudaDataType_t cublas_type(at::ScalarType dtype, const char* op);
 std::vector<CublasAlgorithm> cublas_algorithms(const CublasProblem& problem, bool whole_sums, int device);
 
 /// False where the library refuses; the launch's own errors are the caller's to check.
-bool cublas_run(const CublasProblem& problem, const CublasOperands& operands, const CublasAlgorithm& algorithm, bool accumulate,
-                const CudaLaunch& launch);
+bool cublas_run(const CublasProblem& problem, const CublasOperands& operands, const CublasAlgorithm& algorithm,
+                bool accumulate, const CudaLaunch& launch);
 
 }  // namespace nemo_rl::ops

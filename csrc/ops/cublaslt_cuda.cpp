@@ -1,10 +1,10 @@
 // Descriptors, heuristics and launches of cuBLASLt.
-#include "ops/cublaslt.h"
-
 #include <memory>
 #include <mutex>
 #include <type_traits>
 #include <unordered_map>
+
+#include "ops/cublaslt.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -23,11 +23,14 @@ struct Destroyer {
 };
 using Operation = std::unique_ptr<cublasLtMatmulDesc_t, Destroyer<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>>;
 using Layout = std::unique_ptr<cublasLtMatrixLayout_t, Destroyer<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>>;
-using Preference = std::unique_ptr<cublasLtMatmulPreference_t, Destroyer<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>>;
+using Preference =
+    std::unique_ptr<cublasLtMatmulPreference_t, Destroyer<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>>;
 
 Layout make_layout(cudaDataType_t type, std::int64_t rows, std::int64_t columns, std::int64_t ld) {
   cublasLtMatrixLayout_t layout = nullptr;
-  check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(columns), ld), "matrix layout");
+  check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(columns),
+                                   ld),
+        "matrix layout");
   return Layout(layout);
 }
 
@@ -39,7 +42,8 @@ struct Descriptors {
     cublasLtMatmulDesc_t raw = nullptr;
     check(cublasLtMatmulDescCreate(&raw, CUBLAS_COMPUTE_32F, CUDA_R_32F), "operation");
     operation.reset(raw);
-    const cublasOperation_t of_a = p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, of_b = p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t of_a = p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+                            of_b = p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     check(cublasLtMatmulDescSetAttribute(raw, CUBLASLT_MATMUL_DESC_TRANSA, &of_a, sizeof(of_a)), "operation of a");
     check(cublasLtMatmulDescSetAttribute(raw, CUBLASLT_MATMUL_DESC_TRANSB, &of_b, sizeof(of_b)), "operation of b");
   }
@@ -70,14 +74,15 @@ bool sums_whole(const cublasLtMatmulAlgo_t& algo) {
   const auto get = [&](cublasLtMatmulAlgoConfigAttributes_t name, auto& value) {
     return cublasLtMatmulAlgoConfigGetAttribute(&algo, name, &value, sizeof(value), &written) == CUBLAS_STATUS_SUCCESS;
   };
-  return get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, parts) && parts <= 1 && get(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme) &&
-         scheme == CUBLASLT_REDUCTION_SCHEME_NONE;
+  return get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, parts) && parts <= 1 &&
+         get(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme) && scheme == CUBLASLT_REDUCTION_SCHEME_NONE;
 }
 
 }  // namespace
 
 cudaDataType_t cublas_type(at::ScalarType dtype, const char* op) {
-  return dispatch_cuda(dtype, op, [](auto tag) { return std::is_same_v<decltype(tag), float> ? CUDA_R_32F : CUDA_R_16BF; });
+  return dispatch_cuda(dtype, op,
+                       [](auto tag) { return std::is_same_v<decltype(tag), float> ? CUDA_R_32F : CUDA_R_16BF; });
 }
 
 std::vector<CublasAlgorithm> cublas_algorithms(const CublasProblem& problem, bool whole_sums, int device) {
@@ -94,23 +99,26 @@ std::vector<CublasAlgorithm> cublas_algorithms(const CublasProblem& problem, boo
     set(preference, name, problem.alignment);
   cublasLtMatmulHeuristicResult_t found[kMaxCandidates];
   int count = 0;
-  const auto status = cublasLtMatmulAlgoGetHeuristic(handle_of(device), d.operation.get(), d.a.get(), d.b.get(), d.c.get(), d.c.get(), preference.get(),
-                                                     whole_sums ? kMaxCandidates : 1, found, &count);
+  const auto status =
+      cublasLtMatmulAlgoGetHeuristic(handle_of(device), d.operation.get(), d.a.get(), d.b.get(), d.c.get(), d.c.get(),
+                                     preference.get(), whole_sums ? kMaxCandidates : 1, found, &count);
   std::vector<CublasAlgorithm> out;
   if (status != CUBLAS_STATUS_SUCCESS) return out;
   for (int i = 0; i < count; ++i)
-    if (found[i].state == CUBLAS_STATUS_SUCCESS && (!whole_sums || sums_whole(found[i].algo))) out.push_back({found[i].algo, found[i].workspaceSize});
+    if (found[i].state == CUBLAS_STATUS_SUCCESS && (!whole_sums || sums_whole(found[i].algo)))
+      out.push_back({found[i].algo, found[i].workspaceSize});
   return out;
 }
 
-bool cublas_run(const CublasProblem& problem, const CublasOperands& operands, const CublasAlgorithm& algorithm, bool accumulate,
-                const CudaLaunch& launch) {
+bool cublas_run(const CublasProblem& problem, const CublasOperands& operands, const CublasAlgorithm& algorithm,
+                bool accumulate, const CudaLaunch& launch) {
   const Descriptors d(problem);
   const float alpha = 1, beta = accumulate ? 1 : 0;
   const auto bytes = static_cast<std::int64_t>(algorithm.workspace_bytes);
   const auto workspace = bytes > 0 ? launch.scratch(bytes, at::kByte) : at::Tensor();
-  return cublasLtMatmul(handle_of(launch.like.get_device()), d.operation.get(), &alpha, operands.a, d.a.get(), operands.b, d.b.get(), &beta, operands.c,
-                        d.c.get(), operands.c, d.c.get(), &algorithm.algo, bytes > 0 ? workspace.data_ptr() : nullptr, algorithm.workspace_bytes,
+  return cublasLtMatmul(handle_of(launch.like.get_device()), d.operation.get(), &alpha, operands.a, d.a.get(),
+                        operands.b, d.b.get(), &beta, operands.c, d.c.get(), operands.c, d.c.get(), &algorithm.algo,
+                        bytes > 0 ? workspace.data_ptr() : nullptr, algorithm.workspace_bytes,
                         launch.stream) == CUBLAS_STATUS_SUCCESS;
 }
 

@@ -1,5 +1,5 @@
-// What the CUDA sides of the ops share: the stream, the check of a launch, small arrays on their way to the device, dtype switches.
-// For csrc/ops/*_cuda.cpp only.
+// What the CUDA sides of the ops share: the stream, the check of a launch, small arrays on their way to the device,
+// dtype switches. For csrc/ops/*_cuda.cpp only.
 #pragma once
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -16,11 +16,12 @@ namespace nemo_rl::ops {
 
 /// This op's device is the current one while it lives; `stream` is torch's current stream there.
 struct CudaLaunch {
-  CudaLaunch(const at::Tensor& t, const char* op) : guard(t.device()), stream(c10::cuda::getCurrentCUDAStream().stream()), like(t), op(op) {}
+  CudaLaunch(const at::Tensor& t, const char* op)
+      : guard(t.device()), stream(c10::cuda::getCurrentCUDAStream().stream()), like(t), op(op) {}
   /// Throws unless the launch succeeded, with op, shape and device.
   void check(cudaError_t status) const {
-    NRL_CHECK(status == cudaSuccess, op, " on ", like.sizes(), " ", c10::toString(like.scalar_type()), " failed on ", like.device().str(), ": ",
-              cudaGetErrorString(status));
+    NRL_CHECK(status == cudaSuccess, op, " on ", like.sizes(), " ", c10::toString(like.scalar_type()), " failed on ",
+              like.device().str(), ": ", cudaGetErrorString(status));
   }
   /// Uninitialised memory of this device, for the work of this stream.
   at::Tensor scratch(std::int64_t n, at::ScalarType dtype) const { return at::empty({n}, like.options().dtype(dtype)); }
@@ -62,12 +63,17 @@ class UploadedArray {
 template <class F>
 decltype(auto) dispatch_cuda(at::ScalarType dtype, const char* op, F&& f) {
   switch (dtype) {
-    case at::kFloat: return f(float{});
-    case at::kBFloat16: return f(bfloat16{});
-    default: break;
+    case at::kFloat:
+      return f(float{});
+    case at::kBFloat16:
+      return f(bfloat16{});
+    default:
+      break;
   }
-  throw ArgumentError(detail::concat(op, ": dtype ", c10::toString(dtype), " is not float32 or bfloat16, the types of the CUDA kernels; use policy.precision=float32 or "
-                                     "bfloat16, or the CPU"));
+  throw ArgumentError(
+      detail::concat(op, ": dtype ", c10::toString(dtype),
+                     " is not float32 or bfloat16, the types of the CUDA kernels; use policy.precision=float32 or "
+                     "bfloat16, or the CPU"));
 }
 
 }  // namespace nemo_rl::ops

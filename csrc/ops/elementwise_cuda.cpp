@@ -22,20 +22,22 @@ std::int64_t num_parts(std::int64_t n, std::int64_t each) { return (n + each - 1
 
 void embedding_forward_on_cuda(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
   const CudaLaunch launch(table, "embedding_forward");
-  NRL_CHECK_ARG(h.scalar_type() == at::kFloat && h.is_contiguous() && h.device() == table.device(), "embedding_forward: h must be contiguous float32 on ",
-                table.device().str());
+  NRL_CHECK_ARG(h.scalar_type() == at::kFloat && h.is_contiguous() && h.device() == table.device(),
+                "embedding_forward: h must be contiguous float32 on ", table.device().str());
   const auto ids = token_ids.to(table.device());
   dispatch_cuda(table.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    launch.check(kernels::embedding_forward_launch(ptr<T>(table), ptr<std::int64_t>(ids), mutable_ptr<float>(h), ids.numel(), table.size(1), launch.stream));
+    launch.check(kernels::embedding_forward_launch(ptr<T>(table), ptr<std::int64_t>(ids), mutable_ptr<float>(h),
+                                                   ids.numel(), table.size(1), launch.stream));
   });
 }
 
 void embedding_backward_on_cuda(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table) {
   const CudaLaunch launch(dh, "embedding_backward");
-  NRL_CHECK_ARG(dh.scalar_type() == at::kFloat && d_table.scalar_type() == at::kFloat && dh.is_contiguous() && d_table.is_contiguous() &&
-                    d_table.device() == dh.device(),
-                "embedding_backward: dh ", dh.sizes(), " and d_table ", d_table.sizes(), " must be contiguous float32 on one device");
+  NRL_CHECK_ARG(dh.scalar_type() == at::kFloat && d_table.scalar_type() == at::kFloat && dh.is_contiguous() &&
+                    d_table.is_contiguous() && d_table.device() == dh.device(),
+                "embedding_backward: dh ", dh.sizes(), " and d_table ", d_table.sizes(),
+                " must be contiguous float32 on one device");
   // tokens by id, each id's in their order
   const auto* ids = ptr<std::int64_t>(token_ids);
   std::vector<std::int64_t> tokens(static_cast<std::size_t>(token_ids.numel())), rows, first;
@@ -54,7 +56,8 @@ void embedding_backward_on_cuda(const at::Tensor& dh, const at::Tensor& token_id
   const auto uploaded = to_device(all, dh);
   const auto* p = static_cast<const std::int64_t*>(uploaded.const_data_ptr());
   launch.check(kernels::embedding_backward_launch(
-      {ptr<float>(dh), p, p + num_rows, p + 2 * num_rows + 1, mutable_ptr<float>(d_table), num_rows, d_table.size(1)}, launch.stream));
+      {ptr<float>(dh), p, p + num_rows, p + 2 * num_rows + 1, mutable_ptr<float>(d_table), num_rows, d_table.size(1)},
+      launch.stream));
 }
 
 void add_column_sums_on_cuda(const at::Tensor& x, const at::Tensor& out) {
@@ -62,8 +65,8 @@ void add_column_sums_on_cuda(const at::Tensor& x, const at::Tensor& out) {
   const auto parts = launch.scratch(num_parts(x.size(0), kernels::kRowsPerPart) * x.size(1), at::kFloat);
   dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
     using X = decltype(tag);
-    launch.check(kernels::add_column_sums_launch(ptr<X>(x), x.stride(0), x.size(0), x.size(1), mutable_ptr<float>(parts), mutable_ptr<float>(out),
-                                                 launch.stream));
+    launch.check(kernels::add_column_sums_launch(ptr<X>(x), x.stride(0), x.size(0), x.size(1),
+                                                 mutable_ptr<float>(parts), mutable_ptr<float>(out), launch.stream));
   });
 }
 
@@ -79,40 +82,54 @@ void dispatch_norm(const at::Tensor& x, const at::Tensor& w, const char* op, F&&
   throw ArgumentError(detail::concat(op, " on CUDA: x in ", c10::toString(in), ", weight in ", c10::toString(type)));
 }
 
-void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, const at::Tensor& y, const std::optional<at::Tensor>& rstd) {
+void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, const at::Tensor& y,
+                              const std::optional<at::Tensor>& rstd) {
   const CudaLaunch launch(x, "rms_norm_forward");
   const std::int64_t D = w.numel();
   dispatch_norm(x, w, launch.op, [&]<class X, class T>(X, T) {
-    const kernels::RmsNormForwardArgs<X, T> args{ptr<X>(x),   x.stride(0), ptr<T>(w), mutable_ptr<T>(y), y.stride(0), rstd ? mutable_ptr<float>(*rstd) : nullptr,
-                                                 x.size(1) / D, D, eps};
+    const kernels::RmsNormForwardArgs<X, T> args{
+        ptr<X>(x),         x.stride(0), ptr<T>(w),
+        mutable_ptr<T>(y), y.stride(0), rstd ? mutable_ptr<float>(*rstd) : nullptr,
+        x.size(1) / D,     D,           eps};
     launch.check(kernels::rms_norm_forward_launch(args, x.size(0), launch.stream));
   });
 }
 
-void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd, const at::Tensor& dx,
-                               bool accumulate, const at::Tensor& dw) {
+void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd,
+                               const at::Tensor& dx, bool accumulate, const at::Tensor& dw) {
   const CudaLaunch launch(x, "rms_norm_backward");
-  NRL_CHECK_ARG(dy.scalar_type() == x.scalar_type() && dx.scalar_type() == x.scalar_type() && dw.scalar_type() == at::kFloat,
-                "rms_norm_backward: dy and dx must be ", c10::toString(x.scalar_type()), " like x, and dw float32");
+  NRL_CHECK_ARG(
+      dy.scalar_type() == x.scalar_type() && dx.scalar_type() == x.scalar_type() && dw.scalar_type() == at::kFloat,
+      "rms_norm_backward: dy and dx must be ", c10::toString(x.scalar_type()), " like x, and dw float32");
   const std::int64_t D = w.numel();
   const auto parts = launch.scratch(num_parts(x.size(0), kernels::kRowsPerPart) * D, at::kFloat);
   dispatch_norm(x, w, launch.op, [&]<class X, class T>(X, T) {
-    const kernels::RmsNormBackwardArgs<X, X, T> args{ptr<X>(dy), dy.stride(0), ptr<X>(x), x.stride(0), ptr<T>(w), ptr<float>(rstd), mutable_ptr<X>(dx),
-                                                     dx.stride(0), accumulate, x.size(1) / D, D};
-    launch.check(kernels::rms_norm_backward_launch(args, x.size(0), mutable_ptr<float>(parts), mutable_ptr<float>(dw), launch.stream));
+    const kernels::RmsNormBackwardArgs<X, X, T> args{
+        ptr<X>(dy),         dy.stride(0), ptr<X>(x),  x.stride(0),   ptr<T>(w), ptr<float>(rstd),
+        mutable_ptr<X>(dx), dx.stride(0), accumulate, x.size(1) / D, D};
+    launch.check(kernels::rms_norm_backward_launch(args, x.size(0), mutable_ptr<float>(parts), mutable_ptr<float>(dw),
+                                                   launch.stream));
   });
 }
 
 // ---------------------------------------------------------------- elementwise
 
-void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions, const at::Tensor& cos, const at::Tensor& sin,
-                  bool inverse) {
+void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions,
+                  const at::Tensor& cos, const at::Tensor& sin, bool inverse) {
   const CudaLaunch launch(x, "rope");
-  NRL_CHECK_ARG(positions.device() == x.device() && cos.device() == x.device() && sin.device() == x.device(), "rope: x is on ", x.device().str(),
-                ", positions on ", positions.device().str(), ", the table on ", cos.device().str());
+  NRL_CHECK_ARG(positions.device() == x.device() && cos.device() == x.device() && sin.device() == x.device(),
+                "rope: x is on ", x.device().str(), ", positions on ", positions.device().str(), ", the table on ",
+                cos.device().str());
   dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    const kernels::RopeArgs<T> args{mutable_ptr<T>(x), x.stride(0), ptr<std::int64_t>(positions), ptr<float>(cos), ptr<float>(sin), heads, H, inverse};
+    const kernels::RopeArgs<T> args{mutable_ptr<T>(x),
+                                    x.stride(0),
+                                    ptr<std::int64_t>(positions),
+                                    ptr<float>(cos),
+                                    ptr<float>(sin),
+                                    heads,
+                                    H,
+                                    inverse};
     launch.check(kernels::rope_launch(args, x.size(0), launch.stream));
   });
 }
@@ -121,35 +138,52 @@ void swiglu_forward_on_cuda(const at::Tensor& gate_up, const at::Tensor& act, ke
   const CudaLaunch launch(act, "swiglu_forward");
   dispatch_cuda(act.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    launch.check(kernels::swiglu_forward_launch(ptr<T>(gate_up), mutable_ptr<T>(act), act.size(1), act.size(0), activation, launch.stream));
+    launch.check(kernels::swiglu_forward_launch(ptr<T>(gate_up), mutable_ptr<T>(act), act.size(1), act.size(0),
+                                                activation, launch.stream));
   });
 }
 
-void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, kernels::Gate activation) {
+void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
+                             kernels::Gate activation) {
   const CudaLaunch launch(d_act, "swiglu_backward");
   dispatch_cuda(d_act.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    launch.check(kernels::swiglu_backward_launch(ptr<T>(d_act), ptr<T>(gate_up), mutable_ptr<T>(d_gate_up), d_act.size(1), d_act.size(0), activation, launch.stream));
+    launch.check(kernels::swiglu_backward_launch(ptr<T>(d_act), ptr<T>(gate_up), mutable_ptr<T>(d_gate_up),
+                                                 d_act.size(1), d_act.size(0), activation, launch.stream));
   });
 }
 
 // ---------------------------------------------------------------- flat buffers
 
-void adamw_step_on_cuda(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                        const std::optional<at::Tensor>& compute, const AdamWSettings& s, std::int64_t step, double grad_scale) {
+void adamw_step_on_cuda(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
+                        const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& s,
+                        std::int64_t step, double grad_scale) {
   const CudaLaunch launch(weights, "adamw_step");
   NRL_CHECK_ARG(weights.scalar_type() == at::kFloat, "adamw_step: weights on CUDA must be float32");
-  const kernels::AdamWArgs<float> args{mutable_ptr<float>(weights), ptr<float>(grads), mutable_ptr<float>(exp_avg), mutable_ptr<float>(exp_avg_sq),
-                                       compute ? mutable_ptr<bfloat16>(*compute) : nullptr, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay,
-                                       1.0 - std::pow(s.beta1, static_cast<double>(step)), 1.0 - std::pow(s.beta2, static_cast<double>(step)), grad_scale};
+  const kernels::AdamWArgs<float> args{mutable_ptr<float>(weights),
+                                       ptr<float>(grads),
+                                       mutable_ptr<float>(exp_avg),
+                                       mutable_ptr<float>(exp_avg_sq),
+                                       compute ? mutable_ptr<bfloat16>(*compute) : nullptr,
+                                       s.lr,
+                                       s.beta1,
+                                       s.beta2,
+                                       s.eps,
+                                       s.weight_decay,
+                                       1.0 - std::pow(s.beta1, static_cast<double>(step)),
+                                       1.0 - std::pow(s.beta2, static_cast<double>(step)),
+                                       grad_scale};
   launch.check(kernels::adamw_launch(args, weights.numel(), launch.stream));
 }
 
 double l2_norm_on_cuda(const at::Tensor& x) {
   const CudaLaunch launch(x, "l2_norm");
-  NRL_CHECK_ARG(x.scalar_type() == at::kFloat && x.is_contiguous(), "l2_norm: a buffer on CUDA must be contiguous float32");
-  const auto parts = launch.scratch(num_parts(x.numel(), kernels::kSquaresPerPart), at::kDouble), sum = launch.scratch(1, at::kDouble);
-  launch.check(kernels::sum_of_squares_launch(ptr<float>(x), x.numel(), mutable_ptr<double>(parts), mutable_ptr<double>(sum), launch.stream));
+  NRL_CHECK_ARG(x.scalar_type() == at::kFloat && x.is_contiguous(),
+                "l2_norm: a buffer on CUDA must be contiguous float32");
+  const auto parts = launch.scratch(num_parts(x.numel(), kernels::kSquaresPerPart), at::kDouble),
+             sum = launch.scratch(1, at::kDouble);
+  launch.check(kernels::sum_of_squares_launch(ptr<float>(x), x.numel(), mutable_ptr<double>(parts),
+                                              mutable_ptr<double>(sum), launch.stream));
   return std::sqrt(sum.item<double>());
 }
 
@@ -157,7 +191,8 @@ std::vector<std::uint64_t> weight_digest_on_cuda(const at::Tensor& weights) {
   const CudaLaunch launch(weights, "weight_digest");
   const auto n = static_cast<std::int64_t>(weights.nbytes());
   const auto parts = launch.scratch(num_parts(n, kernels::kDigestBlock), at::kLong);
-  launch.check(kernels::weight_digest_launch(weights.const_data_ptr(), n, static_cast<std::uint64_t*>(parts.data_ptr()), launch.stream));
+  launch.check(kernels::weight_digest_launch(weights.const_data_ptr(), n, static_cast<std::uint64_t*>(parts.data_ptr()),
+                                             launch.stream));
   const auto host = parts.cpu();
   const auto* p = static_cast<const std::uint64_t*>(host.const_data_ptr());
   return {p, p + host.numel()};

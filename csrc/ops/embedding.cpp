@@ -13,8 +13,8 @@ CudaSlot<void(const at::Tensor&, const at::Tensor&)> add_column_sums_cuda("add_c
 namespace {
 
 void check_ids(const at::Tensor& token_ids, std::int64_t rows, const char* op) {
-  NRL_CHECK_ARG(token_ids.is_cpu() && token_ids.scalar_type() == at::kLong && token_ids.is_contiguous(), op, ": token ids must be int64 on the CPU, got ",
-                token_ids.scalar_type(), " on ", token_ids.device());
+  NRL_CHECK_ARG(token_ids.is_cpu() && token_ids.scalar_type() == at::kLong && token_ids.is_contiguous(), op,
+                ": token ids must be int64 on the CPU, got ", token_ids.scalar_type(), " on ", token_ids.device());
   check_token_ids({ptr<std::int64_t>(token_ids), static_cast<std::size_t>(token_ids.numel())}, rows, op);
 }
 
@@ -22,12 +22,13 @@ void check_ids(const at::Tensor& token_ids, std::int64_t rows, const char* op) {
 
 void check_token_ids(std::span<const std::int64_t> token_ids, std::int64_t vocab_size, const char* op) {
   for (std::size_t t = 0; t < token_ids.size(); ++t)
-    NRL_CHECK_ARG(token_ids[t] >= 0 && token_ids[t] < vocab_size, op, ": token id ", token_ids[t], " at position ", t, " is outside the vocabulary of ",
-                  vocab_size, " (tokenizer and model do not belong together?)");
+    NRL_CHECK_ARG(token_ids[t] >= 0 && token_ids[t] < vocab_size, op, ": token id ", token_ids[t], " at position ", t,
+                  " is outside the vocabulary of ", vocab_size, " (tokenizer and model do not belong together?)");
 }
 
 void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
-  const bool checked = token_ids.is_cuda() && token_ids.device() == table.device() && token_ids.scalar_type() == at::kLong && token_ids.is_contiguous();
+  const bool checked = token_ids.is_cuda() && token_ids.device() == table.device() &&
+                       token_ids.scalar_type() == at::kLong && token_ids.is_contiguous();
   if (!checked) check_ids(token_ids, table.size(0), "embedding_forward");
   if (table.is_cuda()) return embedding_forward_cuda.get(table)(table, token_ids, h);
   const std::int64_t D = table.size(1);

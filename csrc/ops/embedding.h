@@ -9,8 +9,8 @@ namespace nemo_rl::ops {
 /// Throws ArgumentError unless all of token_ids (int64, on the CPU) are in [0, vocab_size).
 void check_token_ids(std::span<const std::int64_t> token_ids, std::int64_t vocab_size, const char* op);
 
-/// h[t] = table[token_ids[t]], widened to h's dtype (float32 for a bfloat16 table). token_ids are int64 [T] on the CPU, where they
-/// are checked, also for a table on a CUDA device; or on that device, if check_token_ids has seen them.
+/// h[t] = table[token_ids[t]], widened to h's dtype (float32 for a bfloat16 table). token_ids are int64 [T] on the CPU,
+/// where they are checked, also for a table on a CUDA device; or on that device, if check_token_ids has seen them.
 void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h);
 
 /// d_table[token_ids[t]] += dh[t], in the order of t for every row: the sum does not depend on threads.
@@ -20,7 +20,8 @@ void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const
 void add_column_sums(const at::Tensor& x, const at::Tensor& out);
 
 extern CudaSlot<void(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h)> embedding_forward_cuda;
-extern CudaSlot<void(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table)> embedding_backward_cuda;
+extern CudaSlot<void(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table)>
+    embedding_backward_cuda;
 extern CudaSlot<void(const at::Tensor& x, const at::Tensor& out)> add_column_sums_cuda;
 
 }  // namespace nemo_rl::ops

@@ -42,15 +42,16 @@ class PackedRows {
   std::int64_t chunk_ = -1;
 };
 
-/// Some strips of a chunk of rows, and where a thread has, or keeps, its rows packed. `more`: it will most likely go on with what follows.
+/// Some strips of a chunk of rows, and where a thread has, or keeps, its rows packed. `more`: it will most likely go on
+/// with what follows.
 struct ChunkTile {
   std::int64_t chunk, strip_begin, strip_end;
   void* packed_rows;
   bool is_packed, more;
 };
 
-/// Calls f(ChunkTile) for all strips of all chunks. Tiles go through a chunk's strips, then chunk by chunk, so that a thread packs a chunk's
-/// rows, which take so many bytes, once and multiplies them as often as its tiles ask for.
+/// Calls f(ChunkTile) for all strips of all chunks. Tiles go through a chunk's strips, then chunk by chunk, so that a
+/// thread packs a chunk's rows, which take so many bytes, once and multiplies them as often as its tiles ask for.
 template <class F>
 void parallel_chunks(std::int64_t chunks, std::int64_t strips, std::int64_t at_least, std::size_t bytes, const F& f) {
   const std::uint64_t product = PackedRows::next_product();
@@ -72,9 +73,12 @@ void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
   const std::int64_t M = args.input.M, N = args.input.N, terms = std::min(kGemmTerms, args.input.K - k0);
   const std::int64_t chunks = (M + kGemmTileM - 1) / kGemmTileM, strips = (N + kGemmTileN - 1) / kGemmTileN;
   const std::int64_t at_least = std::max<std::int64_t>(2, tiles_at_least(terms * kGemmTileN * std::min(M, kGemmTileM)));
-  parallel_chunks(chunks, strips, at_least, static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))), [&](const ChunkTile& t) {
-    gemm_of(args)(args, {t.chunk * kGemmTileM, t.strip_begin * kGemmTileN, std::min(N, t.strip_end * kGemmTileN), k0, t.packed_rows, t.is_packed});
-  });
+  parallel_chunks(chunks, strips, at_least,
+                  static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))),
+                  [&](const ChunkTile& t) {
+                    gemm_of(args)(args, {t.chunk * kGemmTileM, t.strip_begin * kGemmTileN,
+                                         std::min(N, t.strip_end * kGemmTileN), k0, t.packed_rows, t.is_packed});
+                  });
 }
 
 /// c (+)= a · b; `packed_b` and `sums` are set here.
@@ -88,7 +92,8 @@ void run_gemm(kernels::GemmArgs<T, O> args) {
   input.packed_b = memory;
   if (keeps_sums) args.sums = reinterpret_cast<accumulate_t<T>*>(memory + packed);
   for (std::int64_t k0 = 0; k0 < input.K; k0 += kernels::kGemmTerms) {
-    const std::int64_t units = (std::min(kernels::kGemmTerms, input.K - k0) + kernels::kGemmPackTerms - 1) / kernels::kGemmPackTerms;
+    const std::int64_t units =
+        (std::min(kernels::kGemmTerms, input.K - k0) + kernels::kGemmPackTerms - 1) / kernels::kGemmPackTerms;
     parallel_tiles(units, tiles_at_least(8 * kernels::kGemmPackTerms * input.N),
                    [&](std::int64_t begin, std::int64_t end, bool) { gemm_pack_of(input)(input, k0, begin, end); });
     multiply_block(args, k0);

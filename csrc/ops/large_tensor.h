@@ -4,14 +4,15 @@
 
 namespace nemo_rl::ops {
 
-/// Uninitialised memory; on the CPU in huge pages (common/large_memory.h) as far as its first `used` bytes reach, all of it by default.
+/// Uninitialised memory; on the CPU in huge pages (common/large_memory.h) as far as its first `used` bytes reach, all
+/// of it by default.
 at::Tensor empty_large(at::IntArrayRef sizes, const at::TensorOptions& options, std::int64_t used = -1);
 
 /// The same, zero.
 at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-/// Clears a contiguous tensor, each thread one long stretch of it: with those memset does not read memory before it writes it, as the
-/// stores of zero_ do.
+/// Clears a contiguous tensor, each thread one long stretch of it: with those memset does not read memory before it
+/// writes it, as the stores of zero_ do.
 void clear(const at::Tensor& tensor);
 
 }  // namespace nemo_rl::ops

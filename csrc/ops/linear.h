@@ -10,15 +10,17 @@ namespace nemo_rl::ops {
 /// Each row of y depends on its row of x alone, bit for bit: not on M, not on the number of threads.
 /// x, w (and bias) share a dtype: float32, float64, or bfloat16 with y in bfloat16 or float32 (sums are always
 /// float32 at least). Rows may be strided; the last dimension is contiguous. `accumulate` adds to y.
-void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
-                    bool accumulate = false);
+void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                    const at::Tensor& y, bool accumulate = false);
 
 /// act[M, I] = silu(gate) · up with [gate, up] = x[M, K] · w[2I, K]^T + bias[2I], in one pass: the same bits as
-/// linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined. All in one dtype.
-void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
-                   const at::Tensor& act);
+/// linear_forward into gate_up and swiglu_forward of it. gate_up [M, 2I] is written when it is defined. All in one
+/// dtype.
+void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                   const at::Tensor& gate_up, const at::Tensor& act);
 
-/// The next product reads w (of linear_swiglu: `gated`): threads of a team (ops/team.h) that wait for it read their part into their caches.
+/// The next product reads w (of linear_swiglu: `gated`): threads of a team (ops/team.h) that wait for it read their
+/// part into their caches.
 void linear_ask_ahead(const at::Tensor& w, bool gated = false);
 
 /// dx[M, K] (+)= dy[M, N] · w[N, K].
@@ -27,11 +29,12 @@ void linear_backward_input(const at::Tensor& dy, const at::Tensor& w, const at::
 /// dw[N, K] += dy[M, N]^T · x[M, K]; dw is float32 (float64 for float64 operands).
 void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& dw);
 
-using LinearForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
-                                   bool accumulate);
+using LinearForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                                   const at::Tensor& y, bool accumulate);
 extern CudaSlot<LinearForwardLauncher> linear_forward_cuda;
 /// c (+)= a · b or a^T · b, for both backward products.
-using GemmLauncher = void(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate, const char* op);
+using GemmLauncher = void(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c,
+                          bool accumulate, const char* op);
 extern CudaSlot<GemmLauncher> linear_backward_cuda;
 
 }  // namespace nemo_rl::ops

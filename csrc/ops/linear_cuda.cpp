@@ -1,8 +1,6 @@
-// Matrix products on CUDA. Forward: for each (N, K, dtypes) one cuBLASLt algorithm is checked to give a row the same bits in every
-// batch, so that trainer and engine agree; for other numbers of rows M the library's choice takes its place where it sums in the same
-// order. Backward: the library's choice for each shape.
-#include "ops/linear.h"
-
+// Matrix products on CUDA. Forward: for each (N, K, dtypes) one cuBLASLt algorithm is checked to give a row the same
+// bits in every batch, so that trainer and engine agree; for other numbers of rows M the library's choice takes its
+// place where it sums in the same order. Backward: the library's choice for each shape.
 #include <algorithm>
 #include <bit>
 #include <map>
@@ -11,6 +9,7 @@
 
 #include "kernels/cuda/model_launchers.h"
 #include "ops/cublaslt.h"
+#include "ops/linear.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -29,8 +28,8 @@ std::uint32_t row_alignment(const at::Tensor& t) {
 std::uint32_t common_alignment(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c, const char* op) {
   const std::uint32_t alignment = std::min({row_alignment(a), row_alignment(b), row_alignment(c)});
   for (const auto& t : {a, b, c})
-    NRL_CHECK(reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % alignment == 0, op, ": the memory of ", t.sizes(), " does not begin at a multiple of ",
-              alignment, " bytes");
+    NRL_CHECK(reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % alignment == 0, op, ": the memory of ", t.sizes(),
+              " does not begin at a multiple of ", alignment, " bytes");
   return alignment;
 }
 
@@ -45,15 +44,16 @@ CublasProblem forward_problem(const at::Tensor& x, const at::Tensor& w, const at
   return p;
 }
 
-bool run_forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, bool accumulate, const CublasAlgorithm& algorithm,
-                 const CudaLaunch& launch) {
-  return cublas_run(forward_problem(x, w, y), {w.const_data_ptr(), x.const_data_ptr(), y.data_ptr()}, algorithm, accumulate, launch);
+bool run_forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, bool accumulate,
+                 const CublasAlgorithm& algorithm, const CudaLaunch& launch) {
+  return cublas_run(forward_problem(x, w, y), {w.const_data_ptr(), x.const_data_ptr(), y.data_ptr()}, algorithm,
+                    accumulate, launch);
 }
 
 at::Tensor bits(const at::Tensor& y) { return y.view(y.scalar_type() == at::kFloat ? at::kInt : at::kShort); }
 
-/// Operands [rows, K] and [N, K] whose terms cancel, the second half of a sum being the first backwards with the other sign: what is
-/// left is rounding, of which even bfloat16 shows whether two algorithms sum in one order.
+/// Operands [rows, K] and [N, K] whose terms cancel, the second half of a sum being the first backwards with the other
+/// sign: what is left is rounding, of which even bfloat16 shows whether two algorithms sum in one order.
 struct CancellingSums {
   at::Tensor x, w;
   CancellingSums(std::int64_t rows, const at::Tensor& like) {
@@ -83,11 +83,12 @@ bool exact(const CancellingSums& sums, at::ScalarType out, const CublasAlgorithm
 }
 
 /// For about so many rows, the first of the library's choices that gives the bits of `pinned`.
-CublasAlgorithm algorithm_for_rows(CublasProblem problem, std::int64_t rows, const at::Tensor& w, at::ScalarType out, const CublasAlgorithm& pinned,
-                                   const CudaLaunch& launch) {
+CublasAlgorithm algorithm_for_rows(CublasProblem problem, std::int64_t rows, const at::Tensor& w, at::ScalarType out,
+                                   const CublasAlgorithm& pinned, const CudaLaunch& launch) {
   problem.n = rows;
   const auto offered = cublas_algorithms(problem, /*whole_sums=*/true, w.get_device());
-  const std::int64_t compared = std::max<std::int64_t>(1, std::min(std::clamp(rows, kCheckRows, kMostComparedRows), kMostComparedValues / w.size(0)));
+  const std::int64_t compared = std::max<std::int64_t>(
+      1, std::min(std::clamp(rows, kCheckRows, kMostComparedRows), kMostComparedValues / w.size(0)));
   const CancellingSums sums(compared, w);
   const auto result = [&](const CublasAlgorithm& algorithm) {
     const auto y = at::empty({sums.x.size(0), w.size(0)}, w.options().dtype(out));
@@ -101,40 +102,49 @@ CublasAlgorithm algorithm_for_rows(CublasProblem problem, std::int64_t rows, con
 }
 
 /// The algorithm that is the measure for these weights' shape.
-CublasAlgorithm pinned_algorithm(CublasProblem problem, const at::Tensor& w, at::ScalarType out, const CudaLaunch& launch) {
+CublasAlgorithm pinned_algorithm(CublasProblem problem, const at::Tensor& w, at::ScalarType out,
+                                 const CudaLaunch& launch) {
   const CancellingSums sums(kCheckRows, w);
   problem.n = kCheckRows, problem.ldb = w.size(1), problem.ldc = w.size(0);
   for (const auto& algorithm : cublas_algorithms(problem, /*whole_sums=*/true, w.get_device()))
     if (exact(sums, out, algorithm, launch)) return algorithm;
-  NRL_CHECK(false, "linear_forward: cuBLASLt offers no algorithm for weights ", w.sizes(), " ", c10::toString(w.scalar_type()), " on ", w.device().str(),
+  NRL_CHECK(false, "linear_forward: cuBLASLt offers no algorithm for weights ", w.sizes(), " ",
+            c10::toString(w.scalar_type()), " on ", w.device().str(),
             " that gives a row the same bits in every batch: trainer and engine would differ");
 }
 
 /// Chosen at the first product of these weights' shape with up to the next power of two of rows.
-CublasAlgorithm forward_algorithm(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, const CudaLaunch& launch) {
+CublasAlgorithm forward_algorithm(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+                                  const CudaLaunch& launch) {
   struct Chosen {
     CublasAlgorithm pinned;
     std::map<std::int64_t, CublasAlgorithm> for_rows;
   };
   static std::mutex mutex;
-  static std::map<std::tuple<int, std::int64_t, std::int64_t, at::ScalarType, at::ScalarType, std::uint32_t>, Chosen> all;
+  static std::map<std::tuple<int, std::int64_t, std::int64_t, at::ScalarType, at::ScalarType, std::uint32_t>, Chosen>
+      all;
   const CublasProblem problem = forward_problem(x, w, y);
-  const auto key = std::tuple(static_cast<int>(x.get_device()), w.size(0), w.size(1), x.scalar_type(), y.scalar_type(), problem.alignment);
+  const auto key = std::tuple(static_cast<int>(x.get_device()), w.size(0), w.size(1), x.scalar_type(), y.scalar_type(),
+                              problem.alignment);
   const std::lock_guard lock(mutex);
   auto found = all.find(key);
-  if (found == all.end()) found = all.emplace(key, Chosen{pinned_algorithm(problem, w, y.scalar_type(), launch), {}}).first;
-  const auto rows = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(std::max<std::int64_t>(1, x.size(0)))));
+  if (found == all.end())
+    found = all.emplace(key, Chosen{pinned_algorithm(problem, w, y.scalar_type(), launch), {}}).first;
+  const auto rows =
+      static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(std::max<std::int64_t>(1, x.size(0)))));
   auto& for_rows = found->second.for_rows;
   auto chosen = for_rows.find(rows);
   if (chosen == for_rows.end())
-    chosen = for_rows.emplace(rows, algorithm_for_rows(problem, rows, w, y.scalar_type(), found->second.pinned, launch)).first;
+    chosen = for_rows.emplace(rows, algorithm_for_rows(problem, rows, w, y.scalar_type(), found->second.pinned, launch))
+                 .first;
   return chosen->second;
 }
 
-void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
+void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
+                            const at::Tensor& y, bool accumulate) {
   const CudaLaunch launch(x, "linear_forward");
-  NRL_CHECK_ARG(y.scalar_type() == x.scalar_type() || y.scalar_type() == at::kFloat, "linear_forward: no product of ", c10::toString(x.scalar_type()),
-                " into ", c10::toString(y.scalar_type()));
+  NRL_CHECK_ARG(y.scalar_type() == x.scalar_type() || y.scalar_type() == at::kFloat, "linear_forward: no product of ",
+                c10::toString(x.scalar_type()), " into ", c10::toString(y.scalar_type()));
   if (x.size(1) == 0) {
     if (!accumulate) y.zero_();
     NRL_CHECK_ARG(!bias, "linear_forward: a bias without a product");
@@ -144,9 +154,11 @@ void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std:
     const auto add = [&](auto tag, auto out) {
       using T = decltype(tag);
       using O = decltype(out);
-      launch.check(kernels::bias_rows_launch(ptr<T>(*bias), mutable_ptr<O>(y), y.stride(0), y.size(0), y.size(1), accumulate, launch.stream));
+      launch.check(kernels::bias_rows_launch(ptr<T>(*bias), mutable_ptr<O>(y), y.stride(0), y.size(0), y.size(1),
+                                             accumulate, launch.stream));
     };
-    NRL_CHECK_ARG(bias->is_contiguous() && bias->device() == x.device(), "linear_forward: bias must be contiguous on ", x.device().str());
+    NRL_CHECK_ARG(bias->is_contiguous() && bias->device() == x.device(), "linear_forward: bias must be contiguous on ",
+                  x.device().str());
     if (x.scalar_type() == at::kFloat) {
       add(float{}, float{});
     } else if (y.scalar_type() == at::kFloat) {
@@ -156,16 +168,19 @@ void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std:
     }
   }
   const CublasAlgorithm algorithm = forward_algorithm(x, w, y, launch);
-  NRL_CHECK(run_forward(x, w, y, accumulate || bias.has_value(), algorithm, launch), "linear_forward: cuBLASLt refused x ", x.sizes(), ", w ", w.sizes(),
-            " on ", x.device().str());
+  NRL_CHECK(run_forward(x, w, y, accumulate || bias.has_value(), algorithm, launch),
+            "linear_forward: cuBLASLt refused x ", x.sizes(), ", w ", w.sizes(), " on ", x.device().str());
   launch.check(cudaGetLastError());
 }
 
 /// c[M, N] (+)= a · b with a [M, K] (or [K, M], transposed) and b [K, N]; column-major: c^T = b^T · a^T.
-void linear_backward_on_cuda(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c, bool accumulate, const char* op) {
+void linear_backward_on_cuda(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c,
+                             bool accumulate, const char* op) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, cudaDataType_t, cudaDataType_t,
-                             std::uint32_t>, CublasAlgorithm> chosen;
+  static std::map<std::tuple<int, bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                             std::int64_t, cudaDataType_t, cudaDataType_t, std::uint32_t>,
+                  CublasAlgorithm>
+      chosen;
   const CudaLaunch launch(a, op);
   CublasProblem p;
   p.transpose_b = transposed;
@@ -173,22 +188,23 @@ void linear_backward_on_cuda(const at::Tensor& a, bool transposed, const at::Ten
   p.lda = std::max(b.stride(0), p.m), p.ldb = std::max(a.stride(0), a.size(1)), p.ldc = std::max(c.stride(0), p.m);
   p.in = cublas_type(a.scalar_type(), op), p.out = cublas_type(c.scalar_type(), op);
   p.alignment = common_alignment(a, b, c, op);
-  const auto key = std::tuple(static_cast<int>(a.get_device()), transposed, p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.in, p.out, p.alignment);
+  const auto key = std::tuple(static_cast<int>(a.get_device()), transposed, p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.in,
+                              p.out, p.alignment);
   CublasAlgorithm algorithm;
   {
     const std::lock_guard lock(mutex);
     auto found = chosen.find(key);
     if (found == chosen.end()) {
       const auto offered = cublas_algorithms(p, /*whole_sums=*/false, a.get_device());
-      NRL_CHECK(!offered.empty(), op, ": cuBLASLt offers no algorithm for ", a.sizes(), " and ", b.sizes(), " ", c10::toString(a.scalar_type()), " into ",
-                c10::toString(c.scalar_type()));
+      NRL_CHECK(!offered.empty(), op, ": cuBLASLt offers no algorithm for ", a.sizes(), " and ", b.sizes(), " ",
+                c10::toString(a.scalar_type()), " into ", c10::toString(c.scalar_type()));
       if (chosen.size() >= kMostBackwardShapes) chosen.clear();
       found = chosen.emplace(key, offered.front()).first;
     }
     algorithm = found->second;
   }
-  NRL_CHECK(cublas_run(p, {b.const_data_ptr(), a.const_data_ptr(), c.data_ptr()}, algorithm, accumulate, launch), op, ": cuBLASLt refused ", a.sizes(),
-            " and ", b.sizes(), " on ", a.device().str());
+  NRL_CHECK(cublas_run(p, {b.const_data_ptr(), a.const_data_ptr(), c.data_ptr()}, algorithm, accumulate, launch), op,
+            ": cuBLASLt refused ", a.sizes(), " and ", b.sizes(), " on ", a.device().str());
   launch.check(cudaGetLastError());
 }
 

@@ -16,8 +16,9 @@ constexpr std::int64_t kStrip = kernels::kPackedStrip;
 
 bool can_be_packed(const at::Tensor& w, bool gated) {
   const std::int64_t rows = gated ? 2 * kStrip : kStrip;
-  return PackedWeights::most_rows() > 0 && w.is_cpu() && w.scalar_type() == at::kBFloat16 && w.dim() == 2 && w.is_contiguous() && w.numel() > 0 &&
-         w.size(0) % rows == 0 && w.size(1) % kernels::kPackedTerms == 0 && w.size(1) <= kernels::kPackedMostTerms;
+  return PackedWeights::most_rows() > 0 && w.is_cpu() && w.scalar_type() == at::kBFloat16 && w.dim() == 2 &&
+         w.is_contiguous() && w.numel() > 0 && w.size(0) % rows == 0 && w.size(1) % kernels::kPackedTerms == 0 &&
+         w.size(1) <= kernels::kPackedMostTerms;
 }
 
 /// x as the kernels of few rows read it.
@@ -32,7 +33,8 @@ kernels::LinearInput<bfloat16> packed_rows(const at::Tensor& x) {
 /// Calls f(begin, end) for tiles of `width` columns of N.
 template <class F>
 void over_tiles(const kernels::LinearInput<bfloat16>& input, std::int64_t N, std::int64_t width, const F& f) {
-  parallel_tiles(N / width, tiles_at_least(input.K * width * input.M), [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
+  parallel_tiles(N / width, tiles_at_least(input.K * width * input.M),
+                 [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
 }
 
 const bfloat16* bias_of(const std::optional<at::Tensor>& bias) { return bias ? ptr<bfloat16>(*bias) : nullptr; }
@@ -87,24 +89,31 @@ const PackedWeights::Matrix* PackedWeights::in_use(const at::Tensor& w, std::int
   return found != nullptr && found->gated == gated ? found : nullptr;
 }
 
-void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
-                            bool accumulate) {
+void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
+                            const at::Tensor& y, bool accumulate) {
   const auto input = packed_rows(x);
   const auto run = [&](auto* kernel, auto* out) {
-    const kernels::LinearForwardArgs<bfloat16, std::remove_pointer_t<decltype(out)>> args{input,     nullptr, 0,  bias_of(bias), out,
-                                                                                       y.stride(0), w.N,     accumulate};
+    const kernels::LinearForwardArgs<bfloat16, std::remove_pointer_t<decltype(out)>> args{
+        input, nullptr, 0, bias_of(bias), out, y.stride(0), w.N, accumulate};
     over_tiles(input, w.N, kStrip, [&](std::int64_t begin, std::int64_t end) { kernel(args, w.view(), begin, end); });
   };
   if (y.scalar_type() == at::kFloat) return run(kernels::packed_weights_forward_bf16_f32, mutable_ptr<float>(y));
   run(kernels::packed_weights_forward_bf16, mutable_ptr<bfloat16>(y));
 }
 
-void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
-                           const at::Tensor& act) {
+void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
+                           const at::Tensor& gate_up, const at::Tensor& act) {
   const auto input = packed_rows(x);
-  const kernels::LinearSwigluArgs<bfloat16> args{input, nullptr, 0, bias_of(bias), gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) : nullptr,
-                                                 mutable_ptr<bfloat16>(act), w.N / 2};
-  over_tiles(input, w.N, 2 * kStrip, [&](std::int64_t begin, std::int64_t end) { kernels::packed_weights_swiglu_bf16(args, w.view(), begin, end); });
+  const kernels::LinearSwigluArgs<bfloat16> args{input,
+                                                 nullptr,
+                                                 0,
+                                                 bias_of(bias),
+                                                 gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) : nullptr,
+                                                 mutable_ptr<bfloat16>(act),
+                                                 w.N / 2};
+  over_tiles(input, w.N, 2 * kStrip, [&](std::int64_t begin, std::int64_t end) {
+    kernels::packed_weights_swiglu_bf16(args, w.view(), begin, end);
+  });
 }
 
 }  // namespace nemo_rl::ops

@@ -1,4 +1,5 @@
-// A copy of a model's bfloat16 weights in twelve bits each (kernels/packed_weights.h), which products of few rows read in their place.
+// A copy of a model's bfloat16 weights in twelve bits each (kernels/packed_weights.h), which products of few rows read
+// in their place.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -12,20 +13,21 @@ namespace nemo_rl::ops {
 class PackedWeights {
  public:
   struct Matrix {
-    at::Tensor memory;      ///< strips, then patches
+    at::Tensor memory;  ///< strips, then patches
     std::int64_t N = 0, K = 0;
-    bool gated = false;     ///< gates and ups in turn, strip by strip, for linear_swiglu
-    bool is_packed = false; ///< as the weights are now
+    bool gated = false;      ///< gates and ups in turn, strip by strip, for linear_swiglu
+    bool is_packed = false;  ///< as the weights are now
     kernels::PackedMatrix view() const;
     /// Of the strips.
     std::int64_t bytes() const { return N / kernels::kPackedStrip * kernels::packed_strip_bytes(K); }
   };
 
-  /// Up to how many rows products are faster with packed weights; 0: not on this machine, whose processor lacks AVX-512.
+  /// Up to how many rows products are faster with packed weights; 0: not on this machine, whose processor lacks
+  /// AVX-512.
   static std::int64_t most_rows() { return kernels::packed_weights_rows(); }
 
-  /// Packs w [N, K] on LibTorch's threads. Left as they are: weights that are not bfloat16 on the CPU, whose N (of `gated` N/2) is no multiple
-  /// of 32 or K of 8, or whose exponents lie too far apart.
+  /// Packs w [N, K] on LibTorch's threads. Left as they are: weights that are not bfloat16 on the CPU, whose N (of
+  /// `gated` N/2) is no multiple of 32 or K of 8, or whose exponents lie too far apart.
   void pack(const at::Tensor& w, bool gated);
   /// The weights have changed. The memory stays, for the next time.
   void clear();
@@ -54,10 +56,11 @@ class PackedWeights {
   static thread_local const PackedWeights* current_;
 };
 
-/// linear_forward and linear_swiglu (ops/linear.h) with packed weights: the same bits. Shapes and dtypes have been checked.
-void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& y,
-                            bool accumulate);
-void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias, const at::Tensor& gate_up,
-                           const at::Tensor& act);
+/// linear_forward and linear_swiglu (ops/linear.h) with packed weights: the same bits. Shapes and dtypes have been
+/// checked.
+void packed_weights_forward(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
+                            const at::Tensor& y, bool accumulate);
+void packed_weights_swiglu(const at::Tensor& x, const PackedWeights::Matrix& w, const std::optional<at::Tensor>& bias,
+                           const at::Tensor& gate_up, const at::Tensor& act);
 
 }  // namespace nemo_rl::ops

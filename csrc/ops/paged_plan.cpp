@@ -7,9 +7,11 @@ namespace nemo_rl::ops {
 using kernels::AttentionRows;
 using kernels::kKeyTile;
 
-PagedPlan paged_plan(std::span<const kernels::PagedSlice> slices, const kernels::AttentionShape& shape, std::int64_t rows) {
+PagedPlan paged_plan(std::span<const kernels::PagedSlice> slices, const kernels::AttentionShape& shape,
+                     std::int64_t rows) {
   const auto kind_of = [&](std::int64_t tokens) {
-    return tokens * shape.group() <= kernels::attention_block_rows(AttentionRows::few, shape) ? AttentionRows::few : AttentionRows::many;
+    return tokens * shape.group() <= kernels::attention_block_rows(AttentionRows::few, shape) ? AttentionRows::few
+                                                                                              : AttentionRows::many;
   };
   PagedPlan plan;
   plan.slots.assign(static_cast<std::size_t>(rows), -1);
@@ -19,10 +21,12 @@ PagedPlan paged_plan(std::span<const kernels::PagedSlice> slices, const kernels:
     const AttentionRows kind = kind_of(s.query_length);
     const std::int64_t step = std::max<std::int64_t>(1, kernels::attention_block_rows(kind, shape) / shape.group());
     for (std::int64_t token = 0; token < s.query_length; token += step)
-      plan.of(kind).push_back({s.query_start + token, std::min(step, s.query_length - token), s.context_length + token, 0, 0, 0, table});
+      plan.of(kind).push_back(
+          {s.query_start + token, std::min(step, s.query_length - token), s.context_length + token, 0, 0, 0, table});
     for (std::int64_t token = 0; token < s.query_length; ++token) {
       const std::int64_t position = s.context_length + token;
-      plan.slots[static_cast<std::size_t>(s.query_start + token)] = s.block_table[position / kKeyTile] * kKeyTile + position % kKeyTile;
+      plan.slots[static_cast<std::size_t>(s.query_start + token)] =
+          s.block_table[position / kKeyTile] * kKeyTile + position % kKeyTile;
     }
   }
   for (std::int64_t row = 0; row < rows; ++row)

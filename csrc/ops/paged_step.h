@@ -18,20 +18,23 @@ struct PagedArrays {
   const std::int32_t* block_tables = nullptr;
 };
 
-/// On a CUDA device everything lies in one buffer, which one copy fills. Two steps of as many rows with one token a slice keep their
-/// arrays at the same addresses while place() is the same, so that work recorded with the one serves the other.
+/// On a CUDA device everything lies in one buffer, which one copy fills. Two steps of as many rows with one token a
+/// slice keep their arrays at the same addresses while place() is the same, so that work recorded with the one serves
+/// the other.
 class PagedStep {
  public:
   PagedStep(const AttentionHeads& heads, at::Device device) : heads_(heads), device_(device) {}
 
-  /// Row query_start + i of a slice is token_ids' row of that number; `rows` may be more than there are tokens: the others have token
-  /// 0 at position 0, write nothing into the cache and get no attention. The tables that the slices name must outlive the step.
-  /// Throws ArgumentError for a slice beyond the rows, its table, or the cache's `num_blocks`.
-  void set(std::vector<PagedSlice> slices, std::span<const std::int64_t> token_ids, std::int64_t rows, std::int64_t num_blocks);
+  /// Row query_start + i of a slice is token_ids' row of that number; `rows` may be more than there are tokens: the
+  /// others have token 0 at position 0, write nothing into the cache and get no attention. The tables that the slices
+  /// name must outlive the step. Throws ArgumentError for a slice beyond the rows, its table, or the cache's
+  /// `num_blocks`.
+  void set(std::vector<PagedSlice> slices, std::span<const std::int64_t> token_ids, std::int64_t rows,
+           std::int64_t num_blocks);
 
   std::span<const PagedSlice> slices() const { return slices_; }
-  const at::Tensor& token_ids() const { return token_ids_; }  ///< int64 [rows] on the device
-  const at::Tensor& positions() const { return positions_; }  ///< int64 [rows] on the device
+  const at::Tensor& token_ids() const { return token_ids_; }     ///< int64 [rows] on the device
+  const at::Tensor& positions() const { return positions_; }     ///< int64 [rows] on the device
   std::int64_t num_positions() const { return num_positions_; }  ///< larger than every position
   std::int64_t num_blocks() const { return num_blocks_; }        ///< of the cache
   const AttentionHeads& heads() const { return heads_; }
@@ -50,7 +53,9 @@ class PagedStep {
   PagedArrays arrays_;
 };
 
-/// attention_paged (ops/attention.h) of the step's slices. lse as in attention_forward; may be undefined, and must be on CUDA.
-void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out, const at::Tensor& lse = {});
+/// attention_paged (ops/attention.h) of the step's slices. lse as in attention_forward; may be undefined, and must be
+/// on CUDA.
+void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& cache, at::Tensor& out,
+                     const at::Tensor& lse = {});
 
 }  // namespace nemo_rl::ops

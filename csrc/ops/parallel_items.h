@@ -1,5 +1,5 @@
-// Work on LibTorch's threads that goes to whoever is free: items of uneven cost, and tiles of even cost on cores that are
-// not equally fast. For work whose result does not depend on who does it.
+// Work on LibTorch's threads that goes to whoever is free: items of uneven cost, and tiles of even cost on cores that
+// are not equally fast. For work whose result does not depend on who does it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -20,8 +20,8 @@ inline int threads_at_hand() {
   return at::in_parallel_region() ? 1 : at::get_num_threads();
 }
 
-/// Calls f(worker) for workers of [0, count), each on a thread of its own. Of a team not all may come, so f takes from what is there until nothing
-/// is left, be it others' part.
+/// Calls f(worker) for workers of [0, count), each on a thread of its own. Of a team not all may come, so f takes from
+/// what is there until nothing is left, be it others' part.
 template <class F>
 void parallel_workers(std::int64_t count, const F& f) {
   if (Team* team = Team::current()) {
@@ -60,7 +60,8 @@ class alignas(64) TileRange {
   Taken take(std::int64_t count, bool from_front) {
     std::uint64_t seen = both_.load(std::memory_order_relaxed);
     for (;;) {
-      const std::int64_t begin = static_cast<std::int64_t>(seen >> 32), end = static_cast<std::int64_t>(seen & 0xffffffffu);
+      const std::int64_t begin = static_cast<std::int64_t>(seen >> 32),
+                         end = static_cast<std::int64_t>(seen & 0xffffffffu);
       const std::int64_t n = std::min(count, end - begin);
       if (n <= 0) return {0, 0, 0};
       const std::uint64_t rest = from_front ? pack(begin + n, end) : pack(begin, end - n);
@@ -77,11 +78,13 @@ class alignas(64) TileRange {
 };
 
 /// How many tiles of so many multiply-adds a thread should have at least: waking one costs some microseconds.
-inline std::int64_t tiles_at_least(std::int64_t work) { return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work)); }
+inline std::int64_t tiles_at_least(std::int64_t work) {
+  return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
+}
 
-/// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time: every thread walks through a
-/// stretch of its own, and then helps the others from their ends, so that none waits for a slower core. `more`: the caller will
-/// most likely go on with tile `end`. count < 2^31.
+/// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time: every thread walks
+/// through a stretch of its own, and then helps the others from their ends, so that none waits for a slower core.
+/// `more`: the caller will most likely go on with tile `end`. count < 2^31.
 template <class F>
 void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
   const std::int64_t workers = std::min<std::int64_t>(threads_at_hand(), (count + at_least - 1) / at_least);
@@ -90,25 +93,30 @@ void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
     return;
   }
   std::vector<TileRange> ranges(static_cast<std::size_t>(workers));
-  for (std::int64_t w = 0; w < workers; ++w) ranges[static_cast<std::size_t>(w)].set(count * w / workers, count * (w + 1) / workers);
+  for (std::int64_t w = 0; w < workers; ++w)
+    ranges[static_cast<std::size_t>(w)].set(count * w / workers, count * (w + 1) / workers);
   parallel_workers(workers, [&](std::int64_t own) {
     for (std::int64_t i = 0; i < workers; ++i) {
       TileRange& range = ranges[static_cast<std::size_t>((own + i) % workers)];
-      for (auto t = range.take(at_least, i == 0); t.begin < t.end; t = range.take(at_least, i == 0)) f(t.begin, t.end, t.left > 0);
+      for (auto t = range.take(at_least, i == 0); t.begin < t.end; t = range.take(at_least, i == 0))
+        f(t.begin, t.end, t.left > 0);
     }
   });
 }
 
-/// Calls f(begin, end) until [0, count) is done, about `grain` or more at a time: at::parallel_for that finds a team's threads as well.
+/// Calls f(begin, end) until [0, count) is done, about `grain` or more at a time: at::parallel_for that finds a team's
+/// threads as well.
 template <class F>
 void parallel_rows(std::int64_t count, std::int64_t grain, const F& f) {
   if (Team::current() == nullptr) return at::parallel_for(0, count, grain, f);
   if (count <= 0) return;
   const std::int64_t workers = std::clamp<std::int64_t>(count / std::max<std::int64_t>(1, grain), 1, threads_at_hand());
-  parallel_tiles(count, (count + workers - 1) / workers, [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
+  parallel_tiles(count, (count + workers - 1) / workers,
+                 [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
 }
 
-/// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults. Above kSmall it comes in huge pages.
+/// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults. Above kSmall it
+/// comes in huge pages.
 class ScratchMemory {
  public:
   /// What the last call gave no longer holds where this one needs more.

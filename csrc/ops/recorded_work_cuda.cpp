@@ -1,12 +1,12 @@
-// Recordings as CUDA graphs, by torch's own capture: its allocator keeps the memory that a graph names apart from everyone else's.
-#include "ops/recorded_work.h"
-
+// Recordings as CUDA graphs, by torch's own capture: its allocator keeps the memory that a graph names apart from
+// everyone else's.
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 
 #include <map>
 
 #include "ops/cuda_launch.h"
+#include "ops/recorded_work.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -18,7 +18,8 @@ class CudaGraphs : public RecordedWork {
   void record(std::int64_t key, const std::function<void()>& work) override {
     const c10::cuda::CUDAGuard guard(device_);
     const auto current = c10::cuda::getCurrentCUDAStream();
-    const auto side = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());  // the default stream cannot be captured
+    const auto side = c10::cuda::getStreamFromPool(/*isHighPriority=*/false,
+                                                   device_.index());  // the default stream cannot be captured
     wait_for(current, side);
     auto graph = std::make_unique<at::cuda::CUDAGraph>();
     try {
@@ -32,8 +33,10 @@ class CudaGraphs : public RecordedWork {
       }
       graph->capture_end();
     } catch (const std::exception& e) {
-      throw std::runtime_error(detail::concat("a decode step on ", device_.str(), " could not be recorded as a CUDA graph "
-                                              "(policy.generation.vllm_cfg.enforce_eager=true does without): ", e.what()));
+      throw std::runtime_error(detail::concat("a decode step on ", device_.str(),
+                                              " could not be recorded as a CUDA graph "
+                                              "(policy.generation.vllm_cfg.enforce_eager=true does without): ",
+                                              e.what()));
     }
     wait_for(side, current);
     graphs_[key] = std::move(graph);
@@ -67,7 +70,9 @@ class CudaGraphs : public RecordedWork {
 };
 
 const bool registered = [] {
-  recorded_work_cuda.set([](const at::Tensor& like) -> std::unique_ptr<RecordedWork> { return std::make_unique<CudaGraphs>(like.device()); });
+  recorded_work_cuda.set([](const at::Tensor& like) -> std::unique_ptr<RecordedWork> {
+    return std::make_unique<CudaGraphs>(like.device());
+  });
   return true;
 }();
 

@@ -1,7 +1,7 @@
 #include "ops/sampling.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <cmath>
 
@@ -17,10 +17,10 @@ decltype(pairs_gradient_cuda) pairs_gradient_cuda("pairs_gradient");
 namespace {
 
 at::Tensor checked_logits(const at::Tensor& logits) {
-  NRL_CHECK_ARG(logits.dim() == 2 && logits.scalar_type() == at::kFloat,
-                "logits: given ", logits.dim(), " dimensions of ", logits.scalar_type(), ", expected float32 [R, V]");
-  NRL_CHECK_ARG(logits.size(1) >= 1 && logits.size(1) <= kernels::kMaxVocab,
-                "logits: a vocabulary of ", logits.size(1), ", expected 1 to ", kernels::kMaxVocab);
+  NRL_CHECK_ARG(logits.dim() == 2 && logits.scalar_type() == at::kFloat, "logits: given ", logits.dim(),
+                " dimensions of ", logits.scalar_type(), ", expected float32 [R, V]");
+  NRL_CHECK_ARG(logits.size(1) >= 1 && logits.size(1) <= kernels::kMaxVocab, "logits: a vocabulary of ", logits.size(1),
+                ", expected 1 to ", kernels::kMaxVocab);
   return logits.contiguous();
 }
 
@@ -41,7 +41,8 @@ kernels::FilterScratch thread_filter_scratch(std::int64_t V) {
 void check_rule(const SamplingRule& rule) {
   NRL_CHECK_ARG(rule.greedy || (rule.temperature > 0 && std::isfinite(rule.temperature)),
                 "temperature = ", rule.temperature, ": expected a positive number, or 0 for greedy decoding");
-  NRL_CHECK_ARG(rule.top_p > 0 && rule.top_p <= 1, "top_p = ", rule.top_p, ": expected a number in (0, 1]; 1 switches it off");
+  NRL_CHECK_ARG(rule.top_p > 0 && rule.top_p <= 1, "top_p = ", rule.top_p,
+                ": expected a number in (0, 1]; 1 switches it off");
 }
 
 std::vector<SampledToken> sample_rows(const at::Tensor& logits, const std::vector<RowDraw>& draws, bool with_entropy) {
@@ -89,12 +90,14 @@ std::vector<SampledToken> score_rows(const at::Tensor& logits, const at::Tensor&
   return out;
 }
 
-void score_pairs(const at::Tensor& logits, const PairQuery& query, const at::Tensor& logprobs, const at::Tensor& unfiltered, const at::Tensor& entropy) {
+void score_pairs(const at::Tensor& logits, const PairQuery& query, const at::Tensor& logprobs,
+                 const at::Tensor& unfiltered, const at::Tensor& entropy) {
   check_rule(query.rule);
   score_pairs_cuda.get(logits)(checked_logits(logits), query, logprobs, unfiltered, entropy);
 }
 
-void pairs_gradient(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g, const at::Tensor& g_unfiltered, const at::Tensor& d_logits) {
+void pairs_gradient(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g,
+                    const at::Tensor& g_unfiltered, const at::Tensor& d_logits) {
   check_rule(query.rule);
   pairs_gradient_cuda.get(logits)(checked_logits(logits), query, g, g_unfiltered, d_logits);
 }

@@ -32,26 +32,34 @@ std::vector<SampledToken> sample_rows(const at::Tensor& logits, const std::vecto
 std::vector<SampledToken> score_rows(const at::Tensor& logits, const at::Tensor& token_ids, const SamplingRule& rule,
                                      bool with_entropy);
 
-/// Which log-probabilities are wanted of rows of logits: pair i, first[r] <= i < first[r + 1], asks for token targets[i] after row r.
-/// Both tensors are int64 on the logits' device.
+/// Which log-probabilities are wanted of rows of logits: pair i, first[r] <= i < first[r + 1], asks for token
+/// targets[i] after row r. Both tensors are int64 on the logits' device.
 struct PairQuery {
   at::Tensor first;    ///< [R + 1]
   at::Tensor targets;  ///< of all pairs
   SamplingRule rule;   ///< not greedy
 };
 
-/// On CUDA: logits [R, V] float32. logprobs (and unfiltered, where defined) [pairs of all rows] get the entries of these rows' pairs: what
-/// sample_rows would have reported under `rule`, and the same without top-k and top-p. entropy [R], where defined, under
-/// `rule`. -inf where the filter removes a token, NaN where a row is not finite.
-void score_pairs(const at::Tensor& logits, const PairQuery& query, const at::Tensor& logprobs, const at::Tensor& unfiltered, const at::Tensor& entropy);
+/// On CUDA: logits [R, V] float32. logprobs (and unfiltered, where defined) [pairs of all rows] get the entries of
+/// these rows' pairs: what sample_rows would have reported under `rule`, and the same without top-k and top-p. entropy
+/// [R], where defined, under `rule`. -inf where the filter removes a token, NaN where a row is not finite.
+void score_pairs(const at::Tensor& logits, const PairQuery& query, const at::Tensor& logprobs,
+                 const at::Tensor& unfiltered, const at::Tensor& entropy);
 
-/// On CUDA: the gradient of these values: d_logits [R, V] (float32 or bfloat16) from g and, where defined, g_unfiltered.
-void pairs_gradient(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g, const at::Tensor& g_unfiltered, const at::Tensor& d_logits);
+/// On CUDA: the gradient of these values: d_logits [R, V] (float32 or bfloat16) from g and, where defined,
+/// g_unfiltered.
+void pairs_gradient(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g,
+                    const at::Tensor& g_unfiltered, const at::Tensor& d_logits);
 
-extern CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const std::vector<RowDraw>& draws, bool with_entropy)> sample_rows_cuda;
-extern CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const at::Tensor& token_ids, const SamplingRule& rule, bool with_entropy)>
+extern CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const std::vector<RowDraw>& draws,
+                                          bool with_entropy)>
+    sample_rows_cuda;
+extern CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const at::Tensor& token_ids,
+                                          const SamplingRule& rule, bool with_entropy)>
     score_rows_cuda;
-extern CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&, const at::Tensor&)> score_pairs_cuda;
-extern CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&, const at::Tensor&)> pairs_gradient_cuda;
+extern CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&, const at::Tensor&)>
+    score_pairs_cuda;
+extern CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&, const at::Tensor&)>
+    pairs_gradient_cuda;
 
 }  // namespace nemo_rl::ops

@@ -8,13 +8,14 @@
 namespace nemo_rl::ops {
 
 CudaSlot<void(const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_forward_cuda("swiglu_forward");
-CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_backward_cuda("swiglu_backward");
+CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_backward_cuda(
+    "swiglu_backward");
 
 namespace {
 
 void check(const at::Tensor& gate_up, const at::Tensor& act) {
-  NRL_CHECK_ARG(gate_up.dim() == 2 && gate_up.is_contiguous() && act.is_contiguous() && act.size(0) == gate_up.size(0) &&
-                    2 * act.size(1) == gate_up.size(1),
+  NRL_CHECK_ARG(gate_up.dim() == 2 && gate_up.is_contiguous() && act.is_contiguous() &&
+                    act.size(0) == gate_up.size(0) && 2 * act.size(1) == gate_up.size(1),
                 "swiglu: gate_up ", gate_up.sizes(), " and act ", act.sizes(), " do not match");
 }
 
@@ -41,7 +42,8 @@ void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::G
   });
 }
 
-void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, kernels::Gate activation) {
+void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
+                     kernels::Gate activation) {
   check(gate_up, d_act);
   check(d_gate_up, d_act);
   if (d_act.is_cuda()) return swiglu_backward_cuda.get(d_act)(d_act, gate_up, d_gate_up, activation);

@@ -9,9 +9,12 @@ namespace nemo_rl::ops {
 void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation = kernels::Gate::silu);
 
 /// d_gate_up [T, 2I] from d_act [T, I]; d_gate_up may be gate_up itself.
-void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, kernels::Gate activation = kernels::Gate::silu);
+void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
+                     kernels::Gate activation = kernels::Gate::silu);
 
 extern CudaSlot<void(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation)> swiglu_forward_cuda;
-extern CudaSlot<void(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up, kernels::Gate activation)> swiglu_backward_cuda;
+extern CudaSlot<void(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
+                     kernels::Gate activation)>
+    swiglu_backward_cuda;
 
 }  // namespace nemo_rl::ops

@@ -51,7 +51,8 @@ void Team::ask_ahead(const std::array<Ahead, kStretches>& stretches) {
 
 /// Asks for a little more of this thread's part; whether there was any.
 bool Team::read_ahead(std::int64_t thread, Reading& reading) const {
-  constexpr std::int64_t kMost = 384 << 10, kLine = 64, kAtOnce = 4 * kLine;  // of a stretch, for the second-level cache; of a turn
+  constexpr std::int64_t kMost = 384 << 10, kLine = 64,
+                         kAtOnce = 4 * kLine;  // of a stretch, for the second-level cache; of a turn
   const std::uint32_t asked = asked_.load(std::memory_order_acquire);
   if (asked != reading.asked) {
     reading.asked = asked;
@@ -66,7 +67,8 @@ bool Team::read_ahead(std::int64_t thread, Reading& reading) const {
   if (reading.done >= reading.length) return false;
   for (int s = 0; s < kStretches; ++s)
     if (const char* at = at_[s].load(std::memory_order_relaxed))
-      for (std::int64_t line = 0; line < kAtOnce; line += kLine) __builtin_prefetch(at + reading.begin[s] + reading.done + line, 0, 2);
+      for (std::int64_t line = 0; line < kAtOnce; line += kLine)
+        __builtin_prefetch(at + reading.begin[s] + reading.done + line, 0, 2);
   reading.done += kAtOnce;
   return true;
 }

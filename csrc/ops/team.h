@@ -1,6 +1,7 @@
-// LibTorch's threads kept at hand through a stretch of small pieces of work, such as a decode step of few rows. Waking them for every
-// product costs some microseconds, and between products only one thread has work: here the others wait in one parallel region,
-// and meanwhile read the weights of the next product into their caches, so that memory is never idle.
+// LibTorch's threads kept at hand through a stretch of small pieces of work, such as a decode step of few rows. Waking
+// them for every product costs some microseconds, and between products only one thread has work: here the others wait
+// in one parallel region, and meanwhile read the weights of the next product into their caches, so that memory is never
+// idle.
 #pragma once
 #include <ATen/Parallel.h>
 
@@ -23,13 +24,14 @@ class Team {
  public:
   static constexpr int kStretches = 2;
 
-  /// Calls f() on this thread; what ops/parallel_items.h has inside it finds the other threads at hand. Whatever else would
-  /// run in parallel inside f runs on this thread alone.
+  /// Calls f() on this thread; what ops/parallel_items.h has inside it finds the other threads at hand. Whatever else
+  /// would run in parallel inside f runs on this thread alone.
   template <class F>
   static void lead(const F& f) {
     if (at::get_num_threads() < 2 || at::in_parallel_region()) return f();
     Team team(at::get_num_threads());
-    at::parallel_for(0, team.threads_, 1, [&](std::int64_t begin, std::int64_t) { begin == 0 ? team.lead_here(f) : team.help(begin); });
+    at::parallel_for(0, team.threads_, 1,
+                     [&](std::int64_t begin, std::int64_t) { begin == 0 ? team.lead_here(f) : team.help(begin); });
   }
 
   explicit Team(int threads) : threads_(threads) {}
@@ -53,8 +55,8 @@ class Team {
   static Team* current() { return current_; }
   int threads() const { return threads_; }
 
-  /// Calls work(thread) on this thread, which is 0, and on all others that come before this one is done with it; so work takes from what is there
-  /// until nothing is left. Returns when all who began have ended.
+  /// Calls work(thread) on this thread, which is 0, and on all others that come before this one is done with it; so
+  /// work takes from what is there until nothing is left. Returns when all who began have ended.
   template <class F>
   void share(const F& work) {
     const auto call = [&](std::int64_t thread) { attempt([&] { work(thread); }); };

@@ -72,10 +72,8 @@ ValueLossResult mse_value_loss(const at::Tensor& values, const at::Tensor& retur
     a.grad = out.grad_values.mutable_data_ptr<T>();
     run<T>(a, config, kernel, cuda, v, rows.mutable_data_ptr<double>(), out.metrics.mutable_data_ptr<double>());
   };
-  if (v.scalar_type() == at::kFloat)
-    launch(float{}, kernels::value_loss_f32, value_loss_cuda_f32);
-  else
-    launch(double{}, kernels::value_loss_f64, value_loss_cuda_f64);
+  if (v.scalar_type() == at::kFloat) launch(float{}, kernels::value_loss_f32, value_loss_cuda_f32);
+  else launch(double{}, kernels::value_loss_f64, value_loss_cuda_f64);
   out.loss = out.metrics.select(0, kernels::kValueLoss).to(v.scalar_type());
   return out;
 }

@@ -37,7 +37,8 @@ std::vector<std::uint64_t> block_digests(const at::Tensor& weights) {
   std::vector<std::uint64_t> parts(static_cast<std::size_t>(blocks));
   at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b)
-      parts[static_cast<std::size_t>(b)] = block_digest(bytes + b * kDigestBlock, std::min(kDigestBlock, n - b * kDigestBlock));
+      parts[static_cast<std::size_t>(b)] =
+          block_digest(bytes + b * kDigestBlock, std::min(kDigestBlock, n - b * kDigestBlock));
   });
   return parts;
 }
@@ -47,7 +48,8 @@ std::vector<std::uint64_t> block_digests(const at::Tensor& weights) {
 std::uint64_t weight_digest(const at::Tensor& weights) {
   NRL_CHECK(weights.is_contiguous(), "weight_digest: a contiguous buffer was expected");
   std::uint64_t hash = kernels::kDigestStart;
-  for (auto part : weights.is_cuda() ? weight_digest_cuda.get(weights)(weights) : block_digests(weights)) hash = kernels::digest_add(hash, part);
+  for (auto part : weights.is_cuda() ? weight_digest_cuda.get(weights)(weights) : block_digests(weights))
+    hash = kernels::digest_add(hash, part);
   return hash;
 }
 

@@ -23,13 +23,15 @@ struct Rows {
 };
 
 void check(const PaddedBatch& b) {
-  NRL_CHECK_ARG(b.input_ids.dim() == 2 && b.input_ids.is_contiguous() && b.input_ids.scalar_type() == at::kLong && b.input_ids.device().is_cpu(),
+  NRL_CHECK_ARG(b.input_ids.dim() == 2 && b.input_ids.is_contiguous() && b.input_ids.scalar_type() == at::kLong &&
+                    b.input_ids.device().is_cpu(),
                 "input_ids must be a contiguous int64 CPU tensor [B, S], got ", b.input_ids.sizes());
   const std::int64_t B = b.input_ids.size(0), S = b.input_ids.size(1);
-  NRL_CHECK_ARG(b.input_lengths.numel() == B && b.group_ids.numel() == B && b.input_lengths.scalar_type() == at::kLong &&
-                    b.group_ids.scalar_type() == at::kLong && b.token_mask.scalar_type() == at::kBool && b.token_mask.sizes() == b.input_ids.sizes() &&
-                    b.token_mask.is_contiguous(),
-                "input_lengths and group_ids must be int64 [B], token_mask bool [B, S] beside input_ids ", b.input_ids.sizes());
+  NRL_CHECK_ARG(
+      b.input_lengths.numel() == B && b.group_ids.numel() == B && b.input_lengths.scalar_type() == at::kLong &&
+          b.group_ids.scalar_type() == at::kLong && b.token_mask.scalar_type() == at::kBool &&
+          b.token_mask.sizes() == b.input_ids.sizes() && b.token_mask.is_contiguous(),
+      "input_lengths and group_ids must be int64 [B], token_mask bool [B, S] beside input_ids ", b.input_ids.sizes());
   for (std::int64_t i = 0; i < B; ++i) {
     const auto length = b.input_lengths.const_data_ptr<std::int64_t>()[i];
     NRL_CHECK_ARG(length >= 1 && length <= S, "input_lengths[", i, "] = ", length, " is not in 1..", S);
@@ -38,7 +40,8 @@ void check(const PaddedBatch& b) {
 
 bool same_prompt(const Rows& rows, const std::vector<RowTokens>& tokens, std::int64_t a, std::int64_t b) {
   const std::int64_t P = tokens[static_cast<std::size_t>(a)].prompt;
-  return rows.groups[a] >= 0 && rows.groups[a] == rows.groups[b] && P > 0 && P == tokens[static_cast<std::size_t>(b)].prompt &&
+  return rows.groups[a] >= 0 && rows.groups[a] == rows.groups[b] && P > 0 &&
+         P == tokens[static_cast<std::size_t>(b)].prompt &&
          std::memcmp(rows.row(a), rows.row(b), static_cast<std::size_t>(P) * sizeof(std::int64_t)) == 0;
 }
 
@@ -56,11 +59,14 @@ std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::
   return runs;
 }
 
-struct Pair { std::int64_t row, place, target; };
+struct Pair {
+  std::int64_t row, place, target;
+};
 
 class Packer {
  public:
-  Packer(const PaddedBatch& batch, PackedBatch& out) : rows_(batch), mask_(batch.token_mask.const_data_ptr<bool>()), out_(out) {}
+  Packer(const PaddedBatch& batch, PackedBatch& out)
+      : rows_(batch), mask_(batch.token_mask.const_data_ptr<bool>()), out_(out) {}
 
   /// Row b's tokens [from, to), if there are any, as a sequence behind a prefix of `from` tokens at prefix_start.
   void add(std::int64_t b, std::int64_t from, std::int64_t to, std::int64_t prefix_start) {
@@ -77,7 +83,8 @@ class Packer {
     for (std::int64_t t = 1; t < rows_.lengths[b]; ++t)
       if (mask_[b * rows_.S + t]) {
         const std::int64_t before = t - 1;
-        pairs_.push_back({before < split ? prefix_start + before : start + before - split, b * rows_.S + t, rows_.row(b)[t]});
+        pairs_.push_back(
+            {before < split ? prefix_start + before : start + before - split, b * rows_.S + t, rows_.row(b)[t]});
       }
   }
   std::int64_t size() const { return static_cast<std::int64_t>(tokens_.size()); }
@@ -139,14 +146,17 @@ PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>
   return out;
 }
 
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch,
+                                                          const std::vector<std::int64_t>& samples,
                                                           const MicroBatchOptions& options) {
   const auto tokens = row_tokens(batch);
   const Rows rows(batch);
   const auto B = batch.input_ids.size(0), count = static_cast<std::int64_t>(samples.size());
   for (std::int64_t i = 0; i < count; ++i)
-    NRL_CHECK_ARG(samples[static_cast<std::size_t>(i)] >= (i == 0 ? 0 : samples[static_cast<std::size_t>(i - 1)] + 1) && samples[static_cast<std::size_t>(i)] < B,
-                  "samples must be ascending rows of the batch of ", B, ", got row ", samples[static_cast<std::size_t>(i)], " at place ", i);
+    NRL_CHECK_ARG(samples[static_cast<std::size_t>(i)] >= (i == 0 ? 0 : samples[static_cast<std::size_t>(i - 1)] + 1) &&
+                      samples[static_cast<std::size_t>(i)] < B,
+                  "samples must be ascending rows of the batch of ", B, ", got row ",
+                  samples[static_cast<std::size_t>(i)], " at place ", i);
   const std::int64_t max_samples = options.max_samples > 0 ? options.max_samples : count;
   const std::int64_t max_tokens = options.max_tokens > 0 ? options.max_tokens : std::int64_t{1} << 40;
 
@@ -159,7 +169,8 @@ std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& bat
     costs.push_back(P);
     for (auto b : run) {
       const std::int64_t own = tokens[static_cast<std::size_t>(b)].read - P;
-      if (!units.back().empty() && (costs.back() + own > max_tokens || static_cast<std::int64_t>(units.back().size()) >= max_samples)) {
+      if (!units.back().empty() &&
+          (costs.back() + own > max_tokens || static_cast<std::int64_t>(units.back().size()) >= max_samples)) {
         units.emplace_back();
         costs.push_back(P);
       }

@@ -16,7 +16,9 @@ at::Tensor token_rows(const at::Tensor& t, const at::Tensor& index) {
   return at::stack({picked, picked}, 1);
 }
 
-at::Tensor sample_rows(const at::Tensor& t, const at::Tensor& rows) { return t.defined() ? t.index_select(0, rows).to(at::kFloat) : at::Tensor(); }
+at::Tensor sample_rows(const at::Tensor& t, const at::Tensor& rows) {
+  return t.defined() ? t.index_select(0, rows).to(at::kFloat) : at::Tensor();
+}
 
 }  // namespace
 
@@ -38,7 +40,8 @@ model::PairLoss TokenLoss::at(const std::vector<std::int64_t>& places) const {
     ops::ClippedPGInputs tokens = inputs;
     tokens.curr_logprobs = at::from_blob(const_cast<float*>(logprobs), {n, 1}, at::kFloat);
     tokens.advantages = token_rows(inputs.advantages, index);
-    tokens.prev_logprobs = inputs.prev_logprobs.defined() ? token_rows(inputs.prev_logprobs, index) : at::cat({tokens.curr_logprobs, tokens.curr_logprobs}, 1);
+    tokens.prev_logprobs = inputs.prev_logprobs.defined() ? token_rows(inputs.prev_logprobs, index)
+                                                          : at::cat({tokens.curr_logprobs, tokens.curr_logprobs}, 1);
     tokens.generation_logprobs = token_rows(inputs.generation_logprobs, index);
     tokens.reference_policy_logprobs = token_rows(inputs.reference_policy_logprobs, index);
     tokens.token_mask = token_rows(inputs.token_mask, index);

@@ -15,7 +15,8 @@ namespace nemo_rl::trainer {
 namespace {
 
 /// `sequences` must outlive the result.
-model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences, const ops::AttentionHeads& heads) {
+model::Attention attention_over(const std::vector<ops::AttentionSequence>& sequences,
+                                const ops::AttentionHeads& heads) {
   return [&sequences, heads](std::int64_t, const at::Tensor& qkv, at::Tensor& o, at::Tensor& lse) {
     ops::attention_forward(qkv, sequences, heads, o, lse);
   };
@@ -41,15 +42,17 @@ std::vector<std::int64_t> all_rows(std::int64_t T) {
 constexpr auto to_padded = [](auto& full, auto& pair) { full = pair; };
 
 void check_result(const at::Tensor& out, const PaddedBatch& batch, at::ScalarType dtype) {
-  NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == dtype && out.is_cpu(), "the results need a contiguous ",
-                c10::toString(dtype), " CPU tensor of shape ", batch.input_ids.sizes());
+  NRL_CHECK_ARG(
+      out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == dtype && out.is_cpu(),
+      "the results need a contiguous ", c10::toString(dtype), " CPU tensor of shape ", batch.input_ids.sizes());
 }
 
 }  // namespace
 
 Trainer::Trainer(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {}
 
-void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options) {
+void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+                           const ForwardOptions& options) {
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
   pending_ = options.keep;
@@ -59,12 +62,15 @@ void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int6
   activations_.reset();
   if (auto nodes = options.keep ? kept_nodes() : std::vector<model::KeptActivations::Node>(); !nodes.empty()) {
     reused_tokens_ += static_cast<std::int64_t>(nodes.size());
-    auto source = std::make_unique<model::KeptSource>(decoder, model_->kept(), std::move(nodes), packed_.token_ids, packed_.positions, workspace);
+    auto source = std::make_unique<model::KeptSource>(decoder, model_->kept(), std::move(nodes), packed_.token_ids,
+                                                      packed_.positions, workspace);
     h_ = source->stream_behind();
     activations_ = std::move(source);
   } else if (options.keep) {
-    auto saved = std::make_unique<model::SavedActivations>(decoder, packed_.token_ids, packed_.positions, options.checkpoint, workspace);
-    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, all_rows(packed_.token_ids.numel()), *saved, workspace);
+    auto saved = std::make_unique<model::SavedActivations>(decoder, packed_.token_ids, packed_.positions,
+                                                           options.checkpoint, workspace);
+    h_ = decoder.forward(packed_.token_ids, packed_.positions, attention, all_rows(packed_.token_ids.numel()), *saved,
+                         workspace);
     activations_ = std::move(saved);
   } else {
     model::NothingKept nothing(decoder, packed_.token_ids.numel(), workspace);
@@ -81,7 +87,8 @@ std::vector<model::KeptActivations::Node> Trainer::kept_nodes() const {
   const auto* ids = packed_.token_ids.const_data_ptr<std::int64_t>();
   std::vector<KeptActivations::Node> nodes(static_cast<std::size_t>(packed_.token_ids.numel()), KeptActivations::kNone);
   for (const auto& s : packed_.sequences) {
-    auto node = s.prefix_length > 0 ? nodes[static_cast<std::size_t>(s.prefix_start + s.prefix_length - 1)] : KeptActivations::kRoot;
+    auto node = s.prefix_length > 0 ? nodes[static_cast<std::size_t>(s.prefix_start + s.prefix_length - 1)]
+                                    : KeptActivations::kRoot;
     for (std::int64_t row = s.start; row < s.start + s.length; ++row) {
       node = kept.find(node, ids[row]);
       if (node == KeptActivations::kNone) return {};
@@ -91,14 +98,16 @@ std::vector<model::KeptActivations::Node> Trainer::kept_nodes() const {
   return nodes;
 }
 
-void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
-                      const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered) {
+void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+                      const model::TokenScoring& scoring, const ForwardOptions& options, const at::Tensor& out,
+                      const at::Tensor& unfiltered) {
   auto& decoder = model_->decoder();
   check_result(out, batch, decoder.accumulate_dtype());
   if (unfiltered.defined()) check_result(unfiltered, batch, decoder.accumulate_dtype());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
-  NRL_CHECK_ARG(!values() || (scoring.temperature == 1 && !scoring.filters(decoder.config().vocab_size) && !unfiltered.defined()),
-                "a value model has no temperature, top_p, top_k and unfiltered log-probabilities");
+  NRL_CHECK_ARG(
+      !values() || (scoring.temperature == 1 && !scoring.filters(decoder.config().vocab_size) && !unfiltered.defined()),
+      "a value model has no temperature, top_p, top_k and unfiltered log-probabilities");
   scoring_ = scoring;
   has_unfiltered_ = unfiltered.defined();
   head_done_ = false;
@@ -107,7 +116,8 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
   const auto pairs = values() ? model::PairValues{value_head_.forward(decoder, h_, packed_.query, workspace), {}}
                               : head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, workspace);
   for_each_pair(packed_, out, pairs.logprobs, to_padded);
-  if (has_unfiltered_) for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, to_padded);
+  if (has_unfiltered_)
+    for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, to_padded);
 }
 
 bool Trainer::takes_token_loss(const model::TokenScoring& scoring) const {
@@ -115,31 +125,37 @@ bool Trainer::takes_token_loss(const model::TokenScoring& scoring) const {
   return !values() && !scoring.filters(decoder.config().vocab_size) && decoder.accumulate_dtype() == at::kFloat;
 }
 
-void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
-                      const ForwardOptions& options, const at::Tensor& out, const TokenLoss& loss) {
+void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+                      const model::TokenScoring& scoring, const ForwardOptions& options, const at::Tensor& out,
+                      const TokenLoss& loss) {
   auto& decoder = model_->decoder();
   check_result(out, batch, decoder.accumulate_dtype());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
-  NRL_CHECK_ARG(takes_token_loss(scoring) && options.keep && model_->trainable() && loss.inputs.advantages.sizes() == out.sizes(),
-                "a forward with a loss is for training a float32 or bfloat16 policy without top_p and top_k, on tensors ", out.sizes());
+  NRL_CHECK_ARG(
+      takes_token_loss(scoring) && options.keep && model_->trainable() && loss.inputs.advantages.sizes() == out.sizes(),
+      "a forward with a loss is for training a float32 or bfloat16 policy without top_p and top_k, on tensors ",
+      out.sizes());
   scoring_ = scoring;
   has_unfiltered_ = false;
   head_done_ = true;
   grads();
   forward_body(batch, samples, options);
-  const auto logprobs = head_.forward_backward(decoder, h_, packed_.query, scoring, loss.at(packed_.places), *grad_views_, model_->workspace());
+  const auto logprobs = head_.forward_backward(decoder, h_, packed_.query, scoring, loss.at(packed_.places),
+                                               *grad_views_, model_->workspace());
   for_each_pair(packed_, out, logprobs, to_padded);
 }
 
 at::Tensor Trainer::logits(const at::Tensor& token_ids) {
-  NRL_CHECK_ARG(token_ids.is_cpu() && token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong && token_ids.numel() > 0, "token_ids must be int64 [T], T >= 1, got ",
-                token_ids.sizes());
+  NRL_CHECK_ARG(
+      token_ids.is_cpu() && token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong && token_ids.numel() > 0,
+      "token_ids must be int64 [T], T >= 1, got ", token_ids.sizes());
   auto& decoder = model_->decoder();
   const std::int64_t T = token_ids.numel();
   const std::vector<ops::AttentionSequence> whole{{0, T, 0, 0}};
   const auto attention = attention_over(whole, decoder.attention_heads());
   model::NothingKept nothing(decoder, T, model_->workspace());
-  const auto h = decoder.forward(token_ids, at::arange(T, at::kLong), attention, all_rows(T), nothing, model_->workspace());
+  const auto h =
+      decoder.forward(token_ids, at::arange(T, at::kLong), attention, all_rows(T), nothing, model_->workspace());
   const auto normed = at::empty(h.sizes(), h.options().dtype(decoder.compute_dtype()));
   decoder.final_norm(h, normed, at::Tensor());
   auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());
@@ -148,9 +164,11 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
 }
 
 void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) {
-  NRL_CHECK(pending_ && !head_done_, "backward from a gradient needs a forward that keeps its activations and has no loss of its own");
+  NRL_CHECK(pending_ && !head_done_,
+            "backward from a gradient needs a forward that keeps its activations and has no loss of its own");
   NRL_CHECK_ARG(model_->trainable(), "this model is frozen: it was built without gradients");
-  NRL_CHECK_ARG(!d_unfiltered.defined() || has_unfiltered_, "a gradient of unfiltered log-probabilities that the forward was not asked for");
+  NRL_CHECK_ARG(!d_unfiltered.defined() || has_unfiltered_,
+                "a gradient of unfiltered log-probabilities that the forward was not asked for");
   pending_ = false;
   grads();
   auto& decoder = model_->decoder();
@@ -161,9 +179,11 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
     return pairs.to(h_.device());
   };
   model::PairValues d_values{pairs_of(d_out), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};
-  if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size)) d_values.logprobs += d_values.unfiltered;
-  const auto dh = values() ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, *grad_views_, workspace)
-                           : head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
+  if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size))
+    d_values.logprobs += d_values.unfiltered;
+  const auto dh = values()
+                      ? value_head_.backward(decoder, h_, packed_.query, d_values.logprobs, *grad_views_, workspace)
+                      : head_.backward(decoder, h_, packed_.query, d_values, scoring_, *grad_views_, workspace);
   backward_body(dh);
 }
 
@@ -177,10 +197,10 @@ void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
   const auto heads = decoder.attention_heads();
   const auto attention = attention_over(packed_.sequences, heads);
-  const model::AttentionBackward attention_backward = [&](const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse,
-                                                          at::Tensor& d_qkv) {
-    ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
-  };
+  const model::AttentionBackward attention_backward =
+      [&](const at::Tensor& qkv, const at::Tensor& o, const at::Tensor& d_o, const at::Tensor& lse, at::Tensor& d_qkv) {
+        ops::attention_backward(qkv, o, d_o, lse, packed_.sequences, heads, d_qkv);
+      };
   NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
   decoder.backward(*activations_, dh, attention, attention_backward, *grad_views_, model_->workspace());
   activations_.reset();

@@ -1,6 +1,6 @@
-// One model being trained (or only scored): packed forward to one number a token, backward from their gradient, clipping
-// and AdamW. The number is the token's log-probability, or with a value head the value of the state before it. The loss
-// stands outside: it sees these numbers and returns their gradient.
+// One model being trained (or only scored): packed forward to one number a token, backward from their gradient,
+// clipping and AdamW. The number is the token's log-probability, or with a value head the value of the state before it.
+// The loss stands outside: it sees these numbers and returns their gradient.
 #pragma once
 #include <memory>
 #include <optional>
@@ -42,7 +42,8 @@ class Trainer {
   /// Whether this model and scoring allow that.
   bool takes_token_loss(const model::TokenScoring& scoring) const;
 
-  /// Next-token logits [T, V] (values [T, 1]) of one sequence, in the accumulation dtype: for inspection and tests, not for training.
+  /// Next-token logits [T, V] (values [T, 1]) of one sequence, in the accumulation dtype: for inspection and tests, not
+  /// for training.
   at::Tensor logits(const at::Tensor& token_ids);
 
   /// Adds to the gradients from d_out [B, S], read at the wanted tokens of the last forward with keep;

@@ -33,8 +33,14 @@ def whole_number(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
 def number(name: str, value: Any, low: float, high: float, zero_is: str = "") -> float:
     """`value` as a float within the bounds, or 0 where that has a meaning of its own; True is no number, nor is a text."""
     found = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not (low <= found <= high or zero_is and found == 0):
-        raise ValueError(f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{f', or 0 {zero_is}' if zero_is else ''}")
+    if (
+        isinstance(found, bool)
+        or not isinstance(found, (int, float))
+        or not (low <= found <= high or zero_is and found == 0)
+    ):
+        raise ValueError(
+            f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{f', or 0 {zero_is}' if zero_is else ''}"
+        )
     return float(found)
 
 
@@ -80,7 +86,12 @@ def model_name(model: Any) -> str:
 
 def folder_path(value: Any, name: str) -> Path:
     """The argument `name` as a path; it need not exist."""
-    if isinstance(value, (str, os.PathLike)) and isinstance(os.fspath(value), str) and os.fspath(value) and "\0" not in os.fspath(value):
+    if (
+        isinstance(value, (str, os.PathLike))
+        and isinstance(os.fspath(value), str)
+        and os.fspath(value)
+        and "\0" not in os.fspath(value)
+    ):
         return Path(value)
     raise ValueError(f"{name} is {in_a_line(value)}; it must be the path of a folder")
 
@@ -93,26 +104,34 @@ def check_prompt(prompt: Any, where: str, may_be_empty: bool = False) -> None:
         _check_text(prompt, where)
         return
     if not isinstance(prompt, (list, tuple)) or not all(isinstance(message, Mapping) for message in prompt):
-        raise ValueError(f"{where}: the prompt is {described(prompt)}; it must be a text or a list of messages with role and content")
+        raise ValueError(
+            f"{where}: the prompt is {described(prompt)}; it must be a text or a list of messages with role and content"
+        )
     if not prompt:
         raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
     for i, message in enumerate(prompt):
         if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"{where}: message {i} has the keys {names_of(message)}; it needs 'role', a text, and 'content'")
+            raise ValueError(
+                f"{where}: message {i} has the keys {names_of(message)}; it needs 'role', a text, and 'content'"
+            )
         content = message["content"]
         if isinstance(content, str):
             _check_text(content, f"{where}: message {i}")
         elif content is not None and not isinstance(content, list):
             raise ValueError(f"{where}: the content of message {i} is {described(content)}; it must be a text")
     if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{where} ends with a message of the assistant: leave out the answer, which the model is to write")
+        raise ValueError(
+            f"{where} ends with a message of the assistant: leave out the answer, which the model is to write"
+        )
 
 
 def _check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8") from None
+        raise ValueError(
+            f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8"
+        ) from None
 
 
 def is_iterable(value: Any) -> bool:
@@ -131,7 +150,9 @@ def is_conversation(items: Any) -> bool:
 
 def names_of(keys: Iterable[Any]) -> list[str]:
     """Keys for a message."""
-    return sorted(key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys)[:20]
+    return sorted(
+        key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
+    )[:20]
 
 
 def described(value: Any) -> str:

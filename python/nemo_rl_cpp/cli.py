@@ -117,7 +117,10 @@ _PASSED_ON: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 """Commands that get everything behind their name as it is."""
 
-_COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (_add_check, _add_generate)
+_COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (
+    _add_check,
+    _add_generate,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

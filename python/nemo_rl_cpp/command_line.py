@@ -23,7 +23,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """--debug and --version."""
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too, not only where it is")
+    parser.add_argument(
+        "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
+    )
     parser.add_argument("--version", action="version", version=f"nemo_rl_cpp {__version__}")
 
 
@@ -35,7 +37,11 @@ def unknown_option(words: Sequence[str]) -> str | None:
         name, equals, value = word.lstrip("-").partition("=")
         if "." not in name:
             return f"unknown option {word} (--help lists the options; a key of the configuration is set by section.key=value)"
-        following = words[i + 1] if i + 1 < len(words) and "=" not in words[i + 1] and not words[i + 1].startswith("--") else None
+        following = (
+            words[i + 1]
+            if i + 1 < len(words) and "=" not in words[i + 1] and not words[i + 1].startswith("--")
+            else None
+        )
         given = value if equals else following if following is not None else "VALUE"
         return f"unknown option {word}: a key of the configuration is set without dashes, write {name}={given}"
     return None

@@ -21,8 +21,16 @@ from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 ERROR_FILE = "error.txt"
-_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)  # ours say what to do when raised with a message
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_SENTENCES = (
+    ValueError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    OSError,
+)  # ours say what to do when raised with a message
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # says nothing beside the line's number
 _LONGEST = 600  # characters of a message of somebody else's
 _INSTALLED_AS = {
@@ -121,7 +129,9 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
         return UserCodeError
 
 
-def in_user_code(error: BaseException, what: str = "your code", hint: str = "", called: bool = False) -> UserCodeError | None:
+def in_user_code(
+    error: BaseException, what: str = "your code", hint: str = "", called: bool = False
+) -> UserCodeError | None:
     """The exception to raise in place of one that arose in the user's code: it has its type, and one sentence as message.
     None for one that did not, for Ctrl-C, and for one that says it already. `called`: it comes from a call of the user's code
     for sure, wherever that lies."""
@@ -130,7 +140,11 @@ def in_user_code(error: BaseException, what: str = "your code", hint: str = "", 
     place = user_place(error) or (_called_place(error) if called else None)
     if place is None:
         return None
-    said = "called sys.exit, which does not end a run" if isinstance(error, SystemExit) else f"failed with {_type_and_text(error)}"
+    said = (
+        "called sys.exit, which does not end a run"
+        if isinstance(error, SystemExit)
+        else f"failed with {_type_and_text(error)}"
+    )
     return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
 
 
@@ -168,7 +182,11 @@ def _says_it_all(error: BaseException) -> bool:
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     places = _places(error)
-    return isinstance(error, _SENTENCES) and not isinstance(error, UnicodeError) and (not places or _is_ours(places[-1].file))
+    return (
+        isinstance(error, _SENTENCES)
+        and not isinstance(error, UnicodeError)
+        and (not places or _is_ours(places[-1].file))
+    )
 
 
 def one_sentence(error: BaseException) -> str:
@@ -240,7 +258,11 @@ def report(error: BaseException, debug: bool = False, rename: Callable[[str], st
     sentence = one_sentence(error)
     path = save_traceback(error)
     sentence = rename(sentence) if rename is not None else sentence
-    print(f"error: {sentence}" + (f" (details: {short_path(path)})" if path is not None else ""), file=sys.stderr, flush=True)
+    print(
+        f"error: {sentence}" + (f" (details: {short_path(path)})" if path is not None else ""),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def guarded(work: Callable[[], Any], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:

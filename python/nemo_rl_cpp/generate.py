@@ -1,7 +1,7 @@
 """Text from a model or a checkpoint of a run, on the CPU, without torch's Python side: the first token comes within a second or two.
 
-    nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
-    python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"
+nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
+python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 
 _MOST_THREADS = 4096
 
@@ -92,7 +91,16 @@ class TextGenerator:
         """
         from tokenizers.decoders import DecodeStream
 
-        from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, check_prompt, in_a_line, number, stop_texts, true_or_false, whole_number
+        from nemo_rl_cpp.argument_checks import (
+            LARGEST,
+            SMALLEST,
+            check_prompt,
+            in_a_line,
+            number,
+            stop_texts,
+            true_or_false,
+            whole_number,
+        )
 
         check_prompt(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
@@ -110,7 +118,9 @@ class TextGenerator:
         if not ids:
             raise ValueError("the prompt is empty: give at least one character")
         if self.max_length and len(ids) >= self.max_length:
-            raise ValueError(f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it")
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it"
+            )
         if stop_strings and not self._knows_bytes:
             from nemo_rl_cpp.data.token_bytes import token_bytes_table
 
@@ -167,13 +177,19 @@ def _load(model: Any, folder: Path) -> None:
     from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
 
     tensors = raw_tensors(weight_files(folder))
-    fill_parameters(folder, dict(model.shapes), tensors, lambda name, tensor: model.put(name, tensor.dtype, tensor.data))
+    fill_parameters(
+        folder, dict(model.shapes), tensors, lambda name, tensor: model.put(name, tensor.dtype, tensor.data)
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `generate`."""
     parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
-    parser.add_argument("--model", required=True, help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)",
+    )
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     parser.add_argument("--system", help="with --chat: the system's message")
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -182,7 +198,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end behind this text (may be repeated)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end behind this text (may be repeated)"
+    )
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
 
@@ -206,7 +224,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _own_options(text: str) -> str:
     """A sentence that names keys of a configuration, in the words of this command."""
-    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace("policy.model_name", "--model")
+    text = text.replace("policy.model_name (and data.train.dataset_name)", "--model").replace(
+        "policy.model_name", "--model"
+    )
     text = text.replace("the model is", "--model is")
     return text.replace(", as configs/grpo_arithmetic_smollm2.yaml does,", "")
 
@@ -237,9 +257,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_rl_cpp.generate", description="Text from a model or a checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_rl_cpp.generate", description="Text from a model or a checkpoint."
+    )
     add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too, not only where it is")
+    parser.add_argument(
+        "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
+    )
     return run(parser.parse_args(argv))
 
 

@@ -1,8 +1,8 @@
 """GRPO from a notebook: a model, prompts and a reward function are enough.
 
-    import nemo_rl_cpp
-    result = nemo_rl_cpp.train_grpo("smollm2-135m-instruct", prompts=["3 + 4 = ", "1 + 9 = "], reward_funcs=my_function)
-    result.generate(["2 + 5 = "])
+import nemo_rl_cpp
+result = nemo_rl_cpp.train_grpo("smollm2-135m-instruct", prompts=["3 + 4 = ", "1 + 9 = "], reward_funcs=my_function)
+result.generate(["2 + 5 = "])
 """
 
 import atexit
@@ -76,7 +76,9 @@ class TrainResult:
         if not isinstance(greedy, (bool, type(None))):
             raise ValueError(f"greedy must be True or False, not {in_a_line(greedy)}")
         if greedy and temperature:
-            raise ValueError(f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out")
+            raise ValueError(
+                f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out"
+            )
         several = texts_or_conversations(prompts)
         if not several:
             return []
@@ -186,7 +188,9 @@ def train_grpo(
         raise ValueError("prompts and dataset are the same thing: give one of them")
     rows = rows_of(prompts, "prompts") if dataset is None else rows_of(dataset, "dataset")
     if reward_funcs is None:
-        raise ValueError("reward_funcs is missing: give a function of (completions, **columns) that returns one number each")
+        raise ValueError(
+            "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
+        )
     environment = RewardFunctionEnvironment(reward_funcs, reward_weights)
     val_rows = rows_of(validation, "validation") if validation is not None else None
     checkpoints = folder_path(checkpoint_dir, "checkpoint_dir") if checkpoint_dir is not None else None
@@ -236,9 +240,13 @@ def _temporary_folder() -> Path:
     return folder
 
 
-def _config(given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, logs: Path, checkpoints: Path | None) -> GRPOMasterConfig:
+def _config(
+    given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, logs: Path, checkpoints: Path | None
+) -> GRPOMasterConfig:
     """The configuration of a call. `given`: key -> (argument, value)."""
-    prompts, generations = (_count(given[f"grpo.num_{what}"][1]) for what in ("prompts_per_step", "generations_per_prompt"))
+    prompts, generations = (
+        _count(given[f"grpo.num_{what}"][1]) for what in ("prompts_per_step", "generations_per_prompt")
+    )
     if prompts is not None and prompts > num_rows:
         print(f"num_prompts_per_step is {num_rows}, as there are no more prompts, not {prompts}", file=sys.stderr)
         prompts = num_rows
@@ -253,7 +261,9 @@ def _config(given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, l
     if prompts is not None and generations is not None:
         values["policy.train_global_batch_size"] = prompts * generations
     values |= {key: value for key, (_, value) in given.items()}
-    return load_grpo_config(BASE_CONFIG, values=values, places={key: f"argument {name}" for key, (name, _) in given.items()})
+    return load_grpo_config(
+        BASE_CONFIG, values=values, places={key: f"argument {name}" for key, (name, _) in given.items()}
+    )
 
 
 def _count(value: Any) -> int | None:
@@ -284,29 +294,52 @@ def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None
         )
         for some in (rows, val_rows)
     )  # fmt: skip
-    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(config, tokenizer, data, val_data)
+    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(
+        config, tokenizer, data, val_data
+    )
     task_to_env = {TASK: environment}
     parts = grpo.make_components(
-        policy, generation, loader, val_loader, tokenizer, loss_fn, task_to_env, task_to_env, logger, checkpoints, state, config
+        policy,
+        generation,
+        loader,
+        val_loader,
+        tokenizer,
+        loss_fn,
+        task_to_env,
+        task_to_env,
+        logger,
+        checkpoints,
+        state,
+        config,
     )
     run_to_end(grpo.grpo_loop, parts, config, state, f"GRPO {config.policy.model_name}")
-    return TrainResult(parts.run.history, parts.run.validations, policy, tokenizer, config, Path(logger.log_dir), generation)
+    return TrainResult(
+        parts.run.history, parts.run.validations, policy, tokenizer, config, Path(logger.log_dir), generation
+    )
 
 
 class Rows:
     """Stands in grpo_notebook.yaml for the rows that `train_grpo` was given."""
 
     def __init__(self, **kwargs: Any) -> None:
-        raise ValueError(f"{BASE_CONFIG} has no data of its own: call nemo_rl_cpp.train_grpo(prompts=...), or set data.train")
+        raise ValueError(
+            f"{BASE_CONFIG} has no data of its own: call nemo_rl_cpp.train_grpo(prompts=...), or set data.train"
+        )
 
 
-def _processor(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int) -> DatumSpec:
+def _processor(
+    row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int
+) -> DatumSpec:
     message = _prompt_message(row["prompt"], tokenizer)
     length = len(message["token_ids"])
     if max_seq_length is not None and length >= max_seq_length:
-        raise ValueError(f"prompt {idx} has {length} tokens, which leaves no room to answer within max_length={max_seq_length}")
+        raise ValueError(
+            f"prompt {idx} has {length} tokens, which leaves no room to answer within max_length={max_seq_length}"
+        )
     columns = {key: value for key, value in row.items() if key != "prompt"}
-    return DatumSpec(message_log=[message], length=length, extra_env_info=columns, loss_multiplier=1.0, idx=idx, task_name=TASK)
+    return DatumSpec(
+        message_log=[message], length=length, extra_env_info=columns, loss_multiplier=1.0, idx=idx, task_name=TASK
+    )
 
 
 def _prompt_message(prompt: Prompt, tokenizer: Any) -> dict[str, Any]:

@@ -68,11 +68,16 @@ def dotted_key(name: str) -> str:
         return f"grpo.{name}"
     if name in _OF_TRL:
         meant = _OF_TRL[name]
-        raise ValueError(f"{name} is unknown; " + ("what it asks for is not supported: leave it out" if meant is None else f"here it is {meant}"))
+        raise ValueError(
+            f"{name} is unknown; "
+            + ("what it asks for is not supported: leave it out" if meant is None else f"here it is {meant}")
+        )
     from nemo_rl_cpp.quick import train_grpo
 
     arguments = [argument for argument in inspect.signature(train_grpo).parameters if argument != "overrides"]
-    near = difflib.get_close_matches(name, arguments, 1, 0.7) or difflib.get_close_matches(name, [*arguments, *keys, *_OF_TRL], 1, 0.6)
+    near = difflib.get_close_matches(name, arguments, 1, 0.7) or difflib.get_close_matches(
+        name, [*arguments, *keys, *_OF_TRL], 1, 0.6
+    )
     if near:
         meant = near[0] if near[0] not in _OF_TRL else _OF_TRL[near[0]]
         if meant is not None:

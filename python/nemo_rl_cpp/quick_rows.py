@@ -78,7 +78,9 @@ def _read(path: str, name: str) -> tuple[list[Any], str]:
     try:
         found = load_dataset_from_path(path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {' '.join(str(error).split())}"
+        ) from None
     rows = list(found)
     if path.lower().endswith(".txt"):  # its lines are the prompts
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
@@ -86,20 +88,37 @@ def _read(path: str, name: str) -> tuple[list[Any], str]:
 
 
 def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
-    parts = [key for key, value in given.items() if hasattr(value, "column_names") or hasattr(value, "iloc") and hasattr(value, "columns")]
+    parts = [
+        key
+        for key, value in given.items()
+        if hasattr(value, "column_names") or hasattr(value, "iloc") and hasattr(value, "columns")
+    ]
     if parts:
-        raise ValueError(f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{in_a_line(parts[0])}]")
+        raise ValueError(
+            f"{name} is a {type(given).__name__} of data sets: give one of them, {name}[{in_a_line(parts[0])}]"
+        )
     if "prompt" not in given:
         raise ValueError(f"{name} is a mapping without the key 'prompt', it has {names_of(given)}: {FORMS}")
     if isinstance(given["prompt"], str) or is_conversation(given["prompt"]):
         return [given]  # one row
-    wrong = next((key for key, value in given.items() if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)), None)
+    wrong = next(
+        (
+            key
+            for key, value in given.items()
+            if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)
+        ),
+        None,
+    )
     if wrong is not None:
-        raise ValueError(f"{name} is a mapping of columns, whose column {in_a_line(wrong)} is {described(given[wrong])}: each must be a list, one value a row")
+        raise ValueError(
+            f"{name} is a mapping of columns, whose column {in_a_line(wrong)} is {described(given[wrong])}: each must be a list, one value a row"
+        )
     columns = {key: value.tolist() if hasattr(value, "tolist") else list(value) for key, value in given.items()}
     lengths = {key: len(values) for key, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"{name} is a mapping of columns of different lengths: {', '.join(f'{in_a_line(k)} has {n}' for k, n in lengths.items())}")
+        raise ValueError(
+            f"{name} is a mapping of columns of different lengths: {', '.join(f'{in_a_line(k)} has {n}' for k, n in lengths.items())}"
+        )
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
 
@@ -123,5 +142,7 @@ def _check_row(row: dict[str, Any], where: str, name: str) -> None:
         raise ValueError(f"{where} has no key 'prompt', it has {names_of(row)}")
     taken = next((key for key in _RESERVED if key in row), None)
     if taken is not None:
-        raise ValueError(f"{where} has the key {taken!r}, under which reward functions are given something else: rename it")
+        raise ValueError(
+            f"{where} has the key {taken!r}, under which reward functions are given something else: rename it"
+        )
     check_prompt(row["prompt"], where)

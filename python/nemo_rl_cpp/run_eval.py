@@ -12,7 +12,9 @@ DEFAULT_CONFIG = "configs/evals/eval.yaml"
 
 
 def _start(config: Any) -> None:
-    from nemo_rl_cpp.evals.eval import main as evaluate  # torch loads here, after the configuration is known to be right
+    from nemo_rl_cpp.evals.eval import (
+        main as evaluate,  # torch loads here, after the configuration is known to be right
+    )
 
     raise_if_interrupted()
     evaluate(config)

@@ -12,7 +12,9 @@ DEFAULT_CONFIG = "configs/grpo_math_1B.yaml"
 
 
 def _start(config: Any) -> None:
-    from nemo_rl_cpp.algorithms.grpo import main as train  # torch loads here, after the configuration is known to be right
+    from nemo_rl_cpp.algorithms.grpo import (
+        main as train,  # torch loads here, after the configuration is known to be right
+    )
 
     raise_if_interrupted()
     train(config)

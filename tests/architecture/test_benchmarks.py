@@ -52,7 +52,11 @@ def test_samples_of_mixed_lengths_have_as_many_tokens_as_equal_ones(training):
 @pytest.mark.parametrize("layout", ["padded", "sorted_by_length", "packed"])
 def test_every_layout_trains_each_token_once_behind_those_before_it(training, layout, prompt):
     samples = training.Samples.random(training.mixed_lengths(), prompt, seed=1)
-    wanted = sorted(tuple(row[: t + 1]) for row, n in zip(samples.ids.tolist(), samples.lengths, strict=True) for t in range(max(prompt, 1), n))
+    wanted = sorted(
+        tuple(row[: t + 1])
+        for row, n in zip(samples.ids.tolist(), samples.lengths, strict=True)
+        for t in range(max(prompt, 1), n)
+    )
     found = []
     for batch in getattr(training, layout)(samples):
         for ids, trained in zip(batch.input_ids.tolist(), batch.trained.tolist(), strict=True):

@@ -24,7 +24,9 @@ def built_objects(capability: str) -> list[Path]:
 
 
 def mergeable_symbols(path: Path) -> list[str]:
-    listing = subprocess.run(["nm", "-C", "--defined-only", str(path)], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["nm", "-C", "--defined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout
     return [match[2] for line in listing.splitlines() if (match := MERGEABLE.match(line))]
 
 

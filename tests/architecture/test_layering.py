@@ -42,7 +42,9 @@ def test_kernels_batching_config_and_common_know_no_torch():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] in {"common", "kernels", "batching", "config"}:
             for include in includes(path):
-                assert not re.match(r"(ATen|c10|torch|pybind11)/", include), f"{path.relative_to(ROOT)} includes {include}"
+                assert not re.match(r"(ATen|c10|torch|pybind11)/", include), (
+                    f"{path.relative_to(ROOT)} includes {include}"
+                )
 
 
 def test_pybind11_stays_in_the_bindings():

@@ -10,7 +10,12 @@ MAX_LOOP_LINES = 60
 
 
 def source_files():
-    for folder, suffixes in (("csrc", {".h", ".cpp", ".cu", ".cuh"}), ("python", {".py"}), ("examples", {".py"}), ("tests", {".py", ".cpp", ".h"})):
+    for folder, suffixes in (
+        ("csrc", {".h", ".cpp", ".cu", ".cuh"}),
+        ("python", {".py"}),
+        ("examples", {".py"}),
+        ("tests", {".py", ".cpp", ".h"}),
+    ):
         yield from (p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes and "__pycache__" not in p.parts)
 
 
@@ -21,12 +26,19 @@ def functions(path):
 
 
 def test_files_are_short():
-    long = {str(p.relative_to(ROOT)): n for p in source_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
+    long = {
+        str(p.relative_to(ROOT)): n for p in source_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
+    }
     assert not long
 
 
 def test_python_functions_are_short():
-    long = {f"{p.relative_to(ROOT)}:{name}": n for p in (ROOT / "python").rglob("*.py") for name, n in functions(p) if n > MAX_FUNCTION_LINES}
+    long = {
+        f"{p.relative_to(ROOT)}:{name}": n
+        for p in (ROOT / "python").rglob("*.py")
+        for name, n in functions(p)
+        if n > MAX_FUNCTION_LINES
+    }
     assert not long
 
 

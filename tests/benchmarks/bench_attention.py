@@ -13,7 +13,6 @@ import statistics
 import time
 
 import torch
-
 from nemo_rl_cpp._native import C
 
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-0.5B": (14, 2, 64), "Qwen3-0.6B": (16, 8, 128)}

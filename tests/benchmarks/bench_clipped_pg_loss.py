@@ -8,7 +8,6 @@ arrays read, one written) at the copy bandwidth and the time of its exponentials
 
 import torch
 from harness import alternate, begin, copy_bandwidth, tune_malloc
-
 from nemo_rl_cpp import ops
 
 EXPONENTIALS = 4  # a token: the ratio, e^|prev - generation|, e^(curr - generation), and one of KL
@@ -76,7 +75,12 @@ def main():
     untuned = alternate({"eager": eager}, report.args.repeats)["eager"]
     tune_malloc()
     scratch = torch.empty_like(x)
-    sides = {"ours": ours, "tuned": eager, "compiled": step_of(torch.compile(peer), x, tensors), "exp": lambda: torch.exp(x, out=scratch)}
+    sides = {
+        "ours": ours,
+        "tuned": eager,
+        "compiled": step_of(torch.compile(peer), x, tensors),
+        "exp": lambda: torch.exp(x, out=scratch),
+    }
     times = alternate(sides, report.args.repeats)
     traffic = 8 * x.nbytes / copy_bandwidth(report.args.device)
     limit = max(traffic, EXPONENTIALS * times["exp"].median)

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from bench_generation import NEW, ours, prompts
 from harness import Report, Times, alternate, begin
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.sources import resolve_model
@@ -40,14 +39,21 @@ def step_weights(folder: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
                 matrix(f"{name}.mlp.gate_proj", 2 * config["intermediate_size"], hidden),
                 matrix(f"{name}.mlp.down_proj", hidden, config["intermediate_size"])]  # fmt: skip
 
-    return [*(layer(f"model.layers.{i}") for i in range(config["num_layers"])), [matrix("model.embed_tokens", config["vocab_size"], hidden)]]
+    return [
+        *(layer(f"model.layers.{i}") for i in range(config["num_layers"])),
+        [matrix("model.embed_tokens", config["vocab_size"], hidden)],
+    ]
 
 
 def our_products(weights: list[list[torch.Tensor]], batch: int):
     *layers, (head,) = weights
-    dtype, (qkv, o, gate_up, down) = head.dtype, layers[0]
+    dtype, (qkv, o, _gate_up, down) = head.dtype, layers[0]
     hidden, attn = torch.randn(batch, qkv.shape[1]).to(dtype), torch.randn(batch, o.shape[1]).to(dtype)
-    y, act, logits = torch.empty(batch, len(qkv), dtype=dtype), torch.empty(batch, down.shape[1], dtype=dtype), torch.empty(batch, len(head))
+    y, act, logits = (
+        torch.empty(batch, len(qkv), dtype=dtype),
+        torch.empty(batch, down.shape[1], dtype=dtype),
+        torch.empty(batch, len(head)),
+    )
     out, packed = torch.zeros_like(hidden), C.PackedWeights()
     if batch <= packed.most_rows():
         for layer in weights:
@@ -67,7 +73,11 @@ def our_products(weights: list[list[torch.Tensor]], batch: int):
 
 
 def torch_products(weights: list[list[torch.Tensor]], batch: int):
-    sides = [(torch.randn(batch, w.shape[1]).to(w.dtype), w.t(), torch.empty(batch, len(w), dtype=w.dtype)) for layer in weights for w in layer]
+    sides = [
+        (torch.randn(batch, w.shape[1]).to(w.dtype), w.t(), torch.empty(batch, len(w), dtype=w.dtype))
+        for layer in weights
+        for w in layer
+    ]
 
     def run() -> None:
         for x, w, y in sides:
@@ -79,8 +89,14 @@ def torch_products(weights: list[list[torch.Tensor]], batch: int):
 def measure(report: Report, what: str, generations: dict, weights: list[list[torch.Tensor]], batch: int) -> None:
     ids = prompts(batch, 49152)
     sides = {name: partial(run, ids) for name, run in generations.items()}
-    times = alternate(sides | {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)}, report.args.repeats, warmup=1)
-    step = Times(*((getattr(times["long"], at) - times["short"].median) / (NEW - SHORT) for at in ("median", "low", "high")))
+    times = alternate(
+        sides | {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)},
+        report.args.repeats,
+        warmup=1,
+    )
+    step = Times(
+        *((getattr(times["long"], at) - times["short"].median) / (NEW - SHORT) for at in ("median", "low", "high"))
+    )
     products, peer = times["ours"], times["torch"]
     report.add(what, "decode step", step, tokens_a_second=batch / step.median)
     report.add(what, "products, ours", products, of_step=products.median / step.median)

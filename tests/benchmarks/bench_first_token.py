@@ -32,15 +32,32 @@ print(tokenizer.decode(out[0, -1]), flush=True)
 
 def commands(folder: str, precision: str) -> dict[str, list[str]]:
     return {
-        "ours": [sys.executable, "-m", "nemo_rl_cpp.generate", "--model", folder, "--precision", precision, "--greedy", "--max-new-tokens", "1", PROMPT],
+        "ours": [
+            sys.executable,
+            "-m",
+            "nemo_rl_cpp.generate",
+            "--model",
+            folder,
+            "--precision",
+            precision,
+            "--greedy",
+            "--max-new-tokens",
+            "1",
+            PROMPT,
+        ],
         "transformers": [sys.executable, "-c", TRANSFORMERS, folder, precision, PROMPT],
     }
 
 
 def seconds_to_first_byte(command: list[str]) -> tuple[float, str]:
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # or every import compiles its source again
+    environment = {
+        k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
+    }  # or every import compiles its source again
     start = time.perf_counter()
-    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as process:
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as process,
+    ):
         first = process.stdout.read(1)
         seconds = time.perf_counter() - start
         text = first + process.stdout.read()
@@ -74,7 +91,16 @@ def main() -> None:
             "ratio": [round(f(ratios), 1) for f in (statistics.median, min, max)],
         }
         print(precision, rows[precision])
-    print(json.dumps({"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "machine": platform.machine(),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The limit is the traffic (values and mask read, advantages and returns written) 
 
 import torch
 from harness import alternate, begin, copy_bandwidth, tune_malloc
-
 from nemo_rl_cpp import ops
 
 GAMMA, LAMBDA = 0.99, 0.95

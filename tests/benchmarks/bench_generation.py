@@ -41,7 +41,11 @@ def ours(folder: str, precision: str, stops: Sequence[int] = (), new: int = NEW)
     generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
 
     def run(ids) -> int:
-        return int(generation.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})["generation_lengths"].sum())
+        return int(
+            generation.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})[
+                "generation_lengths"
+            ].sum()
+        )
 
     return run
 
@@ -100,7 +104,16 @@ def main() -> None:
                    "ratio_min": round(min(ratios), 2), "ratio_max": round(max(ratios), 2)}  # fmt: skip
             rows.append(row)
             print(row, flush=True)
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "threads": arguments.threads, "torch": torch.__version__, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "machine": platform.processor() or platform.machine(),
+                "threads": arguments.threads,
+                "torch": torch.__version__,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

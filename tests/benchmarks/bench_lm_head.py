@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from harness import Report, alternate, begin, tune_malloc
-
 from nemo_rl_cpp._native import C
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -97,7 +96,9 @@ def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.d
     with PeakGpuMemory() if report.on_gpu else PeakMemory() as memory:
         both()
     what = f"{tokens} x {vocab}, D {hidden}, {str(dtype).removeprefix('torch.')}"
-    times = alternate({"ours forward": forward, "ours": both, "products": products(x, w, 1024)}, report.args.repeats, warmup=1)
+    times = alternate(
+        {"ours forward": forward, "ours": both, "products": products(x, w, 1024)}, report.args.repeats, warmup=1
+    )
     flops = 2 * tokens * vocab * hidden
     limit = times["products"].median
     report.add(what, "four products, torch.mm", times["products"], gflops=4 * flops / limit / 1e9)

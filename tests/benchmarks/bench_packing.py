@@ -9,7 +9,6 @@ import math
 
 import torch
 from harness import Report, Times, alternate, begin
-
 from nemo_rl_cpp.data.packing import get_packer
 
 CAPACITY = 8192
@@ -48,14 +47,23 @@ def measure(report: Report, kind: str, lengths: list[int]) -> None:
 
     for name in ALGORITHMS:
         packer = get_packer(name, CAPACITY)
-        add(name, alternate({"pack": lambda: packer.pack(lengths)}, report.args.repeats, warmup=1)["pack"], packer.pack(lengths))  # noqa: B023
+        add(
+            name,
+            alternate({"pack": lambda: packer.pack(lengths)}, report.args.repeats, warmup=1)["pack"],
+            packer.pack(lengths),
+        )  # noqa: B023
     if report.args.python:
         add("plain Python first fit", alternate({"pack": lambda: python_first_fit_decreasing(lengths)}, 1, warmup=0)["pack"],
             python_first_fit_decreasing(lengths))  # fmt: skip
 
 
 def main():
-    report = begin(__doc__, 7, count={"type": int, "default": 100_000}, python={"action": "store_true", "help": "the plain Python packer too"})
+    report = begin(
+        __doc__,
+        7,
+        count={"type": int, "default": 100_000},
+        python={"action": "store_true", "help": "the plain Python packer too"},
+    )
     for kind in ("log-normal", "Zipf"):
         measure(report, kind, lengths_of(kind, report.args.count))
     report.finish()

@@ -12,9 +12,8 @@ import sys
 import torch
 from bench_training_step import ours
 from harness import Report, Times, alternate, begin
-from training_samples import Samples
-
 from nemo_rl_cpp._native import C
+from training_samples import Samples
 
 MICRO_BATCH_TOKENS = 2048
 LENGTHS = (128, 512, 2048)
@@ -31,7 +30,10 @@ def attention_of(config: dict, dtype: torch.dtype, samples: int, length: int):
     """Attention alone, all layers, forward and backward."""
     n, k, h = config["num_heads"], config["num_kv_heads"], config["head_dim"]
     heads = C.AttentionHeads(n, k, h, h**-0.5)
-    qkv, d_out = torch.randn(samples * length, (n + 2 * k) * h).to(dtype), torch.randn(samples * length, n * h).to(dtype)
+    qkv, d_out = (
+        torch.randn(samples * length, (n + 2 * k) * h).to(dtype),
+        torch.randn(samples * length, n * h).to(dtype),
+    )
     sequences = [(i * length, length, 0, 0) for i in range(samples)]
 
     def run() -> None:
@@ -63,7 +65,14 @@ def main() -> None:
         for scale, times in zip(SCALES, alternate(sides, report.args.repeats, warmup=1).values(), strict=True):
             per_token = times.median / (base * scale)
             first = first or per_token
-            add(report, f"{base * scale} tokens, samples of 64", f"{scale}x", base * scale, times, of_1x=per_token / first)
+            add(
+                report,
+                f"{base * scale} tokens, samples of 64",
+                f"{scale}x",
+                base * scale,
+                times,
+                of_1x=per_token / first,
+            )
     tokens = 2 * MICRO_BATCH_TOKENS
     sides = {f"step {length}": step_of(run, tokens // length, length) for length in LENGTHS}
     sides |= {f"attention {length}": attention_of(config, dtype, tokens // length, length) for length in LENGTHS}

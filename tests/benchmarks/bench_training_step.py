@@ -38,7 +38,19 @@ from pathlib import Path
 
 import torch
 from harness import tune_malloc
-from training_samples import COUNT, GROUP, MEAN_LENGTH, Layout, PeerBatch, Samples, equal_lengths, mixed_lengths, packed, padded, sorted_by_length
+from training_samples import (
+    COUNT,
+    GROUP,
+    MEAN_LENGTH,
+    Layout,
+    PeerBatch,
+    Samples,
+    equal_lengths,
+    mixed_lengths,
+    packed,
+    padded,
+    sorted_by_length,
+)
 
 TOKENS = COUNT * MEAN_LENGTH
 PARAMETERS, HEAD_PARAMETERS = 134_515_008, 49_152 * 576
@@ -86,7 +98,9 @@ def our_step(model, max_tokens: int, halved: bool = False):
 def full_loss(model, batch: PeerBatch) -> torch.Tensor:
     """-sum(logprobs) from the logits of all tokens from the first trained one on."""
     first = int(batch.trained.any(0).nonzero()[0])
-    logits = model(batch.input_ids, logits_to_keep=batch.input_ids.shape[1] - first + 1, use_cache=False, **batch.options).logits
+    logits = model(
+        batch.input_ids, logits_to_keep=batch.input_ids.shape[1] - first + 1, use_cache=False, **batch.options
+    ).logits
     logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, batch.input_ids[:, first:, None])[..., 0]
     return -logprobs[batch.trained[:, first:]].sum()
 
@@ -104,7 +118,9 @@ def chunked_loss(model, batch: PeerBatch) -> torch.Tensor:
     return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts)
 
 
-def transformers(folder: str, precision: str, tuned: bool = False, layout: Layout = padded, weights: torch.dtype = torch.float32):
+def transformers(
+    folder: str, precision: str, tuned: bool = False, layout: Layout = padded, weights: torch.dtype = torch.float32
+):
     from transformers import AutoModelForCausalLM
 
     if tuned:
@@ -150,9 +166,8 @@ def memory(key: str) -> int:
 
 def one_side(arguments: argparse.Namespace) -> None:
     """In the child: a step for every line of standard input; answers with seconds, the memory so far and the gradient's norm."""
-    import transformers as _  # noqa: F401
-
     import nemo_rl_cpp._native  # noqa: F401
+    import transformers as _  # noqa: F401
 
     torch.set_num_threads(arguments.threads)
     precision, lengths = arguments.precision[0], LENGTHS[arguments.lengths]()
@@ -170,11 +185,24 @@ class Side:
     """A child process that takes one step at a time."""
 
     def __init__(self, name: str, folder: str, precision: str, arguments: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--lengths", arguments.lengths]
+        command = [
+            sys.executable,
+            __file__,
+            "--side",
+            name,
+            "--model",
+            folder,
+            "--precision",
+            precision,
+            "--lengths",
+            arguments.lengths,
+        ]
         command += ["--threads", str(arguments.threads), "--prompt", str(arguments.prompt)]
         environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
         self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+        )
         self.answer(name)
 
     def answer(self, what: str) -> str:
@@ -202,7 +230,11 @@ def matrix_peak(precision: str) -> float:
 
     best = 0.0
     for dtype in {getattr(torch, precision), torch.float32}:
-        a, b, out = torch.randn(2048, 4096).to(dtype), torch.randn(4096, 4096).to(dtype), torch.empty(2048, 4096, dtype=dtype)
+        a, b, out = (
+            torch.randn(2048, 4096).to(dtype),
+            torch.randn(4096, 4096).to(dtype),
+            torch.empty(2048, 4096, dtype=dtype),
+        )
         for product in (lambda: torch.mm(a, b.T, out=out), lambda: C.linear_forward(a, b, None, out)):  # noqa: B023 - called here
             product()
             start = time.perf_counter()
@@ -211,12 +243,16 @@ def matrix_peak(precision: str) -> float:
     return best
 
 
-def figures(name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], samples: Samples) -> dict:
+def figures(
+    name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], samples: Samples
+) -> dict:
     """Of one side: speed and memory; for ours, against each peer, paired step by step."""
     row = {"tok_s": round(TOKENS / statistics.median(s for s, _, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
-    flops = 6 * (samples.computed * (PARAMETERS - HEAD_PARAMETERS) + (TOKENS - COUNT * samples.prompt) * HEAD_PARAMETERS)
+    flops = 6 * (
+        samples.computed * (PARAMETERS - HEAD_PARAMETERS) + (TOKENS - COUNT * samples.prompt) * HEAD_PARAMETERS
+    )
     row["of_peak"] = round(statistics.median(flops / s / p for (s, _, _), p in zip(steps, peaks, strict=True)), 2)
     for peer in PEERS:
         if peer in rows:
@@ -251,7 +287,9 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--lengths", choices=list(LENGTHS), default="equal")
     parser.add_argument("--prompt", type=int, default=0)
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["ours", "ours_halved", "transformers", "transformers_tuned"])
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(SIDES), default=["ours", "ours_halved", "transformers", "transformers_tuned"]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -259,7 +297,9 @@ def main() -> None:
     arguments = parser.parse_args()
     shortest = min(LENGTHS[arguments.lengths]())
     if not 0 <= arguments.prompt < shortest:
-        parser.error(f"--prompt {arguments.prompt}: the shortest sample has {shortest} tokens, so 0 to {shortest - 1} can be shared")
+        parser.error(
+            f"--prompt {arguments.prompt}: the shortest sample has {shortest} tokens, so 0 to {shortest - 1} can be shared"
+        )
     if arguments.side:
         return one_side(arguments)
     torch.set_num_threads(arguments.threads)
@@ -270,7 +310,12 @@ def main() -> None:
         result[precision] = measure(precision, folder, arguments)
         for name, row in result[precision].items():
             print(precision, name, row, flush=True)
-    setting = {"lengths": arguments.lengths, "prompt": arguments.prompt, "threads": arguments.threads, "torch": torch.__version__}
+    setting = {
+        "lengths": arguments.lengths,
+        "prompt": arguments.prompt,
+        "threads": arguments.threads,
+        "torch": torch.__version__,
+    }
     print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": result}))
 
 

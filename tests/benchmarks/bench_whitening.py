@@ -7,7 +7,6 @@ The limit is the traffic (values and mask read twice, values written) at the cop
 
 import torch
 from harness import alternate, begin, copy_bandwidth, tune_malloc
-
 from nemo_rl_cpp._native import C
 
 

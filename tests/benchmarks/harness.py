@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-
 from nemo_rl_cpp._native import C
 
 
@@ -82,12 +81,21 @@ class Report:
 
     @property
     def header(self) -> dict:
-        cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine())
+        cpu = next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if "model name" in line
+            ),
+            platform.machine(),
+        )
         return {"device": torch.cuda.get_device_name() if self.on_gpu else "cpu", "cpu": cpu, "capability": C.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__,
                 "python": platform.python_version(), "repeats": self.args.repeats}  # fmt: skip
 
     def add(self, what: str, side: str, times: Times, **figures: float) -> None:
-        self.rows.append({"what": what, "side": side, "median_s": times.median, "low_s": times.low, "high_s": times.high, **figures})
+        self.rows.append(
+            {"what": what, "side": side, "median_s": times.median, "low_s": times.low, "high_s": times.high, **figures}
+        )
         notes = "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
         print(f"{what:34} {side:28} {times}  {notes}", flush=True)
 

@@ -42,7 +42,10 @@ def run(command: str, out: Path) -> bool:
     """Whether it ended well; its output goes to `out` and to the terminal as it comes."""
     script, *arguments = command.split()
     line = [sys.executable, str(HERE / f"bench_{script}.py"), *arguments]
-    with out.open("w") as file, subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with (
+        out.open("w") as file,
+        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
         for text in process.stdout:
             file.write(text)
             print(text, end="", flush=True)

@@ -77,7 +77,9 @@ def padded(samples: Samples) -> list[PeerBatch]:
 def sorted_by_length(samples: Samples) -> list[PeerBatch]:
     """Micro-batches of neighbours in length, each padded to its own longest."""
     rows = samples.lengths.argsort(stable=True).split(SORTED_ROWS)
-    return [padded(Samples(samples.ids[r, : samples.lengths[r].max()], samples.lengths[r], samples.prompt))[0] for r in rows]
+    return [
+        padded(Samples(samples.ids[r, : samples.lengths[r].max()], samples.lengths[r], samples.prompt))[0] for r in rows
+    ]
 
 
 def packed(samples: Samples) -> list[PeerBatch]:

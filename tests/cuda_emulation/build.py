@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cuda_emulation.rewrite import rewrite
 
 HERE = Path(__file__).resolve().parent
@@ -88,7 +87,11 @@ def rewritten(source: Path, folder: Path, change=None) -> Path:
 
 def fingerprint() -> str:
     """Of everything that a build depends on."""
-    files = [*sorted(HERE.rglob("*.*")), *sorted((CSRC / "kernels").rglob("*.*")), *sorted((CSRC / "common").glob("*.h"))]
+    files = [
+        *sorted(HERE.rglob("*.*")),
+        *sorted((CSRC / "kernels").rglob("*.*")),
+        *sorted((CSRC / "common").glob("*.h")),
+    ]
     digest = hashlib.sha256(f"{FLAGS} {core_folder()}".encode())
     for path in files:
         if path.is_file():

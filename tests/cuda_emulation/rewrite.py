@@ -10,5 +10,7 @@ DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+
 def rewrite(source: str) -> str:
     source = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::shared_bytes);", source)
     source = LAUNCH.sub(r"emulation::Launch(\2)([&](const auto&... arguments) { \1(arguments...); }, ", source)
-    assert "<<<" not in source and "extern __shared__" not in source, "a launch or a declaration is written in another way"
+    assert "<<<" not in source and "extern __shared__" not in source, (
+        "a launch or a declaration is written in another way"
+    )
     return "#include <cuda_runtime_api.h>\n" + source

@@ -1,4 +1,5 @@
-// Stop strings against the plain search of the whole text: lines of the first part are strings, lines of the second tokens.
+// Stop strings against the plain search of the whole text: lines of the first part are strings, lines of the second
+// tokens.
 #include <cstdint>
 #include <cstdlib>
 #include <stdexcept>

@@ -6,7 +6,6 @@ import re
 import pytest
 import tiny
 import torch
-
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms import grpo
 
@@ -48,7 +47,11 @@ def test_a_timeline_on_request(tmp_path):
     steps = [event for event in stages if event["name"] == "total_step_time"]
     assert len(steps) == 3
     for step in steps:
-        inside = [e for e in stages if e is not step and step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 2]
+        inside = [
+            e
+            for e in stages
+            if e is not step and step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 2
+        ]
         assert {"generation", "policy_training", "advantage_calculation"} <= {event["name"] for event in inside}
 
 
@@ -58,7 +61,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_the_batch(tmp_pat
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", *tiny.SMALL, *options]) == 1
     (batch,) = tmp_path.rglob("replay/nonfinite_policy_batch.pt")
     shown, error = capsys.readouterr()
-    assert re.match(r"error: policy: the (loss|gradient).* were not updated; the batch was written to [^\n]*\n$", error) and str(batch) in error
+    assert (
+        re.match(r"error: policy: the (loss|gradient).* were not updated; the batch was written to [^\n]*\n$", error)
+        and str(batch) in error
+    )
     assert {"input_ids", "input_lengths", "token_mask", "advantages", "generation_logprobs"} <= set(torch.load(batch))
     assert "failed" in shown
 
@@ -70,7 +76,10 @@ def test_never_and_auto_give_the_same_weights(tmp_path, updates):
     digests, ratios, reused = [], [], []
     for reuse, gigabytes in (("auto", "null"), ("auto", 0), ("never", "null"), ("always", "null")):
         run = tiny.train(
-            tmp_path / f"{reuse}-{gigabytes}", *options, f"policy.reuse_generation_logprobs={reuse}", f"policy.kept_activations_gb={gigabytes}"
+            tmp_path / f"{reuse}-{gigabytes}",
+            *options,
+            f"policy.reuse_generation_logprobs={reuse}",
+            f"policy.kept_activations_gb={gigabytes}",
         )
         digests.append(run.policy.weight_digest())
         ratios.append([row["probs_ratio_max"] for row in run.history])
@@ -118,7 +127,9 @@ def test_a_flipped_bit_between_the_phases_stops_the_run(tmp_path):
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
-    run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}"))
+    run = with_a_fault(
+        tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}")
+    )
     run.parts.refit.verify_before_training = lambda: None  # let the fault through to the metrics
     grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
     clean, faulty, after = run.parts.run.history
@@ -133,7 +144,12 @@ def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
 def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
     gradients = {}
     for size in (1, 2, 4, 32):
-        run = tiny.make(tmp_path / str(size), *tiny.SMALL, "policy.sequence_packing.enabled=false", f"policy.train_micro_batch_size={size}")
+        run = tiny.make(
+            tmp_path / str(size),
+            *tiny.SMALL,
+            "policy.sequence_packing.enabled=false",
+            f"policy.train_micro_batch_size={size}",
+        )
         state_of = run.policy.trainer
         grpo_config = run.config.grpo.model_copy(update={"max_num_steps": 1})
         run.config.grpo = grpo_config
@@ -151,7 +167,10 @@ def test_a_python_loss_takes_the_place_of_the_native_one(tmp_path):
 
     def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        return -(data["advantages"][:, 1:] * torch.exp(next_token_logprobs - next_token_logprobs.detach()) * mask).sum() / global_valid_toks
+        return (
+            -(data["advantages"][:, 1:] * torch.exp(next_token_logprobs - next_token_logprobs.detach()) * mask).sum()
+            / global_valid_toks
+        )
 
     digests = []
     for own in (False, True):

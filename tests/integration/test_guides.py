@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tiny
-
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.config import load_grpo_config
 
@@ -183,8 +182,13 @@ def test_commands_run(name, tmp_path, monkeypatch, capsys):
     assert all(row["train/token_mult_prob_error"] == 1.0 and row["train/max_logprob_gap"] == 0.0 for row in rows)
     for metric, holds in line.shows.items():
         assert holds([row[f"train/{metric}"] for row in rows]), (metric, [row[f"train/{metric}"] for row in rows])
-    warns = value(load_grpo_config(line.config, line.overrides).resolved, "grpo.reward_shaping.stop_properly_penalty_coef") is not None
-    assert capsys.readouterr().out.count("stop_properly_penalty_coef is set, so") == warns  # once a run, not once a step
+    warns = (
+        value(load_grpo_config(line.config, line.overrides).resolved, "grpo.reward_shaping.stop_properly_penalty_coef")
+        is not None
+    )
+    assert (
+        capsys.readouterr().out.count("stop_properly_penalty_coef is set, so") == warns
+    )  # once a run, not once a step
 
 
 METRICS = {
@@ -209,6 +213,8 @@ def test_every_metric_of_the_guides_is_logged(tmp_path):
     )  # fmt: skip
     assert len(run.history) == 2
     for row in steps(tmp_path):
-        missing = [f"{guide}: {name}" for guide, names in METRICS.items() for name in names if f"train/{name}" not in row]
+        missing = [
+            f"{guide}: {name}" for guide, names in METRICS.items() for name in names if f"train/{name}" not in row
+        ]
         assert missing == []
         assert row["train/is_oob_ratio"] == 0.0

@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-
 from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
@@ -63,7 +62,9 @@ def test_it_learns_with_five_seeds_of_five(tmp_path):
 
 
 def dapo_shows(history):
-    assert history[0]["num_masked_samples"] > 0 and history[-1]["truncation_rate"] < 0.1  # overlong filtering; it learned to end
+    assert (
+        history[0]["num_masked_samples"] > 0 and history[-1]["truncation_rate"] < 0.1
+    )  # overlong filtering; it learned to end
     assert min(of(history, "dynamic_sampling_num_gen_batches")) >= 1
     assert max(of(history, "probs_ratio_max")) > 1.28 >= max(of(history, "probs_ratio_clamped_max")) - 1e-6
     assert min(of(history, "probs_ratio_clamped_min")) >= 0.8 - 1e-6
@@ -115,7 +116,12 @@ def test_rloo_advantages_by_hand(tmp_path):
 
 def test_a_checkpoint_is_a_new_runs_reference(tmp_path):
     """How the ProRLv2 guide resets the reference: a new run that begins at a checkpoint has a KL of exactly 0 there."""
-    options = (*tiny.SMALL, "policy.train_global_batch_size=32", "checkpointing.enabled=true", "checkpointing.metric_name=null")
+    options = (
+        *tiny.SMALL,
+        "policy.train_global_batch_size=32",
+        "checkpointing.enabled=true",
+        "checkpointing.metric_name=null",
+    )
     first = tiny.train(tmp_path / "first", *options, "grpo.max_num_steps=3", config="prorlv2_tiny.yaml")
     assert first.history[0]["kl_penalty"] == 0.0 < first.history[-1]["kl_penalty"]
     weights = tmp_path / "first" / "checkpoints" / "step_3" / "policy" / "weights"
@@ -135,7 +141,8 @@ class HalfHopeless(SingleTurnEnvironment):
 
     def step(self, message_log_batch, metadata):
         rewards = [
-            float(prompt_text(log)[0] in "13579" and assistant_text(log)[:1] not in ("3", "4", "5")) for log in message_log_batch
+            float(prompt_text(log)[0] in "13579" and assistant_text(log)[:1] not in ("3", "4", "5"))
+            for log in message_log_batch
         ]
         return self._finish(rewards, metadata)
 
@@ -174,7 +181,12 @@ def test_half_solved_half_hopeless_data_gives_mixed_groups_only(tmp_path, mode):
 
 def test_hopeless_data_stops_the_run_after_exactly_the_configured_batches(tmp_path):
     run = tiny.make(
-        tmp_path, *tiny.SMALL, "grpo.max_num_gen_batches=3", "grpo.num_generations_per_prompt=4", config="dapo_tiny.yaml", environment=Hopeless()
+        tmp_path,
+        *tiny.SMALL,
+        "grpo.max_num_gen_batches=3",
+        "grpo.num_generations_per_prompt=4",
+        config="dapo_tiny.yaml",
+        environment=Hopeless(),
     )
     generate, calls, before = run.parts.generation.generate, [], run.policy.weight_digest()
 
@@ -187,7 +199,10 @@ def test_hopeless_data_stops_the_run_after_exactly_the_configured_batches(tmp_pa
         run_to_end(run)
     message = str(stopped.value)
     assert len(calls) == 3
-    assert "found 0 of the 8 groups that a step needs in 3 generation batches (dynamic_sampling_max_gen_batches=3)" in message
+    assert (
+        "found 0 of the 8 groups that a step needs in 3 generation batches (dynamic_sampling_max_gen_batches=3)"
+        in message
+    )
     assert "of 30 groups 0 were all right, 30 all wrong and 0 mixed" in message
     assert all(key in message for key in ("num_generations_per_prompt", "batch_multiplier", "use_dynamic_sampling"))
     assert run.policy.weight_digest() == before and run.state.step == 0
@@ -201,7 +216,9 @@ def test_a_resume_in_the_middle_gives_the_same_batches(tmp_path):
     )  # fmt: skip
 
     def run(folder, steps):
-        made = tiny.make(folder, *options, f"grpo.max_num_steps={steps}", config="dapo_tiny.yaml", environment=HalfHopeless())
+        made = tiny.make(
+            folder, *options, f"grpo.max_num_steps={steps}", config="dapo_tiny.yaml", environment=HalfHopeless()
+        )
         batches = recorded(made)
         return made, batches, run_to_end(made)
 

@@ -17,13 +17,32 @@ def make(folder, *overrides, config="grpo_guess_number.yaml"):
     torch.set_num_threads(1)
     config = load_grpo_config(
         config,
-        [f"logger.log_dir={folder / 'logs'}", "checkpointing.enabled=false", "grpo.val_period=0", "grpo.val_at_end=false", *overrides],
+        [
+            f"logger.log_dir={folder / 'logs'}",
+            "checkpointing.enabled=false",
+            "grpo.val_period=0",
+            "grpo.val_at_end=false",
+            *overrides,
+        ],
     )
     tokenizer = build.make_tokenizer(config.policy)
     data = build.make_data(config, tokenizer)
-    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(config, tokenizer, data.train, data.validation)
+    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(
+        config, tokenizer, data.train, data.validation
+    )
     parts = grpo.make_components(
-        policy, generation, loader, val_loader, tokenizer, loss_fn, data.task_to_env, data.val_task_to_env, logger, checkpoints, state, config
+        policy,
+        generation,
+        loader,
+        val_loader,
+        tokenizer,
+        loss_fn,
+        data.task_to_env,
+        data.val_task_to_env,
+        logger,
+        checkpoints,
+        state,
+        config,
     )
     parts.run.progress.mode = "quiet"
     return parts, config, state
@@ -39,7 +58,11 @@ def train(folder, *overrides, **options):
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_turn_is_exact(tmp_path, precision, packing):
     parts = train(
-        tmp_path, *SMALL, "grpo.max_num_steps=5", f"policy.precision={precision}", f"policy.sequence_packing.enabled={packing}".lower()
+        tmp_path,
+        *SMALL,
+        "grpo.max_num_steps=5",
+        f"policy.precision={precision}",
+        f"policy.sequence_packing.enabled={packing}".lower(),
     )
     assert len(parts.run.history) == 5
     for row in parts.run.history:

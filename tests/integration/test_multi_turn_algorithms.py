@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-
 from nemo_rl_cpp.config import find_config
 
 GUESS_NUMBER = """
@@ -34,8 +33,14 @@ ALGORITHMS = {
     "dapo": ("dapo_tiny.yaml", ["grpo.dynamic_sampling_max_gen_batches=20"]),
     "prorlv2": ("prorlv2_tiny.yaml", ["grpo.dynamic_sampling_max_gen_batches=20"]),
     "rloo": ("rloo_tiny.yaml", []),
-    "ppo": ("ppo_tiny.yaml", ["value.train_global_batch_size=28", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1"]),
-    "vapo": ("vapo_tiny.yaml", ["value.train_global_batch_size=28", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1"]),
+    "ppo": (
+        "ppo_tiny.yaml",
+        ["value.train_global_batch_size=28", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1"],
+    ),
+    "vapo": (
+        "vapo_tiny.yaml",
+        ["value.train_global_batch_size=28", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1"],
+    ),
     "ppo, raw_reward": ("ppo_tiny_raw_reward.yaml", ["ppo.policy_training_start_step=0", "ppo.ppo_epochs=1"]),
 }
 
@@ -44,7 +49,11 @@ ALGORITHMS = {
 def test_every_turn_is_exact(tmp_path, algorithm):
     parent, overrides = ALGORITHMS[algorithm]
     path = tmp_path / "conversation.yaml"
-    path.write_text(GUESS_NUMBER.format(parent=find_config(parent), section="ppo" if "ppo" in parent or "vapo" in parent else "grpo"))
+    path.write_text(
+        GUESS_NUMBER.format(
+            parent=find_config(parent), section="ppo" if "ppo" in parent or "vapo" in parent else "grpo"
+        )
+    )
     torch.set_num_threads(1)
     run = tiny.train(tmp_path, *overrides, config=path)
     trained = [row for row in run.history if "loss" in row]
@@ -52,5 +61,9 @@ def test_every_turn_is_exact(tmp_path, algorithm):
     for row in run.history:
         assert row["avg_turns_per_sample"] > 1.3 and row["mean_env_tokens_per_sample"] > 0.3
     for row in trained:
-        assert row["token_mult_prob_error"] == 1.0 and row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0
+        assert (
+            row["token_mult_prob_error"] == 1.0
+            and row["max_logprob_gap"] == 0.0
+            and row["logprob_mismatched_tokens"] == 0
+        )
         assert row["gen_kl_error"] == 0.0 and row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0

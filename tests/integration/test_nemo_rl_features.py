@@ -3,11 +3,10 @@
 import pytest
 import tiny
 import torch
-
 from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.config import load_ppo_config
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.preflight import preflight
-from nemo_rl_cpp.config import load_ppo_config
 
 
 def first_is_even(completions, **columns):
@@ -31,7 +30,11 @@ def test_gdpo_normalises_each_part_for_itself(tmp_path, monkeypatch):
         return advantages
 
     monkeypatch.setattr(grpo, "compute_advantages", record)
-    options = ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[2.0,1.0]", "grpo.adv_estimator.use_leave_one_out_baseline=false")
+    options = (
+        "grpo.adv_estimator.name=gdpo",
+        "grpo.adv_estimator.reward_weights=[2.0,1.0]",
+        "grpo.adv_estimator.use_leave_one_out_baseline=false",
+    )
     run = tiny.train(tmp_path, *tiny.SMALL, *options, "grpo.max_num_steps=2", environment=parts())
     assert len(run.history) == 2
     batch, advantages = batches[0]
@@ -55,14 +58,26 @@ def test_gdpo_without_parts_says_what_to_do(tmp_path):
 
 def test_the_length_penalty_reaches_training_but_not_the_accuracy(tmp_path):
     environment = RewardFunctionEnvironment(first_is_even)
-    run = tiny.train(tmp_path, *tiny.SMALL, "+grpo.length_penalty.default={pass_rate_length_penalty_weight: 0.5}", "grpo.max_num_steps=1", environment=environment)
+    run = tiny.train(
+        tmp_path,
+        *tiny.SMALL,
+        "+grpo.length_penalty.default={pass_rate_length_penalty_weight: 0.5}",
+        "grpo.max_num_steps=1",
+        environment=environment,
+    )
     row = run.history[0]
     assert row["length_penalty/adjusted_frac"] > 0 > row["length_penalty/reward_delta_mean"]
     assert row["accuracy"] == pytest.approx(row["length_penalty/env_reward_mean"])
     assert row["reward"] == pytest.approx(row["accuracy"] + row["length_penalty/reward_delta_mean"])
 
 
-PPO = ("ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "value.train_global_batch_size=32", "ppo.ppo_epochs=1")
+PPO = (
+    "ppo.num_prompts_per_step=8",
+    "ppo.num_generations_per_prompt=4",
+    "policy.train_global_batch_size=32",
+    "value.train_global_batch_size=32",
+    "ppo.ppo_epochs=1",
+)
 
 
 def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_optimizer(tmp_path):
@@ -80,9 +95,18 @@ def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_opt
 
 @pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
 def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
-    run = tiny.make(tmp_path, *PPO[:-1], f"ppo.ppo_epochs={epochs}", f"ppo.critic_ppo_epochs={critic}", "ppo.max_num_steps=1", "ppo.policy_training_start_step=0", config="ppo_tiny.yaml")
+    run = tiny.make(
+        tmp_path,
+        *PPO[:-1],
+        f"ppo.ppo_epochs={epochs}",
+        f"ppo.critic_ppo_epochs={critic}",
+        "ppo.max_num_steps=1",
+        "ppo.policy_training_start_step=0",
+        config="ppo_tiny.yaml",
+    )
     passes = {"policy": 0, "value": 0}
     for name, part in (("policy", run.parts.policy), ("value", run.parts.critic)):
+
         def counted(*args, name=name, train=part.train, **options):
             passes[name] += 1
             return train(*args, **options)
@@ -93,7 +117,10 @@ def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
 
 
 def test_a_warm_start_from_nothing_is_an_error_before_the_run(tmp_path):
-    config = load_ppo_config("ppo_tiny.yaml", [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"])
+    config = load_ppo_config(
+        "ppo_tiny.yaml",
+        [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"],
+    )
     [finding] = [finding for finding in preflight(config) if finding.level == "error"]
     assert finding.key == "ppo.warm_start_value_checkpoint" and "value/weights" in finding.message
     with pytest.raises(ValueError, match="ppo.warm_start_value_checkpoint is .*value/weights is not there"):

@@ -10,7 +10,9 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebooks" / "grp
 def test_the_notebook_runs(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     shown = {cell["id"]: cell["outputs"] for cell in notebook.cells if cell.cell_type == "code"}
     texts = "".join(output.get("text", "") for outputs in shown.values() for output in outputs)
     assert "largest difference between generation and training: 0.0" in texts

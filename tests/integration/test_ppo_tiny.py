@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
 
@@ -23,7 +22,11 @@ CONFIGS = ("ppo_tiny.yaml", "vapo_tiny.yaml", "ppo_tiny_raw_reward.yaml")
 def check(config, learned):
     """From guessing to solved, also on numbers that were not trained on; exact on every step that trains the policy."""
     assert learned.first < 0.2 and learned.last > 0.9 and learned.held_out > 0.8
-    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in learned.history if "loss" in row)
+    assert all(
+        row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0
+        for row in learned.history
+        if "loss" in row
+    )
     assert learned.has_critic == (config != "ppo_tiny_raw_reward.yaml")
     if learned.has_critic:
         assert max(row["critic/explained_var"] for row in learned.history) > 0.1
@@ -49,7 +52,9 @@ def test_metrics_of_exact_steps(tmp_path):
         assert row["probs_ratio"] == row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0
         assert row["gen_kl_error"] == row["policy_kl_error"] == 0.0
         assert row["max_logprob_gap"] == 0.0 and row["refit/bytes"] == 0
-        assert row["critic/global_valid_toks"] == row["global_valid_toks"] == row["total_num_tokens"] - 32 * 4  # prompts of four tokens
+        assert (
+            row["critic/global_valid_toks"] == row["global_valid_toks"] == row["total_num_tokens"] - 32 * 4
+        )  # prompts of four tokens
         assert row["critic/values_min"] <= row["critic/values_mean"] <= row["critic/values_max"]
         assert row["critic/grad_norm"] > 0 and row["grad_norm"] > 0
     assert run.history[0]["critic/values_max"] == 0.0  # a fresh critic
@@ -61,7 +66,10 @@ def test_a_step_without_a_token_to_train_on_ends_the_run(tmp_path):
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip
     before = run.policy.weight_digest(), run.value.weight_digest()
-    with pytest.raises(NothingToTrainOnError, match="all 32 samples of this step are masked, 32 of them were cut off; raise policy.generation.max_new"):
+    with pytest.raises(
+        NothingToTrainOnError,
+        match="all 32 samples of this step are masked, 32 of them were cut off; raise policy.generation.max_new",
+    ):
         run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
     assert (run.policy.weight_digest(), run.value.weight_digest()) == before
 
@@ -86,7 +94,12 @@ def test_no_policy_weight_changes_in_the_warm_up_and_explained_variance_rises(tm
 @pytest.mark.parametrize("epochs, updates", [(1, 1), (2, 1), (2, 4)])
 def test_never_and_auto_give_the_same_weights(tmp_path, epochs, updates):
     """Scoring the batch beforehand changes nothing, in the first pass over it and in later ones."""
-    options = (*SMALL, "ppo.max_num_steps=3", f"policy.train_global_batch_size={32 // updates}", f"ppo.ppo_epochs={epochs}")
+    options = (
+        *SMALL,
+        "ppo.max_num_steps=3",
+        f"policy.train_global_batch_size={32 // updates}",
+        f"ppo.ppo_epochs={epochs}",
+    )
     digests = []
     for reuse in ("auto", "never", "always"):
         run = train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")
@@ -99,7 +112,11 @@ def test_never_and_auto_give_the_same_weights(tmp_path, epochs, updates):
 def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
     gradients = {}
     for size in (1, 5, 32):
-        sizes = [f"{model}.{key}" for model in ("policy", "value") for key in ("sequence_packing.enabled=false", f"train_micro_batch_size={size}")]
+        sizes = [
+            f"{model}.{key}"
+            for model in ("policy", "value")
+            for key in ("sequence_packing.enabled=false", f"train_micro_batch_size={size}")
+        ]
         run = train(tmp_path / str(size), *SMALL, *sizes, "ppo.max_num_steps=1")
         gradients[size] = [model.trainer.grads.double().clone() for model in (run.policy, run.value)]
     for ours, reference in zip(gradients[1] + gradients[5], gradients[32] * 2):
@@ -108,7 +125,12 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
 
 
 def test_kl_in_reward_reaches_the_advantages(tmp_path):
-    options = (*SMALL, "ppo.max_num_steps=3", "ppo.skip_reference_policy_logprobs_calculation=false", "loss_fn.use_kl_in_reward=true")
+    options = (
+        *SMALL,
+        "ppo.max_num_steps=3",
+        "ppo.skip_reference_policy_logprobs_calculation=false",
+        "loss_fn.use_kl_in_reward=true",
+    )
     weights = {}
     for penalty in (1e-3, 1.0):
         run = train(tmp_path / str(penalty), *options, f"loss_fn.reference_policy_kl_penalty={penalty}")
@@ -124,7 +146,13 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
 
 
 def test_a_checkpoint_resumes_both_models_to_the_bit(tmp_path):
-    options = (*SMALL, "ppo.ppo_epochs=2", "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
+    options = (
+        *SMALL,
+        "ppo.ppo_epochs=2",
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=2",
+        "checkpointing.metric_name=null",
+    )
     whole = train(tmp_path / "whole", *options, "ppo.max_num_steps=4")
     train(tmp_path / "parts", *options, "ppo.max_num_steps=2")
     second = train(tmp_path / "parts", *options, "ppo.max_num_steps=4")

@@ -57,7 +57,9 @@ def test_the_comparison_sees_a_difference(tmp_path):
     content = bytearray(optimizer.read_bytes())
     content[-1] ^= 1
     optimizer.write_bytes(content)
-    assert kill_resume.differences(expected, kill_resume.fingerprint(changed)) == ["policy/optimizer/optimizer.safetensors"]
+    assert kill_resume.differences(expected, kill_resume.fingerprint(changed)) == [
+        "policy/optimizer/optimizer.safetensors"
+    ]
     metrics = whole / "logs" / "exp_001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"train/reward": 0', '"train/reward": 1', 1))
     assert "metrics" in kill_resume.differences(expected, kill_resume.fingerprint(whole))

@@ -11,7 +11,13 @@ from safetensors.torch import load_file, save_file
 
 SMALL = BASE | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 TOKENS = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(BASE["vocab_size"] - 3))]
 
@@ -49,7 +55,9 @@ def write_tokenizer(folder: Path, words=TOKENS) -> None:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"})
+    )
 
 
 class Folder:
@@ -72,7 +80,11 @@ class Folder:
 
     def tensors(self, change) -> "Folder":
         weights = load_file(self.file)
-        save_file({name: tensor.contiguous() for name, tensor in (change(weights) or weights).items()}, self.file, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in (change(weights) or weights).items()},
+            self.file,
+            metadata={"format": "pt"},
+        )
         return self
 
     def shards(self, names=("a.safetensors", "b.safetensors"), scale=1.0) -> "Folder":
@@ -81,9 +93,15 @@ class Folder:
         weight_map = {name: names[i % 2] for i, name in enumerate(sorted(weights))}
         for file in names:
             (self.path / file).parent.mkdir(exist_ok=True)
-            save_file({name: weights[name] for name, place in weight_map.items() if place == file}, self.path / file, metadata={"format": "pt"})
+            save_file(
+                {name: weights[name] for name, place in weight_map.items() if place == file},
+                self.path / file,
+                metadata={"format": "pt"},
+            )
         self.file.unlink()
-        return self.write("model.safetensors.index.json", json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+        return self.write(
+            "model.safetensors.index.json", json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+        )
 
     def index(self, change) -> "Folder":
         index = json.loads((self.path / "model.safetensors.index.json").read_text())

@@ -3,12 +3,10 @@
 import json
 import warnings
 
+import nemo_rl_cpp
 import pytest
 import torch
-
-import nemo_rl_cpp
 from nemo_rl_cpp.config import load_eval_config
-from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
@@ -25,7 +23,10 @@ def transformers_answer(folder, prompt):
     """(ids in, ids out) of a text or a conversation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+    )
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     else:
@@ -82,7 +83,11 @@ class Watched:
             if list(data["stream"])[0] == stream:
                 for row, length in enumerate(data["input_lengths"].tolist()):
                     ids = out["output_ids"][row].tolist()
-                    yield ids[:length], ids[length : int(out["unpadded_sequence_lengths"][row])], set(engine._stop_token_ids)
+                    yield (
+                        ids[:length],
+                        ids[length : int(out["unpadded_sequence_lengths"][row])],
+                        set(engine._stop_token_ids),
+                    )
 
 
 def train(folder, prompt, out):
@@ -135,16 +140,24 @@ def assert_same_files(base, weights, ends):
     assert before.chat_template == after.chat_template and before.get_vocab() == after.get_vocab()
     assert before.special_tokens_map == after.special_tokens_map
     for text in (TEXT, "<|im_start|>user\nx <|im_end|> y<tool>z", ""):
-        assert before(text)["input_ids"] == after(text)["input_ids"] == get_tokenizer({"name": str(base)})(text)["input_ids"]
+        assert (
+            before(text)["input_ids"]
+            == after(text)["input_ids"]
+            == get_tokenizer({"name": str(base)})(text)["input_ids"]
+        )
     saved = GenerationConfig.from_pretrained(weights)
     assert set(torch.tensor(saved.eos_token_id).view(-1).tolist()) == ends
     if (base / "generation_config.json").exists():
-        assert json.loads((base / "generation_config.json").read_text()) == json.loads((weights / "generation_config.json").read_text())
+        assert json.loads((base / "generation_config.json").read_text()) == json.loads(
+            (weights / "generation_config.json").read_text()
+        )
 
 
 def test_an_end_token_of_the_tokenizer_that_the_model_does_not_name_is_said(tmp_path):
     folder = write(KINDS["other_end"], tmp_path)
-    with pytest.warns(UserWarning, match=r"end tokens are \[4\].*'<eos>' \(3\) is not among them.*stop_token_ids=\[4, 3\]"):
+    with pytest.warns(
+        UserWarning, match=r"end tokens are \[4\].*'<eos>' \(3\) is not among them.*stop_token_ids=\[4, 3\]"
+    ):
         TextGenerator(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

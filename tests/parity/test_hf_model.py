@@ -3,7 +3,6 @@
 import pytest
 import torch
 from models import build, configurations
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
@@ -26,7 +25,12 @@ def ragged_batch(vocab=97, lengths=(37, 5, 21, 1), seed=1):
         ids[row, n:] = 0
         mask[row, n // 3 : n] = True
     mask[:, 0] = False
-    return C.PaddedBatch(ids, torch.tensor(lengths), mask, torch.full((len(lengths),), -1)), ids, torch.tensor(lengths), mask
+    return (
+        C.PaddedBatch(ids, torch.tensor(lengths), mask, torch.full((len(lengths),), -1)),
+        ids,
+        torch.tensor(lengths),
+        mask,
+    )
 
 
 def hf_logprobs(hf, ids, lengths, mask):

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from model_folders import FAULTY, LINEAR, WHOLE, YARN, Folder, make_bases, without
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.generate import TextGenerator
@@ -79,10 +78,14 @@ def test_a_whole_folder_is_read_as_transformers_reads_it(name, bases, a_run, tmp
     path = built(*WHOLE[name], bases, tmp_path)
     hf = of_transformers(path)
     saved = check_equal(hf, path, None, tmp_path / "out")
-    assert "rope_parameters" not in saved and {"rope_theta", "rope_scaling"} <= saved.keys()  # the one form, which transformers 4 reads, too
+    assert (
+        "rope_parameters" not in saved and {"rope_theta", "rope_scaling"} <= saved.keys()
+    )  # the one form, which transformers 4 reads, too
     prompt = IDS[:9].tolist()
     words = " ".join(f"w{i - 3}" for i in prompt)
-    assert TextGenerator(path, precision="float32").generate(words, greedy=True, max_new_tokens=6).token_ids == greedy(hf, prompt)
+    assert TextGenerator(path, precision="float32").generate(words, greedy=True, max_new_tokens=6).token_ids == greedy(
+        hf, prompt
+    )
     length = min(60, max_positions(canonical_config(saved)))
     assert not [f for f in findings(a_run, path, length=length) if f.level == "error"]
 
@@ -91,7 +94,10 @@ def test_a_whole_folder_is_read_as_transformers_reads_it(name, bases, a_run, tmp
 def test_a_faulty_folder_is_refused_by_one_sentence_everywhere(name, bases, a_run, tmp_path):
     base, change, sentence = FAULTY[name]
     path = built(base, change, bases, tmp_path)
-    for read in (lambda path: load(path, length=60), lambda path: TextGenerator(path, precision="float32").generate("w1 w2", max_new_tokens=1, greedy=True)):
+    for read in (
+        lambda path: load(path, length=60),
+        lambda path: TextGenerator(path, precision="float32").generate("w1 w2", max_new_tokens=1, greedy=True),
+    ):
         with pytest.raises(SourceError, match=sentence) as refusal:
             read(path)
         assert "\n" not in str(refusal.value) and str(tmp_path / "model") in str(refusal.value)
@@ -134,15 +140,25 @@ def test_a_window_that_is_switched_off_is_saved_so(bases, tmp_path):
 
 
 def test_a_window_acts_on_longer_sequences_alone(bases, a_run, tmp_path):
-    path = built("qwen2", lambda f: f.config(["layer_types"], use_sliding_window=True, sliding_window=12, max_window_layers=1), bases, tmp_path)
+    path = built(
+        "qwen2",
+        lambda f: f.config(["layer_types"], use_sliding_window=True, sliding_window=12, max_window_layers=1),
+        bases,
+        tmp_path,
+    )
     config = open_model_folder(str(path), max_length=12).config
     model = C.DecoderModel(native_config(config, max_length=12), torch.float32, True)
     load_weights(model, path)
     with torch.no_grad():
-        torch.testing.assert_close(C.Trainer(model).logits(IDS[:12]), of_transformers(path)(IDS[None, :12]).logits[0], rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(
+            C.Trainer(model).logits(IDS[:12]), of_transformers(path)(IDS[None, :12]).logits[0], rtol=1e-4, atol=2e-4
+        )
     assert not findings(a_run, path, length=12)
     assert "see 12 tokens" in findings(a_run, path, length=13)[0].message
-    assert len(TextGenerator(path, precision="float32").generate("w1 w2 w3", greedy=True, max_new_tokens=50).token_ids) <= 9  # ends at the window
+    assert (
+        len(TextGenerator(path, precision="float32").generate("w1 w2 w3", greedy=True, max_new_tokens=50).token_ids)
+        <= 9
+    )  # ends at the window
     for wrong in (None, 12):
         with pytest.raises(SourceError, match="12 tokens"):
             native_config(config) if wrong is None else open_model_folder(str(path), max_length=13)
@@ -168,7 +184,10 @@ def test_another_head_beside_tied_weights_is_kept_and_said(bases, a_run, tmp_pat
     path = built(*WHOLE["tied, another head in the file"], bases, tmp_path)
     saved = check_equal(of_transformers(path), path, None, tmp_path / "out")
     assert saved["tie_word_embeddings"] is False
-    assert "config.json says tie_word_embeddings, but the weights hold an lm_head.weight that is not the embedding" in capsys.readouterr().err
+    assert (
+        "config.json says tie_word_embeddings, but the weights hold an lm_head.weight that is not the embedding"
+        in capsys.readouterr().err
+    )
     assert ["tie_word_embeddings" in f.message for f in findings(a_run, path)] == [True]
     for other in ("tied", "tied, equal head in the file"):
         shutil.rmtree(tmp_path / "model")
@@ -178,7 +197,9 @@ def test_another_head_beside_tied_weights_is_kept_and_said(bases, a_run, tmp_pat
 @pytest.mark.parametrize("base", ["llama", "qwen2", "qwen3", "tied", "wide"])
 @pytest.mark.parametrize("value_head", [False, True])
 def test_the_shapes_that_are_checked_are_those_of_the_model(base, value_head, bases):
-    config = open_model_folder(str(bases[base])).config | ({"attention_bias": True, "mlp_bias": True} if base != "qwen2" else {})
+    config = open_model_folder(str(bases[base])).config | (
+        {"attention_bias": True, "mlp_bias": True} if base != "qwen2" else {}
+    )
     native = native_config(config, value_head=value_head)
     layout = C.DecoderModel(native, torch.float32, False).layout
     assert parameter_shapes(native) == {name: list(shape) for name, shape, _ in layout}

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from models import build, configurations
-from test_hf_model import ragged_batch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss_functions import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import load_weights, named_views
+from test_hf_model import ragged_batch
 
 NAMES = sorted(configurations())
 
@@ -55,7 +54,12 @@ def test_values_and_gradients_equal_transformers(name, tmp_path):
     trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, values)
     assert (values - expected).abs().max() <= 1e-5 * expected.abs().max()  # angles of rope are float32
     loss = MseValueLossFn(MseValueLossConfig(cliprange=0.2))
-    data = {"returns": returns, "values": old, "token_mask": mask.double(), "sample_mask": torch.ones(len(lengths), dtype=torch.float64)}
+    data = {
+        "returns": returns,
+        "values": old,
+        "token_mask": mask.double(),
+        "sample_mask": torch.ones(len(lengths), dtype=torch.float64),
+    }
     trainer.backward(loss.native(values, data, None, mask.sum().double()).grad_values)
     grads = named_views(model.layout, trainer.grads)
     assert (grads["score.weight"] - score.grad).norm() <= 1e-5 * score.grad.norm()
@@ -73,7 +77,9 @@ def test_ten_adamw_steps_equal_torch(tmp_path):
         batch, ids, lengths, mask = ragged_batch(seed=step)
         returns = ids.float() / 97
         optimizer.zero_grad()
-        expected = value_loss(hf_values(hf, score, ids, lengths, mask), returns, torch.zeros(ids.shape), mask, cliprange=1e9)
+        expected = value_loss(
+            hf_values(hf, score, ids, lengths, mask), returns, torch.zeros(ids.shape), mask, cliprange=1e9
+        )
         expected.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -106,7 +112,9 @@ def test_a_saved_critic_is_a_sequence_classifier_of_transformers(name, tmp_path)
     value.save_checkpoint(tmp_path / "out")
     hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(3, 40)[None]
-    ours = value.get_values({"input_ids": torch.nn.functional.pad(ids, (0, 1), value=5), "input_lengths": torch.tensor([38])})["values"]
+    ours = value.get_values(
+        {"input_ids": torch.nn.functional.pad(ids, (0, 1), value=5), "input_lengths": torch.tensor([38])}
+    )["values"]
     torch.testing.assert_close(ours[0, -1], hf(input_ids=ids).logits[0, 0].detach(), rtol=1e-4, atol=1e-5)
     again = Value(None, config.model_copy(update={"model_name": str(tmp_path / "out")}), None)
     assert again.weight_digest() == value.weight_digest()

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-
 from reference.losses import kl
 
 
@@ -22,7 +21,9 @@ def group_baseline(groups, rewards, valid, leave_one_out, std_rewards=None):
         mean = math.fsum(q_all[j] * valid[j] for j in others) / k
         used = [q_all[j] for j in others if valid[j]]
         if sum(valid[j] for j in others) == k:
-            variance = 0.0 if len(set(used)) < 2 else math.fsum(valid[j] * (q_all[j] - mean) ** 2 for j in others) / (k - 1)
+            variance = (
+                0.0 if len(set(used)) < 2 else math.fsum(valid[j] * (q_all[j] - mean) ** 2 for j in others) / (k - 1)
+            )
         else:
             square = math.fsum(q_all[j] ** 2 * valid[j] for j in others) / k
             variance = (square - mean**2) * (k / (k - 1)) if k != 1 else math.nan

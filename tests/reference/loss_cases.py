@@ -31,7 +31,9 @@ def config(rng):
     c = dict(DEFAULTS)
     mode = rng.choice(["ppo", "ppo", "gspo", "cispo", "reinforce", "on_policy"])
     c["token_level_loss"] = mode == "cispo" or (mode != "gspo" and bool(rng.random() < 0.5))
-    c["sequence_level_importance_ratios"] = mode == "gspo" or (mode == "on_policy" and not c["token_level_loss"] and bool(rng.random() < 0.3))
+    c["sequence_level_importance_ratios"] = mode == "gspo" or (
+        mode == "on_policy" and not c["token_level_loss"] and bool(rng.random() < 0.3)
+    )
     c["use_cispo"] = mode == "cispo"
     c["disable_ppo_ratio"] = mode == "reinforce"
     c["force_on_policy_ratio"] = mode == "on_policy"

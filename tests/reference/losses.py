@@ -99,7 +99,9 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
     """
     x = np.asarray(x, np.float64)
     B, N = x.shape
-    shift = {k: np.asarray(v, np.float64)[:, 1:] for k, v in data.items() if np.ndim(v) == 2 and np.shape(v)[1] == N + 1}
+    shift = {
+        k: np.asarray(v, np.float64)[:, 1:] for k, v in data.items() if np.ndim(v) == 2 and np.shape(v)[1] == N + 1
+    }
     A, g, T = shift["advantages"], shift["generation_logprobs"], shift["token_mask"]
     p = x if c["force_on_policy_ratio"] else shift["prev_logprobs"]
     s = np.asarray(data["sample_mask"], np.float64)
@@ -113,11 +115,17 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
     for b in range(B):
         length = T[b].sum() + EPS
         seq_ratio = row_ratio(c, x[b], p[b], T[b]) if gspo and s[b] else 1.0
-        row_w = finite_exp(sum((p[b, t] - g[b, t]) * T[b, t] * s[b] for t in range(N) if T[b, t] * s[b]), largest) if gspo else 1.0
+        row_w = (
+            finite_exp(sum((p[b, t] - g[b, t]) * T[b, t] * s[b] for t in range(N) if T[b, t] * s[b]), largest)
+            if gspo
+            else 1.0
+        )
         kept = 1.0
         if seq_mask and s[b]:
             mean = math.exp(sum((p[b, t] - g[b, t]) * T[b, t] for t in range(N) if T[b, t]) / length)
-            kept = float(c["truncated_importance_sampling_ratio_min"] <= mean <= c["truncated_importance_sampling_ratio"])
+            kept = float(
+                c["truncated_importance_sampling_ratio_min"] <= mean <= c["truncated_importance_sampling_ratio"]
+            )
             S.add("oob", (1 - kept) * s[b])
         actor = k_sum = 0.0
         for t in range(N):
@@ -152,7 +160,9 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
         outer = 1.0 if c["token_level_loss"] else 1.0 / length
         S.add("actor", actor * s[b] * outer)
         S.add("kl", k_sum * s[b] * outer)
-    return finish(c, S, beta, ratios, clamped, s, num_toks, num_seqs, positive if num_positive_toks is None else num_positive_toks)
+    return finish(
+        c, S, beta, ratios, clamped, s, num_toks, num_seqs, positive if num_positive_toks is None else num_positive_toks
+    )
 
 
 def finish(c, S, beta, ratios, clamped, s, num_toks, num_seqs, num_positive):
@@ -196,10 +206,19 @@ def mse_value_loss(v, data, scale, cliprange, num_toks):
             S.add("vf_clipfrac", m * (clipped > error))
             error = max(error, clipped)
         S.add("loss", 0.5 * scale * error * m)
-        for name, value in (("returns_mean", r), ("values_mean", y), ("returns_sq_mean", r * r), ("residual_sq_mean", (r - y) ** 2)):
+        for name, value in (
+            ("returns_mean", r),
+            ("values_mean", y),
+            ("returns_sq_mean", r * r),
+            ("residual_sq_mean", (r - y) ** 2),
+        ):
             S.add(name, value * m)
         seen.append(y)
     names = ("loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean")
     metrics = {name: S.get(name, 0.0) / (num_toks + EPS) for name in names}
-    metrics |= {"values_min": min(seen, default=0.0), "values_max": max(seen, default=0.0), "num_valid_samples": v.shape[0]}
+    metrics |= {
+        "values_min": min(seen, default=0.0),
+        "values_max": max(seen, default=0.0),
+        "num_valid_samples": v.shape[0],
+    }
     return metrics["loss"], metrics

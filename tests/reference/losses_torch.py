@@ -75,7 +75,9 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
         ref = fill(data["reference_policy_logprobs"][:, 1:])
         w = torch.exp(u - (g if c["use_on_policy_kl_approximation"] else u.detach()))
         w = torch.where(w < largest, w, torch.zeros_like(w))
-        k = calculate_kl(u, ref, c["reference_policy_kl_type"], c["kl_input_clamp_value"], c["kl_output_clamp_value"], w, True)
+        k = calculate_kl(
+            u, ref, c["reference_policy_kl_type"], c["kl_input_clamp_value"], c["kl_output_clamp_value"], w, True
+        )
         loss = loss + beta * reduce(k)
     if c["positive_example_nll_weight"] > 0 and data.get("rewards") is not None:
         positive = M * (data["rewards"] > 0).to(M.dtype)[:, None]

@@ -171,7 +171,8 @@ def fingerprint(folder: Path) -> dict[str, str]:
         str(path.relative_to(checkpoint)): sha256(path)
         for path in sorted(checkpoint.rglob("*"))
         # config.yaml and the manifest name folders of this very run, training_info.json the log folder
-        if path.is_file() and path.name not in ("config.yaml", "manifest.json", "training_info.json", "config_resolved.yaml")
+        if path.is_file()
+        and path.name not in ("config.yaml", "manifest.json", "training_info.json", "config_resolved.yaml")
     }
     info = json.loads((checkpoint / "training_info.json").read_text())
     info.pop("log_dir")
@@ -218,10 +219,14 @@ def check(
             begin = newest_step(broken)
             after = dice.randint(begin, steps - 1)
             delay = dice.uniform(0, pace.first_step if after == begin else 1.5 * pace.step)
-            if run_and_kill(command(config, broken, steps, overrides), environment, 0 if after == begin else after, delay):
+            if run_and_kill(
+                command(config, broken, steps, overrides), environment, 0 if after == begin else after, delay
+            ):
                 done += 1
                 found = sorted(path.name for path in (broken / "checkpoints").glob("*step_*"))
-                say(f"kill {done} of {kills}: {delay:.2f} s after step {after}; on the disk: {', '.join(found) or 'no checkpoint'}")
+                say(
+                    f"kill {done} of {kills}: {delay:.2f} s after step {after}; on the disk: {', '.join(found) or 'no checkpoint'}"
+                )
             elif problems := differences(expected, fingerprint(broken)):
                 return problems
             if newest_step(broken) >= steps:
@@ -242,14 +247,17 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     FORK = arguments.fork
     if FORK:
-        import nemo_rl_cpp.run_grpo_math, nemo_rl_cpp.run_ppo  # noqa: E401
-        import nemo_rl_cpp.algorithms.grpo, nemo_rl_cpp.algorithms.ppo, nemo_rl_cpp.models.policy.lm_policy  # noqa: E401
+        pass  # noqa: E401
     tried = ALGORITHMS if arguments.algorithms else {"": (arguments.config, ())}
     different = False
     for name, (config, own) in tried.items():
         problems = check(config, arguments.steps, arguments.kills, [*own, *overrides], arguments.seed)
         equal = "equal by SHA-256: weights, optimizer, data position, state, metrics, rollouts"
-        print(f"{name} {arguments.kills} kills: ".lstrip() + (equal if not problems else f"DIFFERENT: {', '.join(problems)}"), flush=True)
+        print(
+            f"{name} {arguments.kills} kills: ".lstrip()
+            + (equal if not problems else f"DIFFERENT: {', '.join(problems)}"),
+            flush=True,
+        )
         different |= bool(problems)
     return 1 if different else 0
 

@@ -1,7 +1,7 @@
 """Prints the tree of README.md: every source file with the first sentence of its own header.
 
-    python tests/tools/readme_tree.py          print it
-    python tests/tools/readme_tree.py --write  put it into README.md
+python tests/tools/readme_tree.py          print it
+python tests/tools/readme_tree.py --write  put it into README.md
 """
 
 import ast
@@ -38,7 +38,9 @@ def first_sentence(path: Path) -> str:
 
 def files(folder: Path) -> list[Path]:
     found = (p for p in folder.rglob("*") if p.is_file() and p.suffix in SUFFIXES and "__pycache__" not in p.parts)
-    return sorted((p for p in found if p.name != "__init__.py" or first_sentence(p)), key=lambda p: (str(p.parent), p.name))
+    return sorted(
+        (p for p in found if p.name != "__init__.py" or first_sentence(p)), key=lambda p: (str(p.parent), p.name)
+    )
 
 
 def tree() -> str:

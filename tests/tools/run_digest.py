@@ -28,7 +28,11 @@ RUNS = {
     "ppo_raw_reward": ("configs/ppo_tiny_raw_reward.yaml", 8, ()),
     "multi_turn": ("configs/grpo_guess_number.yaml", 4, ()),
     "smollm2_bfloat16": ("configs/grpo_arithmetic_smollm2.yaml", 3, ("grpo.max_val_samples=16",)),
-    "smollm2_float32": ("configs/grpo_arithmetic_smollm2.yaml", 3, ("grpo.max_val_samples=16", "policy.precision=float32")),
+    "smollm2_float32": (
+        "configs/grpo_arithmetic_smollm2.yaml",
+        3,
+        ("grpo.max_val_samples=16", "policy.precision=float32"),
+    ),
 }
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp import argument_checks, quick
 from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.base import Section
@@ -24,7 +23,16 @@ from nemo_rl_cpp.models import sources
 
 pandas = pytest.importorskip("pandas")
 NUM_VALUES = 300
-RAW = ("incompatible function arguments", "Traceback", "validation error", "pydantic", "TypeError", "KeyError", "object has no attribute", "ambiguous")
+RAW = (
+    "incompatible function arguments",
+    "Traceback",
+    "validation error",
+    "pydantic",
+    "TypeError",
+    "KeyError",
+    "object has no attribute",
+    "ambiguous",
+)
 
 
 class Colour(Enum):
@@ -44,8 +52,12 @@ def reward(completions):
 
 def draw(rng):
     """One value; containers hold others."""
-    whole = lambda: rng.choice([0, 1, -1, 2, 3, 7, 8, 100, -5, 2**31, 2**32, 2**63, -(2**64), 10**40, rng.randint(-1000, 1000)])  # noqa: E731
-    real = lambda: rng.choice([0.0, -0.0, 0.5, 1.0, 1e-40, 1e-5, 1e38, 1e39, 1e300, math.nan, math.inf, -math.inf, 3.0, rng.uniform(-2, 2)])  # noqa: E731
+    whole = lambda: rng.choice(
+        [0, 1, -1, 2, 3, 7, 8, 100, -5, 2**31, 2**32, 2**63, -(2**64), 10**40, rng.randint(-1000, 1000)]
+    )  # noqa: E731
+    real = lambda: rng.choice(
+        [0.0, -0.0, 0.5, 1.0, 1e-40, 1e-5, 1e38, 1e39, 1e300, math.nan, math.inf, -math.inf, 3.0, rng.uniform(-2, 2)]
+    )  # noqa: E731
     text = lambda: rng.choice(  # noqa: E731
         ["", " ", "a", "\n", "\\n", "é", "日本", "🙂", "${x}", "${", "???", "null", "true", "1", "1e-5", "[1]", "{a: 1}", "a=b", "###", "\0", "\ud800", "x" * 3000,
          "float32", "bfloat16", "native", "no/such/folder", "x.jsonl", "math.pi", "~", "..", "%s %d {}", "'", '"', "".join(chr(rng.randint(1, 0x2FFF)) for _ in range(5))]
@@ -65,6 +77,7 @@ def draw(rng):
         lambda: deep(100),
     ]  # fmt: skip
     return rng.choice(rng.choice([scalars, scalars, odd, containers]))()
+
 
 def deep(depth):
     value = []
@@ -101,7 +114,11 @@ def same(held, given):
     if held is given or (isinstance(held, float) and isinstance(given, (int, Fraction)) and held == float(given)):
         return True
     if type(held) in (int, float, bool, str, type(None)):
-        return held == given and (type(held) is type(given) or {type(held), type(given)} <= {int, float, Decimal}) or (held != held and given != given)
+        return (
+            held == given
+            and (type(held) is type(given) or {type(held), type(given)} <= {int, float, Decimal})
+            or (held != held and given != given)
+        )
     return False
 
 
@@ -123,7 +140,9 @@ def train(monkeypatch, tmp_path):
     monkeypatch.setattr(quick, "_train", lambda *parts: parts)
     monkeypatch.setattr(quick, "preflight", lambda config: [])
     monkeypatch.chdir(tmp_path)
-    return lambda **given: quick.train_grpo(**{"model": "m", "prompts": ["a"] * 600, "reward_funcs": reward, "log_dir": tmp_path} | given)
+    return lambda **given: quick.train_grpo(
+        **{"model": "m", "prompts": ["a"] * 600, "reward_funcs": reward, "log_dir": tmp_path} | given
+    )
 
 
 def test_settings_of_train_grpo(train):
@@ -138,20 +157,34 @@ def test_settings_of_train_grpo(train):
                 break
             except ValueError as error:
                 refused(error)
-                named = [name for name in given if any(f"argument {name}:" in line or line.startswith(f"{name} is ") for line in str(error).split("\n"))]
+                named = [
+                    name
+                    for name in given
+                    if any(
+                        f"argument {name}:" in line or line.startswith(f"{name} is ") for line in str(error).split("\n")
+                    )
+                ]
                 assert named, error
                 kept_back += len(named)
                 for name in named:
                     del given[name]
         for name, value in given.items():
-            if value is None and name in ("log_dir", "checkpoint_dir", "max_new_tokens"):  # which then follow from others
+            if value is None and name in (
+                "log_dir",
+                "checkpoint_dir",
+                "max_new_tokens",
+            ):  # which then follow from others
                 continue
             if name == "num_prompts_per_step":
                 value = min(value, 600)  # there are no more
             held = config
             for part in SETTINGS[name].split("."):
                 held = held[part]
-            assert same(held, value) or (name == "stop_strings" and value == () and held in (None, [])), (name, value, held)
+            assert same(held, value) or (name == "stop_strings" and value == () and held in (None, [])), (
+                name,
+                value,
+                held,
+            )
             arrived += 1
     assert arrived > 300 and kept_back > 3000
 
@@ -163,7 +196,9 @@ def test_prompts_and_functions_of_train_grpo(train):
     for index, name in enumerate(sorted(others)):
         for value in drawn(100 + index):
             try:
-                _, rows, val_rows, environment = train(**({"prompts": None} if name == "dataset" else {}) | {name: value})
+                _, rows, val_rows, environment = train(
+                    **({"prompts": None} if name == "dataset" else {}) | {name: value}
+                )
             except ValueError as error:
                 refused(error)
                 continue
@@ -180,7 +215,9 @@ def test_prompts_and_functions_of_train_grpo(train):
 
 def test_unknown_keywords_of_train_grpo(train):
     for index, value in enumerate(drawn(200)):
-        name = ["learnig_rate", "beta", "peft_config", "grpo__sed", "nonsense", "größe", "a__b", "loss_fn__", "__x"][index % 9]
+        name = ["learnig_rate", "beta", "peft_config", "grpo__sed", "nonsense", "größe", "a__b", "loss_fn__", "__x"][
+            index % 9
+        ]
         with pytest.raises(ValueError, match="is unknown") as caught:
             train(**{name: value})
         refused(caught.value)
@@ -193,10 +230,30 @@ class Model:
     def set_token_bytes(self, table):
         pass
 
-    def generate(self, ids, *, max_new_tokens, temperature, top_p, top_k, greedy, seed, stop_token_ids, stop_strings, on_token):
-        self.held = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, greedy=greedy, seed=seed, stop_strings=stop_strings)
-        assert ids and all(type(i) is int for i in ids) and 1 <= max_new_tokens < 2**63 and type(max_new_tokens) is type(top_k) is type(seed) is int
-        assert np.isfinite(np.float32(temperature)) and np.float32(temperature) > 0 and np.isfinite(np.float32(1 / temperature)) and 0 < np.float32(top_p) <= 1
+    def generate(
+        self, ids, *, max_new_tokens, temperature, top_p, top_k, greedy, seed, stop_token_ids, stop_strings, on_token
+    ):
+        self.held = dict(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            greedy=greedy,
+            seed=seed,
+            stop_strings=stop_strings,
+        )
+        assert (
+            ids
+            and all(type(i) is int for i in ids)
+            and 1 <= max_new_tokens < 2**63
+            and type(max_new_tokens) is type(top_k) is type(seed) is int
+        )
+        assert (
+            np.isfinite(np.float32(temperature))
+            and np.float32(temperature) > 0
+            and np.isfinite(np.float32(1 / temperature))
+            and 0 < np.float32(top_p) <= 1
+        )
         assert 0 <= seed < 2**32 and 0 <= top_k < 2**63 and type(greedy) is bool
         assert all(type(text) is str and text.encode() for text in stop_strings)
         return "length"
@@ -206,7 +263,13 @@ def test_arguments_of_a_text_generator():
     from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 
     generator = TextGenerator.__new__(TextGenerator)
-    generator.tokenizer, generator.max_length, generator._model, generator._knows_bytes, generator._vocab_size = tiny_tokenizer(), 0, Model(), True, 64
+    generator.tokenizer, generator.max_length, generator._model, generator._knows_bytes, generator._vocab_size = (
+        tiny_tokenizer(),
+        0,
+        Model(),
+        True,
+        64,
+    )
     generator._end_token_ids, generator._chat_settled = [], True
     generator._encode = lambda prompt: [1] if prompt else []
     arguments = [name for name in inspect.signature(TextGenerator.generate).parameters if name != "self"]
@@ -225,7 +288,9 @@ def test_arguments_of_a_text_generator():
             elif name == "top_k":
                 assert held["top_k"] == max(value or 0, 0)
             elif name == "stop_strings":
-                assert held["stop_strings"] == ([] if value is None else [value] if isinstance(value, str) else list(value))
+                assert held["stop_strings"] == (
+                    [] if value is None else [value] if isinstance(value, str) else list(value)
+                )
             elif name in held:
                 assert same(held[name], value)
     assert min(taken.values()) >= 3, taken
@@ -267,9 +332,13 @@ def test_keys_of_the_configuration_classes():
     """Every key of every section: assigned, and (some of them) given to the class."""
     rng, arrived = random.Random(5), 0
     for section in sections():
-        blank = section.model_construct(**{name: 1.0 for name, info in section.model_fields.items() if info.is_required()})
+        blank = section.model_construct(
+            **{name: 1.0 for name, info in section.model_fields.items() if info.is_required()}
+        )
         for name, info in section.model_fields.items():
-            values = rng.sample(VALUES, 40) if info.json_schema_extra else VALUES  # keys without an effect are taken by type alone
+            values = (
+                rng.sample(VALUES, 40) if info.json_schema_extra else VALUES
+            )  # keys without an effect are taken by type alone
             for index, value in enumerate(values):
                 instance = blank.model_copy()
                 try:
@@ -281,7 +350,12 @@ def test_keys_of_the_configuration_classes():
                     assert str(error).startswith(section.__name__) or isinstance(error, ConfigError)
                     continue
                 arrived += 1
-                assert same(instance[name], value) or name in ("kwargs", "scheduler"), (section, name, value, instance[name])
+                assert same(instance[name], value) or name in ("kwargs", "scheduler"), (
+                    section,
+                    name,
+                    value,
+                    instance[name],
+                )
     assert arrived > 10_000
 
 

@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 
+import nemo_rl_cpp
 import pytest
 import torch
-
-import nemo_rl_cpp
 
 ROWS = [{"prompt": f"{a}{b}=", "answer": f"{a}" * 3} for a in range(10) for b in range(2)]
 
@@ -22,7 +21,9 @@ def share_right(completions, answer):
 
 
 def run(tmp_path, prompts=ROWS, reward=share_right, **options):
-    settings = dict(num_steps=2, num_prompts_per_step=4, num_generations=4, max_new_tokens=3, max_length=16, log_dir=tmp_path)
+    settings = dict(
+        num_steps=2, num_prompts_per_step=4, num_generations=4, max_new_tokens=3, max_length=16, log_dir=tmp_path
+    )
     return nemo_rl_cpp.train_grpo("tiny-random", prompts, reward, **settings | options)
 
 
@@ -89,7 +90,9 @@ def test_the_policy_is_saved_as_a_folder_that_loads_again(tmp_path):
     result = run(tmp_path, num_steps=1)
     folder = result.save(tmp_path / "model")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-    again = nemo_rl_cpp.train_grpo(str(folder), ROWS, share_right, num_steps=0, max_new_tokens=3, max_length=16, log_dir=tmp_path / "again")
+    again = nemo_rl_cpp.train_grpo(
+        str(folder), ROWS, share_right, num_steps=0, max_new_tokens=3, max_length=16, log_dir=tmp_path / "again"
+    )
     assert again.policy.weight_digest() == result.policy.weight_digest()
     assert again.generate(["12="]) == result.generate(["12="])
 
@@ -114,14 +117,23 @@ def test_a_checkpoint_folder_resumes(tmp_path):
         ({"reward": 3}, "reward_funcs is 3"),
         ({"reward_weights": [1, 2]}, "1 reward functions and 2 weights"),
         ({"num_generations": 1}, "^argument num_generations: grpo.num_generations_per_prompt is 1: .* set at least 2"),
-        ({"num_generations": "4"}, "^argument num_generations: grpo.num_generations_per_prompt must be an integer, not '4'$"),
-        ({"num_prompts_per_step": 0}, "^argument num_prompts_per_step: grpo.num_prompts_per_step must be at least 1, not 0$"),
+        (
+            {"num_generations": "4"},
+            "^argument num_generations: grpo.num_generations_per_prompt must be an integer, not '4'$",
+        ),
+        (
+            {"num_prompts_per_step": 0},
+            "^argument num_prompts_per_step: grpo.num_prompts_per_step must be at least 1, not 0$",
+        ),
         ({"learning_rate": "1e-5"}, "^argument learning_rate: policy.optimizer.kwargs.lr must be a number, not '1e-5'"),
         ({"temperature": 0}, "^argument temperature: policy.generation.temperature cannot be 0 in training"),
         ({"seed": -1}, "^argument seed: grpo.seed must be at least 0, not -1$"),
         ({"stop_strings": [""]}, "^argument stop_strings: policy.generation.stop_strings holds an empty string"),
         ({"seed": 3, "grpo__seed": 4}, "^seed and grpo__seed are the same thing: give one of them$"),
-        ({"loss_fn__ratio_clip_mx": 1}, "^argument loss_fn__ratio_clip_mx: loss_fn.ratio_clip_mx is unknown; did you mean ratio_clip_max"),
+        (
+            {"loss_fn__ratio_clip_mx": 1},
+            "^argument loss_fn__ratio_clip_mx: loss_fn.ratio_clip_mx is unknown; did you mean ratio_clip_max",
+        ),
         ({"learnig_rate": 1e-5}, "^learnig_rate is unknown; did you mean learning_rate"),
         ({"max_completion_length": 5}, "^max_completion_length is unknown; here it is max_new_tokens$"),
         ({"beta": 0.1}, "^beta is unknown; here it is loss_fn__reference_policy_kl_penalty$"),
@@ -155,7 +167,11 @@ def test_what_preflight_finds_is_said_before_the_model(tmp_path, monkeypatch, ca
     from nemo_rl_cpp import quick
     from nemo_rl_cpp.preflight import Finding
 
-    findings = [Finding("error", "policy.model_name", "has no weights"), Finding("warning", "", "slow"), Finding("error", "data.train", "is not ours")]
+    findings = [
+        Finding("error", "policy.model_name", "has no weights"),
+        Finding("warning", "", "slow"),
+        Finding("error", "data.train", "is not ours"),
+    ]
     monkeypatch.setattr(quick, "preflight", lambda config: findings)
     monkeypatch.setattr(quick, "_train", lambda *parts: "trained")
     with pytest.raises(ValueError, match="^policy.model_name has no weights$"):
@@ -200,7 +216,10 @@ def test_a_file_of_rows(tmp_path):
 
 def test_a_result_is_one_line(tmp_path):
     result = run(tmp_path, num_steps=1)
-    assert repr(result) == f"TrainResult('tiny-random', 1 step, reward {result.rewards[0]:.3f} -> {result.rewards[0]:.3f}, log_dir={str(result.log_dir)!r})"
+    assert (
+        repr(result)
+        == f"TrainResult('tiny-random', 1 step, reward {result.rewards[0]:.3f} -> {result.rewards[0]:.3f}, log_dir={str(result.log_dir)!r})"
+    )
 
 
 def test_answers_by_temperature(tmp_path):
@@ -240,5 +259,7 @@ def test_a_temporary_log_folder_goes_with_its_process(tmp_path):
         "import os, sys\nfrom nemo_rl_cpp.quick import _temporary_folder\nfolder = _temporary_folder()\n(folder / 'x').write_text('')\n"
         "child = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\nprint((folder / 'x').exists())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     assert done.stdout == "True\n" and list(tmp_path.glob("nemo_rl_cpp_*")) == []

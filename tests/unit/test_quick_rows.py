@@ -5,7 +5,6 @@ import pathlib
 
 import numpy as np
 import pytest
-
 from nemo_rl_cpp.quick_rows import rows_of
 
 pandas = pytest.importorskip("pandas")

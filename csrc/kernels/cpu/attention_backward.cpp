@@ -13,10 +13,11 @@ constexpr int kOuterKeys = 8, kOuterVecs = 2;
 constexpr int kOuterKeys = 4, kOuterVecs = 2;
 #endif
 
-/// acc[j][c..] += sum_r w[r][j] * x[r][c..] for kOuterKeys keys and C vectors of columns, r over `words` rows of words; w has rows of
-/// kTile words.
+/// acc[j][c..] += sum_r w[r][j] * x[r][c..] for kOuterKeys keys and C vectors of columns, r over `words` rows of words;
+/// w has rows of kTile words.
 template <int C, class Word, class Real>
-__attribute__((noinline)) void outer_columns(const Word* w, const Word* x, std::int64_t words, std::int64_t stride, Real* acc) {
+__attribute__((noinline)) void outer_columns(const Word* w, const Word* x, std::int64_t words, std::int64_t stride,
+                                             Real* acc) {
   using Vec = typename Simd<Real>::Vec;
   constexpr int W = Simd<Real>::width;
   Vec sum[kOuterKeys][C];
@@ -52,7 +53,8 @@ struct KeyTiles {
   std::int64_t tile_size, grad_tile_size;
 
   static std::size_t bytes(std::int64_t keys, std::int64_t head_dim, std::int64_t stride) {
-    return round_up(keys, kTile) * (3 * head_dim / AttentionTerms<Elem>::kPerWord * sizeof(Word) + 2 * stride * sizeof(Real));
+    return round_up(keys, kTile) *
+           (3 * head_dim / AttentionTerms<Elem>::kPerWord * sizeof(Word) + 2 * stride * sizeof(Real));
   }
   KeyTiles(std::byte* memory, std::int64_t count, std::int64_t head_dim, std::int64_t stride)
       : tile_size(head_dim * kTile / AttentionTerms<Elem>::kPerWord), grad_tile_size(stride * kTile) {
@@ -64,15 +66,16 @@ struct KeyTiles {
     keys = values_t + tiles * tile_size;
     fill(d_keys, 2 * tiles * grad_tile_size, Real(0));
   }
-  void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows, const SegmentRows<Elem>& value_rows,
-            std::int64_t head_dim) {
+  void pack(std::int64_t slot, std::int64_t tile, const SegmentRows<Elem>& key_rows,
+            const SegmentRows<Elem>& value_rows, std::int64_t head_dim) {
     pack_transposed(key_rows, tile, head_dim, keys_t + slot * tile_size);
     pack_transposed(value_rows, tile, head_dim, values_t + slot * tile_size);
     pack_straight(key_rows, tile, head_dim, keys + slot * tile_size);
   }
 };
 
-/// A block of query rows in the backward: QueryRows' q, scores and acc (here d_q) and what else it takes. Sums over rows multiply what
+/// A block of query rows in the backward: QueryRows' q, scores and acc (here d_q) and what else it takes. Sums over
+/// rows multiply what
 /// `*_by_row` hold: with pairs, two rows a word; else the same numbers as q, d_out, scores and d_scores.
 template <class Elem>
 struct BackwardRows : QueryRows<Elem> {
@@ -80,14 +83,17 @@ struct BackwardRows : QueryRows<Elem> {
   using Real = typename Base::Real;
   using Word = typename Base::Word;
   using Vec = typename Simd<Real>::Vec;
-  using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W, Base::kPairs;
+  using Base::acc, Base::acc_stride, Base::group, Base::head_dim, Base::q, Base::rows, Base::scores, Base::W,
+      Base::kPairs;
   Word* d_out;                       ///< [rows][acc_stride], zeros behind H
   Real* d_scores;                    ///< [rows][kTile]; as gradients, words of so many rows
   Real *log_sum, *dot;               ///< [rows]: log2 of the softmax's sum; d_out . out
   Word *q_by_row, *d_out_by_row;     ///< [rows in words][acc_stride]
   Word *p_by_row, *d_scores_by_row;  ///< [rows in words][kTile]
 
-  static std::int64_t most_rows(const AttentionShape& shape) { return attention_query_tokens(shape.group()) * shape.group(); }
+  static std::int64_t most_rows(const AttentionShape& shape) {
+    return attention_query_tokens(shape.group()) * shape.group();
+  }
   static std::int64_t own_reals(const AttentionShape& shape) {
     const std::int64_t rows = most_rows(shape), width = round_up(shape.head_dim, kNativeBytes / 4) + kTile;
     return round_up(rows * (width + 2) + (kPairs ? (rows + 1) / 2 * 2 * width : 0), 16);
@@ -118,8 +124,8 @@ struct BackwardRows : QueryRows<Elem> {
 
   /// Pointers are those of the block's first token and the group's first head.
   template <class Grad>
-  void begin_backward(const AttentionShape& shape, const Elem* queries, const Elem* out, const Grad* grad, const Real* lse,
-                      std::int64_t tokens, std::int64_t position) {
+  void begin_backward(const AttentionShape& shape, const Elem* queries, const Elem* out, const Grad* grad,
+                      const Real* lse, std::int64_t tokens, std::int64_t position) {
     const std::int64_t out_stride = shape.num_heads * head_dim;
     Base::place(tokens, position);
     Base::begin(queries, shape.row_stride());
@@ -133,7 +139,8 @@ struct BackwardRows : QueryRows<Elem> {
     for (std::int64_t token = 0, r = 0; token < tokens; ++token)
       for (std::int64_t i = 0; i < group; ++i, ++r) {
         log_sum[r] = lse[token * shape.num_heads + i] * static_cast<Real>(kLog2E);
-        dot[r] = dot_product(reinterpret_cast<const GradTerm*>(d_out + r * acc_stride), out + token * out_stride + i * head_dim);
+        dot[r] = dot_product(reinterpret_cast<const GradTerm*>(d_out + r * acc_stride),
+                             out + token * out_stride + i * head_dim);
       }
   }
   /// What d_out's words are made of.
@@ -160,7 +167,9 @@ struct BackwardRows : QueryRows<Elem> {
         auto* rounded = reinterpret_cast<Elem*>(to);
         std::int64_t h = 0;
         for (; h + W <= head_dim; h += W) store(rounded + h, load(row + h));
-        if (h < head_dim) store_partial(rounded + h, load_partial(row + h, static_cast<int>(head_dim - h)), static_cast<int>(head_dim - h));
+        if (h < head_dim)
+          store_partial(rounded + h, load_partial(row + h, static_cast<int>(head_dim - h)),
+                        static_cast<int>(head_dim - h));
       }
   }
 
@@ -201,7 +210,9 @@ struct BackwardRows : QueryRows<Elem> {
 
   /// Tile t, which lies at `slot` of `tiles`.
   void add_tile_backward(std::int64_t t, const KeyTiles<Elem>& tiles, std::int64_t slot) {
-    const auto rows_of = [&](const Word* tile, std::int64_t stride) { return WordRows<Word>{tile + slot * tiles.tile_size, stride}; };
+    const auto rows_of = [&](const Word* tile, std::int64_t stride) {
+      return WordRows<Word>{tile + slot * tiles.tile_size, stride};
+    };
     Base::score(t, rows_of(tiles.keys_t, kTile), q, scores);
     Base::score(t, rows_of(tiles.values_t, kTile), d_out, d_scores);
     const std::int64_t begin = Base::first_token(t, 0);
@@ -214,8 +225,8 @@ struct BackwardRows : QueryRows<Elem> {
     for (std::int64_t r = begin * group; r < rows; r += kValueRows) {
       const std::int64_t end = std::min<std::int64_t>(rows, r + kValueRows);
       with_constant<kValueRows>(static_cast<int>(end - r), [&](auto n) {
-        weighted_rows<n()>(keys, head_dim, reinterpret_cast<const Word*>(d_scores) + r * kTile, 0, Base::visible((end - 1) / group, t),
-                           acc + r * acc_stride, acc_stride);
+        weighted_rows<n()>(keys, head_dim, reinterpret_cast<const Word*>(d_scores) + r * kTile, 0,
+                           Base::visible((end - 1) / group, t), acc + r * acc_stride, acc_stride);
       });
     }
     add_outer(t, p_by_row, d_out_by_row, tiles.d_values + slot * tiles.grad_tile_size);
@@ -229,7 +240,8 @@ struct BackwardRows : QueryRows<Elem> {
     fill(d_scores_by_row + first / 2 * kTile, kTile, Word(0));
   }
 
-  /// to[j] += sum_r w[r][j] * x[r] over the rows that see key j; of pairs, over their partners too, whose weights are zeros.
+  /// to[j] += sum_r w[r][j] * x[r] over the rows that see key j; of pairs, over their partners too, whose weights are
+  /// zeros.
   void add_outer(std::int64_t t, const Word* w, const Word* x, Real* to) const {
     constexpr std::int64_t P = Base::Terms::kPerWord;
     const int keys = Base::visible(Base::tokens - 1, t);
@@ -336,8 +348,7 @@ struct Job {
     if (job.partial < 0) return write_keys(tiles, 0, owner.length, owner.start);
     Real* to = static_cast<Real*>(args.partials) + job.partial + kv_head * 2 * job.key_end * head_dim;
     for (const Real* from : {tiles.d_keys, tiles.d_values})
-      for (std::int64_t i = 0; i < job.key_end; ++i, to += head_dim)
-        copy(from + i * block.acc_stride, head_dim, to);
+      for (std::int64_t i = 0; i < job.key_end; ++i, to += head_dim) copy(from + i * block.acc_stride, head_dim, to);
   }
 };
 
@@ -375,7 +386,8 @@ void with_types(const AttentionBackwardArgs& args, const F& f) {
 
 }  // namespace
 
-std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64_t owner_keys, std::int64_t sharer_keys) {
+std::size_t attention_backward_workspace(const AttentionShape& shape, std::int64_t owner_keys,
+                                         std::int64_t sharer_keys) {
   return with_element(shape.type, [&](auto elem) {
     using Elem = decltype(elem);
     const std::int64_t stride = round_up(shape.head_dim, kNativeBytes / 4);

@@ -22,27 +22,34 @@ struct Queries {
   Real* lse;                          ///< likewise; nullptr: not wanted
 };
 
-/// Queries over the tiles of `heads` kv heads. Several heads go through the tiles side by side, for a single token only: then all
-/// that a block of the cache holds is read in one go, as the machine's own prefetching likes it.
+/// Queries over the tiles of `heads` kv heads. Several heads go through the tiles side by side, for a single token
+/// only: then all that a block of the cache holds is read in one go, as the machine's own prefetching likes it.
 template <class Elem, class Real, class Tiles>
-void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tiles, std::int64_t heads, const Queries<Elem, Real>& queries) {
+void attend(const AttentionShape& shape, std::byte* workspace, const Tiles& tiles, std::int64_t heads,
+            const Queries<Elem, Real>& queries) {
   const std::int64_t most = heads > 1 ? 1 : attention_query_tokens(shape.group());
   const std::int64_t size = QueryRows<Elem>::bytes(shape, most);
-  const std::int64_t stride = shape.row_stride(), out_stride = shape.num_heads * shape.head_dim, head_step = shape.group() * shape.head_dim;
+  const std::int64_t stride = shape.row_stride(), out_stride = shape.num_heads * shape.head_dim,
+                     head_step = shape.group() * shape.head_dim;
   for (std::int64_t token = queries.begin; token < queries.end;) {
     // blocks end at multiples of `most`, so that only a block's last tile is cut by causality
-    const std::int64_t position = queries.position + token, next = smaller(queries.end, round_up(position + 1, most) - queries.position);
+    const std::int64_t position = queries.position + token,
+                       next = smaller(queries.end, round_up(position + 1, most) - queries.position);
     const auto rows_of = [&](std::int64_t head) {
       QueryRows<Elem> rows(shape, workspace + head * size, most);
       rows.place(next - token, position);
       return rows;
     };
-    for (std::int64_t head = 0; head < heads; ++head) rows_of(head).begin(queries.first + token * stride + head * head_step, stride);
-    for (std::int64_t t = 0, count = rows_of(0).tiles(); t < count; ++t)
-      for (std::int64_t head = 0; head < heads; ++head) rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
     for (std::int64_t head = 0; head < heads; ++head)
-      rows_of(head).finish(queries.out + token * out_stride + head * head_step, out_stride,
-                           queries.lse == nullptr ? nullptr : queries.lse + token * shape.num_heads + head * shape.group(), shape.num_heads);
+      rows_of(head).begin(queries.first + token * stride + head * head_step, stride);
+    for (std::int64_t t = 0, count = rows_of(0).tiles(); t < count; ++t)
+      for (std::int64_t head = 0; head < heads; ++head)
+        rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
+    for (std::int64_t head = 0; head < heads; ++head)
+      rows_of(head).finish(
+          queries.out + token * out_stride + head * head_step, out_stride,
+          queries.lse == nullptr ? nullptr : queries.lse + token * shape.num_heads + head * shape.group(),
+          shape.num_heads);
     token = next;
   }
 }
@@ -61,8 +68,7 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
   const std::int64_t tile_size = head_dim * kTile / AttentionTerms<Elem>::kPerWord;
   std::int64_t most_keys = 0;
   for (auto i = item.sequence_begin; i < item.sequence_end; ++i)
-    most_keys =
-        larger(most_keys, args.sequences[i].prefix_length + smaller(args.sequences[i].length, item.token_end));
+    most_keys = larger(most_keys, args.sequences[i].prefix_length + smaller(args.sequences[i].length, item.token_end));
   Word* value_tiles = key_tiles + round_up(most_keys, kTile) / kTile * tile_size;
 
   std::int64_t packed = 0;  // whole tiles of the common prefix that are in place already
@@ -80,7 +86,10 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
     packed = sequence.prefix_length / kTile;
     const std::int64_t out_offset = sequence.start * shape.num_heads + first_head;
     const PackedTiles<Word> tiles{key_tiles, value_tiles, head_dim, tile_size};
-    const Queries<Elem, Real> queries{qkv + sequence.start * stride + first_head * head_dim, sequence.prefix_length, item.token_begin, end,
+    const Queries<Elem, Real> queries{qkv + sequence.start * stride + first_head * head_dim,
+                                      sequence.prefix_length,
+                                      item.token_begin,
+                                      end,
                                       static_cast<Elem*>(args.out) + out_offset * head_dim,
                                       args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
     attend(shape, workspace, tiles, 1, queries);
@@ -95,17 +104,21 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
   const auto* qkv = static_cast<const Elem*>(args.qkv);
   auto* cache = static_cast<Elem*>(args.cache);
   const auto tiles_of = [&](std::int64_t pair) {
-    return CachedTiles<Elem>{cache + pair % kv_heads * 2 * tile_size, args.slices[pair / kv_heads].block_table, kv_heads * 2 * tile_size,
-                             head_dim, tile_size};
+    return CachedTiles<Elem>{cache + pair % kv_heads * 2 * tile_size, args.slices[pair / kv_heads].block_table,
+                             kv_heads * 2 * tile_size, head_dim, tile_size};
   };
   for (std::int64_t pair = item.pair_begin; pair < item.pair_end;) {
     const PagedSlice& slice = args.slices[pair / kv_heads];
     const std::int64_t kv_head = pair % kv_heads, first_head = kv_head * shape.group();
-    const std::int64_t heads = slice.query_length == 1 ? smaller(kv_heads - kv_head, item.pair_end - pair) : 1, next = pair + heads;
-    for (std::int64_t head = kv_head; item.store && head < kv_head + heads; ++head) write_head(shape, qkv, slice, head, cache);
+    const std::int64_t heads = slice.query_length == 1 ? smaller(kv_heads - kv_head, item.pair_end - pair) : 1,
+                       next = pair + heads;
+    for (std::int64_t head = kv_head; item.store && head < kv_head + heads; ++head)
+      write_head(shape, qkv, slice, head, cache);
     const std::int64_t out_offset = slice.query_start * shape.num_heads + first_head;
-    const Queries<Elem, Real> queries{qkv + slice.query_start * shape.row_stride() + first_head * head_dim, slice.context_length,
-                                      item.token_begin, smaller(item.token_end, slice.query_length),
+    const Queries<Elem, Real> queries{qkv + slice.query_start * shape.row_stride() + first_head * head_dim,
+                                      slice.context_length,
+                                      item.token_begin,
+                                      smaller(item.token_end, slice.query_length),
                                       static_cast<Elem*>(args.out) + out_offset * head_dim,
                                       args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
     attend(shape, workspace, tiles_of(pair), heads, queries);

@@ -47,7 +47,9 @@ NRL_INLINE_MEMBER typename Simd<Real>::Vec splat(Real x) {
 
 NRL_INLINE_MEMBER FloatVec load(const float* p) { return *reinterpret_cast<const Simd<float>::Unaligned*>(p); }
 NRL_INLINE_MEMBER DoubleVec load(const double* p) { return *reinterpret_cast<const Simd<double>::Unaligned*>(p); }
-NRL_INLINE_MEMBER FloatVec load(const std::uint16_t* p) { return widen(*reinterpret_cast<const Simd<float>::Half*>(p)); }
+NRL_INLINE_MEMBER FloatVec load(const std::uint16_t* p) {
+  return widen(*reinterpret_cast<const Simd<float>::Half*>(p));
+}
 
 /// The first n of a vector's lanes, zeros after them.
 template <class Elem>

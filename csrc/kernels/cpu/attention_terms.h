@@ -1,5 +1,5 @@
-// What the attention kernels multiply, for each type and capability: single numbers, or pairs of bfloat16 where the machine
-// multiplies pairs.
+// What the attention kernels multiply, for each type and capability: single numbers, or pairs of bfloat16 where the
+// machine multiplies pairs.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -73,8 +73,8 @@ constexpr int terms_in = std::is_same_v<Word, std::uint32_t> ? 2 : 1;
 template <class Elem>
 using WordVec = decltype(load(static_cast<const Elem*>(nullptr)));
 
-/// Rows of words as they lie in memory: row i is what the i-th step of a sum multiplies, its columns are the lanes. Numbers are
-/// widened on the way.
+/// Rows of words as they lie in memory: row i is what the i-th step of a sum multiplies, its columns are the lanes.
+/// Numbers are widened on the way.
 template <class Elem>
 struct WordRows {
   using Vec = WordVec<Elem>;
@@ -84,7 +84,8 @@ struct WordRows {
   template <int L>
   NRL_INLINE_MEMBER void words(std::int64_t i, std::int64_t column, Vec (&to)[L]) const {
 #pragma GCC unroll 8
-    for (int l = 0; l < L; ++l) to[l] = load(data + i * stride + column + l * static_cast<int>(sizeof(Vec) / sizeof(to[0][0])));
+    for (int l = 0; l < L; ++l)
+      to[l] = load(data + i * stride + column + l * static_cast<int>(sizeof(Vec) / sizeof(to[0][0])));
   }
   /// One vector of which only the first n lanes exist.
   NRL_INLINE_MEMBER Vec partial(std::int64_t i, std::int64_t column, int n) const {
@@ -109,7 +110,8 @@ struct JoinedRows {
       constexpr auto lanes = std::make_integer_sequence<int, 32>{};
 #pragma GCC unroll 4
       for (int l = 0; l < L; l += 2) {
-        const auto a = *reinterpret_cast<const ManyHalves*>(first + 16 * l), b = *reinterpret_cast<const ManyHalves*>(second + 16 * l);
+        const auto a = *reinterpret_cast<const ManyHalves*>(first + 16 * l),
+                   b = *reinterpret_cast<const ManyHalves*>(second + 16 * l);
         to[l] = interleave<0>(a, b, lanes);
         to[l + 1] = interleave<16>(a, b, lanes);
       }
@@ -120,7 +122,8 @@ struct JoinedRows {
   }
   NRL_INLINE_MEMBER Vec partial(std::int64_t i, std::int64_t column, int n) const {
     std::uint16_t lanes[2][16] = {};
-    for (int row = 0; row < 2; ++row) std::memcpy(lanes[row], data + (2 * i + row) * stride + column, n * sizeof(std::uint16_t));
+    for (int row = 0; row < 2; ++row)
+      std::memcpy(lanes[row], data + (2 * i + row) * stride + column, n * sizeof(std::uint16_t));
     return join(lanes[0], lanes[1]);
   }
   JoinedRows from(std::int64_t column) const { return {data + column, stride}; }
@@ -130,7 +133,8 @@ struct JoinedRows {
   template <int First, int... I>
   static NRL_INLINE_MEMBER Vec interleave(ManyHalves a, ManyHalves b, std::integer_sequence<int, I...>) {
     using Halves = std::uint16_t __attribute__((vector_size(kNativeBytes)));
-    return reinterpret_cast<Vec>(__builtin_shuffle(static_cast<Halves>(a), static_cast<Halves>(b), Halves{(First + I / 2 + I % 2 * 32)...}));
+    return reinterpret_cast<Vec>(
+        __builtin_shuffle(static_cast<Halves>(a), static_cast<Halves>(b), Halves{(First + I / 2 + I % 2 * 32)...}));
   }
 };
 #endif

@@ -27,7 +27,8 @@ NRL_INLINE_MEMBER std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
 
 // ---------------------------------------------------------------- register blocks
 
-/// s[r][j] = sum_h q[r][h] * keys[h][j] for R rows and keys j < Keys, h over `words`; rows of q are `stride` apart, those of s kTile.
+/// s[r][j] = sum_h q[r][h] * keys[h][j] for R rows and keys j < Keys, h over `words`; rows of q are `stride` apart,
+/// those of s kTile.
 template <int R, int Keys, class Rows, class Word, class Real>
 __attribute__((noinline)) void score_rows(Rows keys, const Word* q, std::int64_t stride, std::int64_t words, Real* s) {
   using Vec = typename Simd<Real>::Vec;
@@ -51,11 +52,12 @@ __attribute__((noinline)) void score_rows(Rows keys, const Word* q, std::int64_t
   }
 }
 
-/// acc[r][0..] += sum_{j0<=j<j1} w[r][j] * values[j][0..] for R rows and C vectors of columns. Rows of `acc` are acc_stride apart,
-/// those of w kTile words. Of pairs, j0 is even; the partner of an odd j1's last key is not multiplied. Partial: one vector, of which
-/// values has `lanes` lanes.
+/// acc[r][0..] += sum_{j0<=j<j1} w[r][j] * values[j][0..] for R rows and C vectors of columns. Rows of `acc` are
+/// acc_stride apart, those of w kTile words. Of pairs, j0 is even; the partner of an odd j1's last key is not
+/// multiplied. Partial: one vector, of which values has `lanes` lanes.
 template <int R, int C, bool Partial, class Rows, class Word, class Real>
-NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int j1, Real* acc, std::int64_t acc_stride, int lanes) {
+NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int j1, Real* acc, std::int64_t acc_stride,
+                                        int lanes) {
   using Vec = typename Simd<Real>::Vec;
   constexpr int W = Simd<Real>::width, P = terms_in<Word>;
   Vec sum[R][C];
@@ -65,10 +67,8 @@ NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int 
     for (int c = 0; c < C; ++c) sum[r][c] = load(acc + r * acc_stride + c * W);
   const auto add = [&](int word, auto whole) __attribute__((always_inline)) {
     typename Rows::Vec x[C];
-    if constexpr (Partial)
-      x[0] = values.partial(word, 0, lanes);
-    else
-      values.words(word, 0, x);
+    if constexpr (Partial) x[0] = values.partial(word, 0, lanes);
+    else values.words(word, 0, x);
     if constexpr (!whole())
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) x[c] &= 0xffffu;
@@ -89,8 +89,8 @@ NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int 
 }
 
 template <int R, class Rows, class Word, class Real>
-__attribute__((noinline)) void weighted_rows(Rows values, std::int64_t head_dim, const Word* w, int j0, int j1, Real* acc,
-                                             std::int64_t acc_stride) {
+__attribute__((noinline)) void weighted_rows(Rows values, std::int64_t head_dim, const Word* w, int j0, int j1,
+                                             Real* acc, std::int64_t acc_stride) {
   constexpr int W = Simd<Real>::width;
   std::int64_t c = 0;
   for (; c + kValueVecs * W <= head_dim; c += kValueVecs * W)
@@ -112,8 +112,8 @@ NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real f
 
 // ---------------------------------------------------------------- query rows of one block
 
-/// Rows of one query block and their running state, in workspace memory. Pairs hold the queries as they are, and their scores are
-/// scaled; numbers are scaled before they are multiplied.
+/// Rows of one query block and their running state, in workspace memory. Pairs hold the queries as they are, and their
+/// scores are scaled; numbers are scaled before they are multiplied.
 template <class Elem>
 struct QueryRows {
   using Terms = AttentionTerms<Elem>;
@@ -138,7 +138,8 @@ struct QueryRows {
   }
 
   /// In workspace that may hold them already.
-  QueryRows(const AttentionShape& shape, std::byte* workspace, std::int64_t most) : head_dim(shape.head_dim), group(shape.group()) {
+  QueryRows(const AttentionShape& shape, std::byte* workspace, std::int64_t most)
+      : head_dim(shape.head_dim), group(shape.group()) {
     acc_stride = round_up(head_dim, kNativeBytes / 4);
     score_scale = static_cast<Real>(shape.scale * kLog2E);
     q = reinterpret_cast<Word*>(workspace);
@@ -157,10 +158,8 @@ struct QueryRows {
 
   /// Loads their queries: `first` points to the first token's first head of the group; tokens are token_stride apart.
   void begin(const Elem* first, std::int64_t token_stride) {
-    if constexpr (kPairs)
-      copy_pairs(first, token_stride);
-    else
-      copy_rows(first, token_stride, score_scale, q);
+    if constexpr (kPairs) copy_pairs(first, token_stride);
+    else copy_rows(first, token_stride, score_scale, q);
     fill(acc, rows * acc_stride, Real(0));
     fill(sum, rows * W, Real(0));
     fill(max, rows, -static_cast<Real>(__builtin_inf()));
@@ -206,7 +205,8 @@ struct QueryRows {
     score_range<kTile>(tile, x, second_half, rows, to);
   }
   template <int Keys, class Rows>
-  NRL_INLINE_MEMBER void score_range(const Rows& tile, const Word* x, std::int64_t from, std::int64_t end, Real* to) const {
+  NRL_INLINE_MEMBER void score_range(const Rows& tile, const Word* x, std::int64_t from, std::int64_t end,
+                                     Real* to) const {
     for (std::int64_t r = from; r < end; r += kScoreRows)
       with_constant<kScoreRows>(static_cast<int>(std::min<std::int64_t>(kScoreRows, end - r)), [&](auto n) {
         score_rows<n(), Keys>(tile, x + r * acc_stride, acc_stride, head_dim / Terms::kPerWord, to + r * kTile);
@@ -214,10 +214,8 @@ struct QueryRows {
   }
 
   NRL_INLINE_MEMBER typename Simd<Real>::Vec scaled(typename Simd<Real>::Vec score) const {
-    if constexpr (kPairs)
-      return score * splat(score_scale);
-    else
-      return score;
+    if constexpr (kPairs) return score * splat(score_scale);
+    else return score;
   }
 
   /// Scores of row r become weights 2^(score - max); running maximum, sum and accumulator are brought up to date.
@@ -240,10 +238,8 @@ struct QueryRows {
     Vec total = Vec{};
     for (int l = 0; l < L; ++l) {
       const Vec w = exp2_vec(x[l] - splat(new_max));
-      if constexpr (kPairs)
-        store_rounded(reinterpret_cast<Word*>(s) + l * W / 2, w);
-      else
-        store(s + l * W, w);
+      if constexpr (kPairs) store_rounded(reinterpret_cast<Word*>(s) + l * W / 2, w);
+      else store(s + l * W, w);
       total += w;
     }
     Vec running = load(sum + r * W);
@@ -280,7 +276,8 @@ struct QueryRows {
   NRL_INLINE_MEMBER void add_values(const Rows& v_tile, std::int64_t from, std::int64_t to, int j0, int j1) {
     if (j0 >= j1) return;
     with_constant<kValueRows>(static_cast<int>(to - from), [&](auto n) {
-      weighted_rows<n()>(v_tile, head_dim, reinterpret_cast<const Word*>(scores) + from * kTile, j0, j1, acc + from * acc_stride, acc_stride);
+      weighted_rows<n()>(v_tile, head_dim, reinterpret_cast<const Word*>(scores) + from * kTile, j0, j1,
+                         acc + from * acc_stride, acc_stride);
     });
   }
 
@@ -314,7 +311,9 @@ struct CachedTiles {
   const Elem* first;  ///< that head's keys in block 0
   const std::int32_t* block_table;
   std::int64_t block_size, head_dim, tile_size;
-  const Elem* keys(std::int64_t t, std::int64_t head) const { return first + block_table[t] * block_size + head * 2 * tile_size; }
+  const Elem* keys(std::int64_t t, std::int64_t head) const {
+    return first + block_table[t] * block_size + head * 2 * tile_size;
+  }
   Rows key_tile(std::int64_t t, std::int64_t head) const { return {keys(t, head), kTile}; }
   Rows value_tile(std::int64_t t, std::int64_t head) const { return {keys(t, head) + tile_size, head_dim}; }
 };
@@ -364,12 +363,14 @@ void pack_numbers(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t he
 
 #if defined(__AVX512BF16__)
 /// The same in pairs: to[i][h] holds positions 2i and 2i + 1.
-inline void pack_joined(const SegmentRows<std::uint16_t>& rows, std::int64_t t, std::int64_t head_dim, std::uint32_t* to) {
+inline void pack_joined(const SegmentRows<std::uint16_t>& rows, std::int64_t t, std::int64_t head_dim,
+                        std::uint32_t* to) {
   for (std::int64_t position = t * kTile; position < (t + 1) * kTile; position += 2, to += head_dim) {
     const std::uint16_t* first = position < rows.length ? rows.row(position) : nullptr;
     const std::uint16_t* second = position + 1 < rows.length ? rows.row(position + 1) : nullptr;
     for (std::int64_t h = 0; h < head_dim; ++h)
-      to[h] = (first != nullptr ? first[h] : 0u) | (second != nullptr ? static_cast<std::uint32_t>(second[h]) << 16 : 0u);
+      to[h] =
+          (first != nullptr ? first[h] : 0u) | (second != nullptr ? static_cast<std::uint32_t>(second[h]) << 16 : 0u);
   }
 }
 #endif
@@ -378,8 +379,9 @@ inline void pack_joined(const SegmentRows<std::uint16_t>& rows, std::int64_t t, 
 template <class Word, class Elem>
 void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Word* to) {
   if constexpr (terms_in<Word> == 2) {  // two neighbours of a row are a word already, and words are moved like floats
-    const SegmentRows<float> words{reinterpret_cast<const float*>(rows.prefix), reinterpret_cast<const float*>(rows.own), rows.prefix_length,
-                                   rows.length, rows.row_stride / 2};
+    const SegmentRows<float> words{reinterpret_cast<const float*>(rows.prefix),
+                                   reinterpret_cast<const float*>(rows.own), rows.prefix_length, rows.length,
+                                   rows.row_stride / 2};
     transpose_numbers(words, t, head_dim / 2, reinterpret_cast<float*>(to));
   } else {
     transpose_numbers(rows, t, head_dim, to);
@@ -389,10 +391,8 @@ void pack_transposed(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t
 /// A tile of rows as weights multiply it, [kTile][H] in words.
 template <class Word, class Elem>
 void pack_straight(const SegmentRows<Elem>& rows, std::int64_t t, std::int64_t head_dim, Word* to) {
-  if constexpr (terms_in<Word> == 2)
-    pack_joined(rows, t, head_dim, to);
-  else
-    pack_numbers(rows, t, head_dim, to);
+  if constexpr (terms_in<Word> == 2) pack_joined(rows, t, head_dim, to);
+  else pack_numbers(rows, t, head_dim, to);
 }
 
 }  // namespace

@@ -184,10 +184,20 @@ class RowWorker {
 
   void start_row() {
     const auto from = [&](const MatrixView<T>& view) { return view.data ? view.row(b_) : nullptr; };
-    row_ = {a_.num_tokens, from(a_.curr), from(a_.advantages), from(a_.prev), from(a_.generation), from(a_.reference),
-            c_.kl_penalty != 0 ? from(a_.unfiltered) : nullptr, from(a_.token_mask), a_.grad + b_ * a_.num_tokens,
-            a_.grad_unfiltered ? a_.grad_unfiltered + b_ * a_.num_tokens : nullptr, a_.sample_mask[b_],
-            static_cast<T>(1.0 - c_.ratio_clip_min), static_cast<T>(1.0 + c_.ratio_clip_max), {}};
+    row_ = {a_.num_tokens,
+            from(a_.curr),
+            from(a_.advantages),
+            from(a_.prev),
+            from(a_.generation),
+            from(a_.reference),
+            c_.kl_penalty != 0 ? from(a_.unfiltered) : nullptr,
+            from(a_.token_mask),
+            a_.grad + b_ * a_.num_tokens,
+            a_.grad_unfiltered ? a_.grad_unfiltered + b_ * a_.num_tokens : nullptr,
+            a_.sample_mask[b_],
+            static_cast<T>(1.0 - c_.ratio_clip_min),
+            static_cast<T>(1.0 + c_.ratio_clip_max),
+            {}};
   }
 
   void prepare() {

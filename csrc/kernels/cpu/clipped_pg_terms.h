@@ -1,5 +1,5 @@
-// The clipped policy-gradient loss of sixteen tokens: what they read, and the terms that kernels/clipped_pg_loss.h makes
-// of it. Part of clipped_pg_loss.cpp.
+// The clipped policy-gradient loss of sixteen tokens: what they read, and the terms that kernels/clipped_pg_loss.h
+// makes of it. Part of clipped_pg_loss.cpp.
 #pragma once
 #include "kernels/clipped_pg_loss.h"
 #include "kernels/cpu/pack.h"
@@ -26,7 +26,7 @@ struct Row {
   const T *curr, *advantages, *prev, *generation, *reference, *unfiltered, *token_mask;  ///< null: not read
   T *grad, *grad_unfiltered;
   T sample_mask = 0;
-  T lo = 0, hi = 0;      ///< bounds of the ratio
+  T lo = 0, hi = 0;  ///< bounds of the ratio
   RowContext<T> known;
 };
 
@@ -63,10 +63,8 @@ NRL_INLINE Pack<T> load(const Row<T>& row, const T* from, std::int64_t t) {
 template <class T>
 NRL_INLINE void store(const Row<T>& row, T* to, std::int64_t t, Pack<T> v) {
   const std::int64_t left = row.num_tokens - t;
-  if (left >= kPackLanes)
-    store_pack(to + t, v);
-  else
-    store_pack(to + t, v, static_cast<int>(left));
+  if (left >= kPackLanes) store_pack(to + t, v);
+  else store_pack(to + t, v, static_cast<int>(left));
 }
 
 template <class T>
@@ -133,8 +131,7 @@ NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Ter
 template <class T, class P = Pack<T>>
 NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, Terms<P>& out) {
   P raw = c.sequence_level_ratios ? P(row.known.importance) : out.mismatch.importance;
-  TruncatedWeight<P> w =
-      truncate_importance(c.importance_sampling, raw, P(c.importance_min), P(c.importance_max));
+  TruncatedWeight<P> w = truncate_importance(c.importance_sampling, raw, P(c.importance_min), P(c.importance_max));
   out.weight = c.importance_sampling == ImportanceSampling::seq_mask_tis ? w.weight * P(row.known.kept) : w.weight;
   out.oob = w.out_of_bounds;
   if (!corrected(c)) return;
@@ -147,9 +144,9 @@ NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Toke
   out.kl = out.kl_grad = P(0);
   if (c.kl_penalty == 0) return;
   P weight = select(is_finite(k.unf), P(1), P(0));
-  if (c.use_on_policy_kl_approximation) weight = finite_or_zero(row.unfiltered ? exp_of(k.unf - k.gen) : out.x_over_gen);
-  KlTerm<P> kl =
-      kl_term(c.kl_type, k.unf, k.ref, weight, P(c.kl_input_clamp), P(c.kl_output_clamp));
+  if (c.use_on_policy_kl_approximation)
+    weight = finite_or_zero(row.unfiltered ? exp_of(k.unf - k.gen) : out.x_over_gen);
+  KlTerm<P> kl = kl_term(c.kl_type, k.unf, k.ref, weight, P(c.kl_input_clamp), P(c.kl_output_clamp));
   out.kl = kl.value;
   out.kl_grad = kl.d_logprob;
 }

@@ -10,10 +10,10 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-constexpr int kRows = 16;  ///< rows scanned together: their recurrences are independent, one lane each
+constexpr int kRows = 16;          ///< rows scanned together: their recurrences are independent, one lane each
 constexpr int kBlockBytes = 2048;  ///< of a row in a block
-/// Tokens a block: rows come in and go out transposed through the second-level cache. Shorter blocks jump between rows too
-/// often for the machine's memory.
+/// Tokens a block: rows come in and go out transposed through the second-level cache. Shorter blocks jump between rows
+/// too often for the machine's memory.
 template <class T>
 constexpr int kTokens = kBlockBytes / sizeof(T);
 
@@ -44,7 +44,8 @@ struct Narrow {
 template <class T>
 NRL_VEC_INLINE Doubles load_doubles(const T* p) {
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, float>) return reinterpret_cast<Doubles>(_mm512_cvtps_pd(_mm256_loadu_ps(p)));  // the compiler takes it apart
+  if constexpr (std::is_same_v<T, float>)
+    return reinterpret_cast<Doubles>(_mm512_cvtps_pd(_mm256_loadu_ps(p)));  // the compiler takes it apart
 #endif
   return __builtin_convertvector(*reinterpret_cast<const typename Narrow<T>::type*>(p), Doubles);
 }
@@ -56,10 +57,15 @@ NRL_VEC_INLINE void store_doubles(T* p, Doubles v) {
 /// Lanes whose value is not 0, and a choice by them.
 #if defined(__AVX512F__)
 using Valid = __mmask8;
-NRL_VEC_INLINE Valid not_zero(const float* p) { return _mm256_cmp_ps_mask(_mm256_loadu_ps(p), _mm256_setzero_ps(), _CMP_NEQ_UQ); }
-NRL_VEC_INLINE Valid not_zero(const double* p) { return _mm512_cmp_pd_mask(_mm512_loadu_pd(p), _mm512_setzero_pd(), _CMP_NEQ_UQ); }
+NRL_VEC_INLINE Valid not_zero(const float* p) {
+  return _mm256_cmp_ps_mask(_mm256_loadu_ps(p), _mm256_setzero_ps(), _CMP_NEQ_UQ);
+}
+NRL_VEC_INLINE Valid not_zero(const double* p) {
+  return _mm512_cmp_pd_mask(_mm512_loadu_pd(p), _mm512_setzero_pd(), _CMP_NEQ_UQ);
+}
 NRL_VEC_INLINE Doubles choose(Valid valid, Doubles a, Doubles b) {
-  return reinterpret_cast<Doubles>(_mm512_mask_mov_pd(reinterpret_cast<__m512d>(b), valid, reinterpret_cast<__m512d>(a)));
+  return reinterpret_cast<Doubles>(
+      _mm512_mask_mov_pd(reinterpret_cast<__m512d>(b), valid, reinterpret_cast<__m512d>(a)));
 }
 #else
 using Valid = Longs;
@@ -84,7 +90,8 @@ struct Full<double> {
   using Mask = Longs;
 };
 
-/// The memory of the block after this one, asked for line by line while this one is worked on: neither waits for the other.
+/// The memory of the block after this one, asked for line by line while this one is worked on: neither waits for the
+/// other.
 class Ahead {
  public:
   /// `count` rows of `bytes` from `first` on, `stride` bytes apart.
@@ -188,12 +195,9 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
     g.decay[r] = c.gamma * gae_row_lambda(c, length);
     g.pending[r] = a.rewards[b];
     if (c.kl_coef == 0) continue;
-    if (c.kl_type == KlEstimator::k1)
-      kl_rewards<T, KlEstimator::k1>(a, c.kl_coef, b);
-    else if (c.kl_type == KlEstimator::k2)
-      kl_rewards<T, KlEstimator::k2>(a, c.kl_coef, b);
-    else
-      kl_rewards<T, KlEstimator::k3>(a, c.kl_coef, b);
+    if (c.kl_type == KlEstimator::k1) kl_rewards<T, KlEstimator::k1>(a, c.kl_coef, b);
+    else if (c.kl_type == KlEstimator::k2) kl_rewards<T, KlEstimator::k2>(a, c.kl_coef, b);
+    else kl_rewards<T, KlEstimator::k3>(a, c.kl_coef, b);
   }
 }
 
@@ -227,7 +231,8 @@ void scan_block(RowGroup<T>& g, const GaeConfig& c, int n, Ahead& ahead) {
     for (int j = 0; j < kVectors; ++j) {
       const int r = j * kWidth;
       const Valid valid = not_zero(g.mask[i] + r);
-      const Doubles value = load_doubles(g.value[i] + r), reward = kl ? load_doubles(g.reward[i] + r) + pending[j] : pending[j];
+      const Doubles value = load_doubles(g.value[i] + r),
+                    reward = kl ? load_doubles(g.reward[i] + r) + pending[j] : pending[j];
       const GaeCarryOf<Doubles> next = gae_step_of<Doubles>(carry[j], reward, value, gamma, decay[j], decay_value);
       carry[j].next_value = choose(valid, next.next_value, carry[j].next_value);
       carry[j].advantage = choose(valid, next.advantage, carry[j].advantage);
@@ -243,7 +248,8 @@ void scan_block(RowGroup<T>& g, const GaeConfig& c, int n, Ahead& ahead) {
   }
 }
 
-/// The block of `a` that ends before token `stop` of the rows from `first` on; that of the next rows' last tokens where stop is 0.
+/// The block of `a` that ends before token `stop` of the rows from `first` on; that of the next rows' last tokens where
+/// stop is 0.
 template <class T>
 Ahead next_block(const GaeArgs<T>& a, std::int64_t first, std::int64_t stop, std::int64_t end) {
   if (stop <= 0) first += kRows, stop = a.num_tokens;
@@ -251,7 +257,8 @@ Ahead next_block(const GaeArgs<T>& a, std::int64_t first, std::int64_t stop, std
   if (first >= end) return ahead;
   const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>, bytes = (stop - start) * sizeof(T);
   const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
-  for (const MatrixView<T>& m : {a.values, a.mask, MatrixView<T>{a.advantages, a.num_tokens}, MatrixView<T>{a.returns, a.num_tokens}})
+  for (const MatrixView<T>& m :
+       {a.values, a.mask, MatrixView<T>{a.advantages, a.num_tokens}, MatrixView<T>{a.returns, a.num_tokens}})
     ahead.add(m.row(first) + start, m.row_stride * static_cast<std::int64_t>(sizeof(T)), count, bytes);
   return ahead;
 }

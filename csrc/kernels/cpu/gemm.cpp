@@ -37,12 +37,14 @@ struct BlockSums {
 
 /// sums[kTileM][kTileN] = panel of a · strip of b over `steps` steps.
 template <class T>
-[[gnu::noinline]] void micro_kernel(const typename Panel<T>::Element* a, const typename Panel<T>::Element* b, std::int64_t steps,
-                                    [[maybe_unused]] const typename Panel<T>::Element* ahead, accumulate_t<T>* sums) {
+[[gnu::noinline]] void micro_kernel(const typename Panel<T>::Element* a, const typename Panel<T>::Element* b,
+                                    std::int64_t steps, [[maybe_unused]] const typename Panel<T>::Element* ahead,
+                                    accumulate_t<T>* sums) {
   using P = Panel<T>;
   using S = typename P::S;
 #if defined(__AVX512F__)
-  if constexpr (kInRegisterTile<T>) return register_tile<MultiplyFloats, kRegisterColumns>(a, b, steps, false, ahead, sums);
+  if constexpr (kInRegisterTile<T>)
+    return register_tile<MultiplyFloats, kRegisterColumns>(a, b, steps, false, ahead, sums);
 #endif
   typename P::V acc[kTileM<T>][kVectorsN<T>];
   for (auto& row : acc)
@@ -70,16 +72,24 @@ void gemm(const GemmArgs<T, O>& args, const GemmTile& tile) {
   if (!tile.is_packed) pack_a(p, tile.k0, tile.m0, m1, panels);
   for (std::int64_t n = tile.n0; n < tile.n1; n += kTileN<T>)
     for (std::int64_t m = tile.m0; m < m1; m += kTileM<T>) {
-      const BlockSums<T, O> to{args.c + m * args.ldc + n, args.ldc, args.sums ? args.sums + m * p.N + n : nullptr, p.N,
-                               tile.k0 == 0, tile.k0 + block.terms == p.K, args.accumulate};
+      const BlockSums<T, O> to{args.c + m * args.ldc + n,
+                               args.ldc,
+                               args.sums ? args.sums + m * p.N + n : nullptr,
+                               p.N,
+                               tile.k0 == 0,
+                               tile.k0 + block.terms == p.K,
+                               args.accumulate};
       const std::int64_t panel = (m - tile.m0) / kTileM<T>;
       const auto* const strip = static_cast<const Element*>(p.packed_b) + n * block.steps;
-      const auto* const ahead = strip + kTileN<T> * block.steps + panel * (block.steps / 4 * 16);  // each panel asks for its share
+      const auto* const ahead =
+          strip + kTileN<T> * block.steps + panel * (block.steps / 4 * 16);  // each panel asks for its share
       alignas(64) accumulate_t<T> sums[kTileM<T> * kTileN<T>];
       for (int i = 0; i < kTileM<T> && m + i < m1; ++i)
-        for (int j = 0; j < kTileN<T>; j += 64 / static_cast<int>(sizeof(O))) __builtin_prefetch(to.c + i * to.ldc + j, 1, 2);
+        for (int j = 0; j < kTileN<T>; j += 64 / static_cast<int>(sizeof(O)))
+          __builtin_prefetch(to.c + i * to.ldc + j, 1, 2);
       micro_kernel<T>(panels + panel * panel_size<T>(block.steps), strip, block.steps, ahead, sums);
-      const int rows = static_cast<int>(smaller<std::int64_t>(kTileM<T>, m1 - m)), cols = static_cast<int>(smaller<std::int64_t>(kTileN<T>, tile.n1 - n));
+      const int rows = static_cast<int>(smaller<std::int64_t>(kTileM<T>, m1 - m)),
+                cols = static_cast<int>(smaller<std::int64_t>(kTileN<T>, tile.n1 - n));
       for (int i = 0; i < rows; ++i) {
         if (cols == kTileN<T>) {
           to.store(i, sums + i * kTileN<T>, kTileN<T>);  // a known length: whole vectors
@@ -99,7 +109,9 @@ void pack(const GemmInput<T>& p, std::int64_t k0, std::int64_t begin, std::int64
 
 void gemm_pack_f32(const GemmInput<float>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }
 void gemm_pack_f64(const GemmInput<double>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }
-void gemm_pack_bf16(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t b, std::int64_t e) { pack(p, k0, b, e); }
+void gemm_pack_bf16(const GemmInput<bfloat16>& p, std::int64_t k0, std::int64_t b, std::int64_t e) {
+  pack(p, k0, b, e);
+}
 void gemm_f32(const GemmArgs<float, float>& p, const GemmTile& tile) { gemm(p, tile); }
 void gemm_f64(const GemmArgs<double, double>& p, const GemmTile& tile) { gemm(p, tile); }
 void gemm_bf16(const GemmArgs<bfloat16, bfloat16>& p, const GemmTile& tile) { gemm(p, tile); }

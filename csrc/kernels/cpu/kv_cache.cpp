@@ -30,7 +30,8 @@ void kv_cache_write_slice(const AttentionShape& shape, const void* qkv, const Pa
   with_element(shape.type, [&](auto elem) { write_slice<decltype(elem)>(shape, qkv, slice, cache); });
 }
 
-void kv_cache_copy_block(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length) {
+void kv_cache_copy_block(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to,
+                         std::int64_t length) {
   with_element(shape.type, [&](auto elem) { copy_block<decltype(elem)>(shape, cache, from, to, length); });
 }
 

@@ -22,7 +22,8 @@ void write_head(const AttentionShape& shape, const Elem* qkv, const PagedSlice& 
     Elem* values = cache + ((block + head) * 2 + 1) * tile_size + lane * head_dim;
     for (std::int64_t h = 0; h < head_dim; ++h)
       for (std::int64_t i = 0; i < n; ++i) keys[h * kKeyTile + i] = key[i * stride + h];
-    for (std::int64_t i = 0; i < n; ++i) __builtin_memcpy(values + i * head_dim, value + i * stride, head_dim * sizeof(Elem));
+    for (std::int64_t i = 0; i < n; ++i)
+      __builtin_memcpy(values + i * head_dim, value + i * stride, head_dim * sizeof(Elem));
     position += n;
     key += n * stride;
     value += n * stride;

@@ -1,4 +1,5 @@
-// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h, of many rows in linear_wide.h, of few with packed weights in packed_strip.h.
+// y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h, of many rows in linear_wide.h, of few
+// with packed weights in packed_strip.h.
 #include "kernels/cpu/linear_wide.h"
 #include "kernels/cpu/packed_strip.h"
 
@@ -7,7 +8,8 @@ namespace {
 
 /// y[0, cols) = sums (+ bias) (+ y), in this order for every output.
 template <class A, class T, class O>
-[[gnu::always_inline]] inline void store_row(const A* sums, const T* __restrict bias, bool accumulate, O* __restrict y, int cols) {
+[[gnu::always_inline]] inline void store_row(const A* sums, const T* __restrict bias, bool accumulate, O* __restrict y,
+                                             int cols) {
   if (!bias && !accumulate) {
     for (int j = 0; j < cols; ++j) y[j] = static_cast<O>(sums[j]);
   } else if (!bias) {
@@ -61,7 +63,8 @@ void linear_forward_wide(const LinearForwardArgs<T, O>& p, const LinearWideTile&
 }
 
 template <class O>
-void packed_weights_forward(const LinearForwardArgs<bfloat16, O>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end) {
+void packed_weights_forward(const LinearForwardArgs<bfloat16, O>& p, const PackedMatrix& packed, std::int64_t begin,
+                            std::int64_t end) {
   run_packed_strips<1>(p.input, packed, begin, end, [&](std::int64_t strip) {
     return StoreColumns<bfloat16, O>{p, strip * kPackedStrip, static_cast<int>(kPackedStrip)};
   });
@@ -69,14 +72,34 @@ void packed_weights_forward(const LinearForwardArgs<bfloat16, O>& p, const Packe
 
 }  // namespace
 
-void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
-void linear_forward_f64(const LinearForwardArgs<double, double>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
-void linear_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
-void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::int64_t b, std::int64_t e, bool more) { linear_forward(p, b, e, more); }
-void linear_forward_wide_f32(const LinearForwardArgs<float, float>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
-void linear_forward_wide_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
-void linear_forward_wide_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const LinearWideTile& t) { linear_forward_wide(p, t); }
-void packed_weights_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const PackedMatrix& w, std::int64_t b, std::int64_t e) { packed_weights_forward(p, w, b, e); }
-void packed_weights_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const PackedMatrix& w, std::int64_t b, std::int64_t e) { packed_weights_forward(p, w, b, e); }
+void linear_forward_f32(const LinearForwardArgs<float, float>& p, std::int64_t b, std::int64_t e, bool more) {
+  linear_forward(p, b, e, more);
+}
+void linear_forward_f64(const LinearForwardArgs<double, double>& p, std::int64_t b, std::int64_t e, bool more) {
+  linear_forward(p, b, e, more);
+}
+void linear_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e, bool more) {
+  linear_forward(p, b, e, more);
+}
+void linear_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, std::int64_t b, std::int64_t e, bool more) {
+  linear_forward(p, b, e, more);
+}
+void linear_forward_wide_f32(const LinearForwardArgs<float, float>& p, const LinearWideTile& t) {
+  linear_forward_wide(p, t);
+}
+void linear_forward_wide_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const LinearWideTile& t) {
+  linear_forward_wide(p, t);
+}
+void linear_forward_wide_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const LinearWideTile& t) {
+  linear_forward_wide(p, t);
+}
+void packed_weights_forward_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const PackedMatrix& w, std::int64_t b,
+                                 std::int64_t e) {
+  packed_weights_forward(p, w, b, e);
+}
+void packed_weights_forward_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const PackedMatrix& w, std::int64_t b,
+                                     std::int64_t e) {
+  packed_weights_forward(p, w, b, e);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

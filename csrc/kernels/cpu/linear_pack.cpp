@@ -1,4 +1,5 @@
-// Packing for the forward product. x: panels with their rows side by side, or, for few rows, rows as words. w, where rows are many: strips.
+// Packing for the forward product. x: panels with their rows side by side, or, for few rows, rows as words. w, where
+// rows are many: strips.
 #include "kernels/cpu/linear_wide.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -6,13 +7,15 @@ namespace {
 
 /// out[word][stride]: kLanes words of kLanes rows, turned; rows beyond `rows` and terms beyond `terms` are zero.
 template <class T>
-[[gnu::always_inline]] inline void pack_square(const T* x, std::int64_t ldx, std::int64_t rows, std::int64_t terms, std::int64_t words,
-                                               std::int64_t stride, typename Terms<T>::Word* out) {
+[[gnu::always_inline]] inline void pack_square(const T* x, std::int64_t ldx, std::int64_t rows, std::int64_t terms,
+                                               std::int64_t words, std::int64_t stride, typename Terms<T>::Word* out) {
   using X = Terms<T>;
   using S = typename X::S;
   constexpr int kLanes = S::kLanes;
   typename X::V v[kLanes];
-  for (int i = 0; i < kLanes; ++i) v[i] = i < rows ? X::words(x + i * ldx, static_cast<int>(smaller<std::int64_t>(terms, kLanes * X::kPerWord))) : S::zero();
+  for (int i = 0; i < kLanes; ++i)
+    v[i] = i < rows ? X::words(x + i * ldx, static_cast<int>(smaller<std::int64_t>(terms, kLanes * X::kPerWord)))
+                    : S::zero();
   turn<S>(v);
   for (int i = 0; i < kLanes && i < words; ++i) S::store(out + i * stride, v[i]);
 }
@@ -24,10 +27,12 @@ void pack_panels(const LinearInput<T>& p, std::int64_t first, std::int64_t last)
   const std::int64_t words = words_of<T>(p.K);
   for (std::int64_t m = first; m < last; m += kPanelRows<T>) {
     auto* const panel = static_cast<typename X::Word*>(p.packed) + m * words;
-    const std::int64_t rows = smaller<std::int64_t>(last - m, kPanelRows<T>), stride = (rows + kLanes - 1) / kLanes * kLanes;
+    const std::int64_t rows = smaller<std::int64_t>(last - m, kPanelRows<T>),
+                       stride = (rows + kLanes - 1) / kLanes * kLanes;
     for (std::int64_t s = 0; s < words; s += kLanes)
       for (std::int64_t r = 0; r < rows; r += kLanes)
-        pack_square(p.x + (m + r) * p.ldx + s * X::kPerWord, p.ldx, rows - r, p.K - s * X::kPerWord, words - s, stride, panel + s * stride + r);
+        pack_square(p.x + (m + r) * p.ldx + s * X::kPerWord, p.ldx, rows - r, p.K - s * X::kPerWord, words - s, stride,
+                    panel + s * stride + r);
   }
 }
 
@@ -38,7 +43,8 @@ void pack_rows(const LinearInput<T>& p) {
   for (std::int64_t m = 0; m < p.M; ++m)
     for (std::int64_t s = 0; s < row_words; s += X::S::kLanes)
       X::S::store(static_cast<typename X::Word*>(p.packed) + m * row_words + s,
-                  X::words(p.x + m * p.ldx + s * X::kPerWord, static_cast<int>(smaller<std::int64_t>(p.K - s * X::kPerWord, X::S::kLanes * X::kPerWord))));
+                  X::words(p.x + m * p.ldx + s * X::kPerWord,
+                           static_cast<int>(smaller<std::int64_t>(p.K - s * X::kPerWord, X::S::kLanes * X::kPerWord))));
 }
 
 template <class T>
@@ -52,17 +58,19 @@ void pack_weights(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t 
   if constexpr (kHasWide<T>) {
     constexpr int kLanes = Terms<T>::S::kLanes, kPerWord = Terms<T>::kPerWord;
     const std::int64_t words = words_of<T>(K);
-    const char* ahead = reinterpret_cast<const char*>(w + kLanes * ldw);  // the following rows, in the order in which they lie in memory
+    const char* ahead = reinterpret_cast<const char*>(
+        w + kLanes * ldw);  // the following rows, in the order in which they lie in memory
     for (std::int64_t r = 0; r < kLinearTileN; r += kLanes)
       for (std::int64_t k = 0; k < words; k += kLanes) {
         for (int i = 0; i < kLanes; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        pack_square(w + r * ldw + k * kPerWord, ldw, rows - r, K - k * kPerWord, words - k, kLinearTileN, out + k * kLinearTileN + r);
+        pack_square(w + r * ldw + k * kPerWord, ldw, rows - r, K - k * kPerWord, words - k, kLinearTileN,
+                    out + k * kLinearTileN + r);
       }
   }
 }
 
-/// Packing w, for one call, takes as long as multiplying some thirty rows. Against that stands that a strip is widened once (bfloat16), and
-/// that long rows go through the near caches block by block.
+/// Packing w, for one call, takes as long as multiplying some thirty rows. Against that stands that a strip is widened
+/// once (bfloat16), and that long rows go through the near caches block by block.
 template <class T>
 LinearWide wide(std::int64_t K) {
   if (!kHasWide<T>) return {};
@@ -72,8 +80,12 @@ LinearWide wide(std::int64_t K) {
 
 }  // namespace
 
-void linear_pack_weights_f32(const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
-void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) { pack_weights(w, ldw, rows, K, out); }
+void linear_pack_weights_f32(const float* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) {
+  pack_weights(w, ldw, rows, K, out);
+}
+void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t rows, std::int64_t K, float* out) {
+  pack_weights(w, ldw, rows, K, out);
+}
 LinearWide linear_wide_f32(std::int64_t K) { return wide<float>(K); }
 LinearWide linear_wide_bf16(std::int64_t K) { return wide<bfloat16>(K); }
 std::int64_t linear_widened_floats_bf16(std::int64_t M, std::int64_t K, std::int64_t tile_n) {

@@ -1,8 +1,11 @@
-// The forward product y = x · w^T without repacking w (the engine reads the trainer's storage). Every output is one chain of
-// multiply-adds along K in ascending order, so it does not matter which operand lies in the lanes:
-//   many rows of x: lanes are rows. x is packed with its rows side by side, and weights are read one at a time into all lanes; bfloat16
-//     without instructions for it in strips that are widened first, since a weight in all lanes costs as much again to widen as to read.
-//   few rows: lanes are rows of w, turned in registers as they pass by; a row of x costs its share, not that of a whole vector.
+// The forward product y = x · w^T without repacking w (the engine reads the trainer's storage). Every output is one
+// chain of multiply-adds along K in ascending order, so it does not matter which operand lies in the lanes:
+//   many rows of x: lanes are rows. x is packed with its rows side by side, and weights are read one at a time into all
+//   lanes; bfloat16
+//     without instructions for it in strips that are widened first, since a weight in all lanes costs as much again to
+//     widen as to read.
+//   few rows: lanes are rows of w, turned in registers as they pass by; a row of x costs its share, not that of a whole
+//   vector.
 #pragma once
 #include "kernels/cpu/linear_terms.h"
 #include "kernels/linear.h"
@@ -18,7 +21,8 @@ constexpr int kMostVectors = 2, kSums = 12;
 constexpr int kMostVectors = 1, kSums = 4;
 #endif
 
-/// Asks for the memory of n values that will be written: where a row ends within a line, storing would wait for the line.
+/// Asks for the memory of n values that will be written: where a row ends within a line, storing would wait for the
+/// line.
 template <class O>
 [[gnu::always_inline]] inline void ask_for_writing(O* values, int n) {
   for (int j = 0; j < n; j += 64 / static_cast<int>(sizeof(O))) __builtin_prefetch(values + j, 1, 2);
@@ -31,11 +35,11 @@ static_assert(kLinearTileN % columns_of_tile(1) == 0 && kLinearTileN % columns_o
 
 /// Rows of a panel of packed x.
 template <class T>
-constexpr int kPanelRows = kMostVectors* Terms<T>::S::kLanes;
+constexpr int kPanelRows = kMostVectors * Terms<T>::S::kLanes;
 static_assert(kLinearTileM % kPanelRows<float> == 0 && kLinearTileM % kPanelRows<double> == 0);
 
-/// A tile's rows of w, as addresses: with addresses computed inside the loops the compiler keeps their parts in vector registers,
-/// and the next sums' loads wait behind this one's products.
+/// A tile's rows of w, as addresses: with addresses computed inside the loops the compiler keeps their parts in vector
+/// registers, and the next sums' loads wait behind this one's products.
 template <class T, std::int64_t kTileN>
 struct Columns {
   static constexpr std::int64_t kWidth = kTileN;
@@ -48,19 +52,21 @@ struct Columns {
   }
 };
 
-/// Memory to ask for while a tile is computed, in the order in which it lies there: with few rows a tile takes little longer than its
-/// weights take from memory, and asking for each of its rows a little ahead gets two thirds of what a stream does. Evenly spread: a burst
-/// takes the line buffers that this tile's own loads need.
+/// Memory to ask for while a tile is computed, in the order in which it lies there: with few rows a tile takes little
+/// longer than its weights take from memory, and asking for each of its rows a little ahead gets two thirds of what a
+/// stream does. Evenly spread: a burst takes the line buffers that this tile's own loads need.
 struct Ahead {
   const char* at;
   std::int64_t step;  ///< bytes with every four words along K, or every turn
 
-  /// While the tile at column j of a strip is computed: that at column `next`, which may lie in the strip after it. Only where the rows of
-  /// w follow one another without a gap (`prefetch`).
+  /// While the tile at column j of a strip is computed: that at column `next`, which may lie in the strip after it.
+  /// Only where the rows of w follow one another without a gap (`prefetch`).
   template <class Set>
   static Ahead of(const Set& columns, const Set& after, int j, int next, bool prefetch, std::int64_t step) {
     if (!prefetch) return {reinterpret_cast<const char*>(columns.w[j]), 0};
-    return {reinterpret_cast<const char*>(next < columns.count ? columns.w[next] : after.w[(next - columns.count) % Set::kWidth]), step};
+    return {reinterpret_cast<const char*>(next < columns.count ? columns.w[next]
+                                                               : after.w[(next - columns.count) % Set::kWidth]),
+            step};
   }
 };
 
@@ -70,8 +76,8 @@ constexpr int kBytesOfQuads = 4 * Terms<T>::kPerWord * kColumns * static_cast<in
 
 /// out[c][kVectors * kLanes] = the sums of kVectors vectors of rows and columns w[0, kColumns).
 template <class T, int kVectors, int kColumns>
-[[gnu::always_inline]] inline void row_tile(const typename Terms<T>::Word* x, const T* const* w, std::int64_t K, Ahead ahead,
-                                            typename Terms<T>::Word* out) {
+[[gnu::always_inline]] inline void row_tile(const typename Terms<T>::Word* x, const T* const* w, std::int64_t K,
+                                            Ahead ahead, typename Terms<T>::Word* out) {
   using X = Terms<T>;
   using S = typename X::S;
   typename X::V acc[kColumns][kVectors];
@@ -103,8 +109,8 @@ template <class T, int kVectors, int kColumns>
 
 /// sums[kLanes][width] = columns[count][rows], from row `first` on.
 template <class S>
-[[gnu::always_inline]] inline void turn_sums(const typename S::Scalar* columns, int rows, int first, int count, std::int64_t width,
-                                             typename S::Scalar* sums) {
+[[gnu::always_inline]] inline void turn_sums(const typename S::Scalar* columns, int rows, int first, int count,
+                                             std::int64_t width, typename S::Scalar* sums) {
   for (int c = 0; c < count; c += S::kLanes) {
     typename S::V v[S::kLanes];
     for (int i = 0; i < S::kLanes; ++i) v[i] = S::load(columns + (c + i) * rows + first);
@@ -113,11 +119,11 @@ template <class S>
   }
 }
 
-/// The panel of kVectors vectors of rows that begins at row m; `rows` of them exist. A row's sums go to store(m, sums); what is asked for
-/// beside the tile of kColumns columns at j, ahead_of(j, kColumns).
+/// The panel of kVectors vectors of rows that begins at row m; `rows` of them exist. A row's sums go to store(m, sums);
+/// what is asked for beside the tile of kColumns columns at j, ahead_of(j, kColumns).
 template <class T, int kVectors, class Set, class AheadOf, class Store>
-[[gnu::noinline]] void panel(const typename Terms<T>::Word* x, std::int64_t m, std::int64_t rows, std::int64_t K, const Set& columns,
-                             const AheadOf& ahead_of, const Store& store) {
+[[gnu::noinline]] void panel(const typename Terms<T>::Word* x, std::int64_t m, std::int64_t rows, std::int64_t K,
+                             const Set& columns, const AheadOf& ahead_of, const Store& store) {
   using S = typename Terms<T>::S;
   constexpr int kColumns = columns_of_tile(kVectors), kRows = kVectors * S::kLanes;
   alignas(64) typename S::Scalar by_column[Set::kWidth * kRows], sums[S::kLanes * Set::kWidth];
@@ -136,8 +142,8 @@ constexpr int kBytesOfTurn = 16 * kRows;
 
 /// out[r][kWidth] = sums of kLanes rows of w with kRows rows of packed x, which lie `row_words` apart.
 template <class T, int kRows, std::int64_t kWidth>
-[[gnu::noinline]] void few_rows_tile(const typename Terms<T>::Word* x, std::int64_t row_words, const T* const* w, std::int64_t K, Ahead ahead,
-                                     typename Terms<T>::Word* out) {
+[[gnu::noinline]] void few_rows_tile(const typename Terms<T>::Word* x, std::int64_t row_words, const T* const* w,
+                                     std::int64_t K, Ahead ahead, typename Terms<T>::Word* out) {
   using X = Terms<T>;
   using S = typename X::S;
   typename X::V acc[kRows];
@@ -176,15 +182,15 @@ void few_rows(const LinearInput<T>& p, const Set& columns, const Set& after, boo
 
 /// One tile: up to kLinearTileM of M rows, from m0, by a strip's columns.
 template <class T, class Set, class AheadOf, class Store>
-void tile_rows(const void* packed, std::int64_t M, std::int64_t K, std::int64_t m0, const Set& columns, const AheadOf& ahead_of, const Store& store) {
+void tile_rows(const void* packed, std::int64_t M, std::int64_t K, std::int64_t m0, const Set& columns,
+               const AheadOf& ahead_of, const Store& store) {
   constexpr int kLanes = Terms<T>::S::kLanes;
   const std::int64_t m1 = smaller(m0 + kLinearTileM, M), words = words_of<T>(K);
   for (std::int64_t m = m0; m < m1; m += kPanelRows<T>) {
     const auto* x = static_cast<const typename Terms<T>::Word*>(packed) + m * words;
     const std::int64_t rows = smaller<std::int64_t>(m1 - m, kPanelRows<T>);
-    with_constant<kMostVectors>(static_cast<int>((rows + kLanes - 1) / kLanes), [&](auto vectors) {
-      panel<T, vectors()>(x, m, rows, K, columns, ahead_of, store);
-    });
+    with_constant<kMostVectors>(static_cast<int>((rows + kLanes - 1) / kLanes),
+                                [&](auto vectors) { panel<T, vectors()>(x, m, rows, K, columns, ahead_of, store); });
   }
 }
 
@@ -196,7 +202,8 @@ template <>
 constexpr bool kWidensStrips<bfloat16> = true;
 #endif
 
-/// From one widened row to the next: rows that lie a multiple of 4 KiB apart would take each other's place in the first-level cache.
+/// From one widened row to the next: rows that lie a multiple of 4 KiB apart would take each other's place in the
+/// first-level cache.
 constexpr std::int64_t widened_stride(std::int64_t K) { return (K + 15) / 16 * 16 + 16; }
 
 /// A strip's rows of w as float32, in `room`.
@@ -217,11 +224,11 @@ Columns<float, kWidth> widened(const Columns<T, kWidth>& columns, std::int64_t K
   return out;
 }
 
-/// Tiles [begin, end) of p by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller means to go
-/// on with tile `end` and what follows.
+/// Tiles [begin, end) of p by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller
+/// means to go on with tile `end` and what follows.
 template <class T, class ColumnsOf, class StoreOf>
-void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin, std::int64_t end, bool more,
-               const ColumnsOf& columns_of, const StoreOf& store_of) {
+void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin,
+               std::int64_t end, bool more, const ColumnsOf& columns_of, const StoreOf& store_of) {
   using Set = decltype(columns_of(begin));
   const bool prefetch = ldw == p.K;
   Set sets[2];  // this strip's columns and the next one's, in turn
@@ -234,13 +241,16 @@ void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t l
     const bool go_on = more || (turn + 1) * tiles.steps < end;
     if (t == begin || t % tiles.steps == 0) after = columns_of(go_on ? (strip + 1) % tiles.strips : strip);
     if (p.M <= kLinearFewRows) {  // a tile is a whole strip
-      with_constant<kLinearFewRows>(static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns, after, prefetch, store_of(strip)); });
+      with_constant<kLinearFewRows>(
+          static_cast<int>(p.M), [&](auto rows) { few_rows<T, rows()>(p, columns, after, prefetch, store_of(strip)); });
       continue;
     }
     if constexpr (kWidensStrips<T>) {
       if (p.widened != nullptr) {
         if (t == begin || t % tiles.steps == 0) wide = widened(columns, p.K, p.widened);
-        const auto ahead_of = [&](int j, int n) { return Ahead{reinterpret_cast<const char*>(after.w[j]), prefetch ? 4 * n * std::int64_t{sizeof(T)} : 0}; };
+        const auto ahead_of = [&](int j, int n) {
+          return Ahead{reinterpret_cast<const char*>(after.w[j]), prefetch ? 4 * n * std::int64_t{sizeof(T)} : 0};
+        };
         tile_rows<float>(p.packed, p.M, p.K, tiles.row(t), wide, ahead_of, store_of(strip));
         continue;
       }

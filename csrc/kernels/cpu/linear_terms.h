@@ -1,5 +1,5 @@
-// What the forward product multiplies: how x is packed and how weights are read, for each type and capability. Either operand may lie
-// in the lanes; an output's operations are the same.
+// What the forward product multiplies: how x is packed and how weights are read, for each type and capability. Either
+// operand may lie in the lanes; an output's operations are the same.
 #pragma once
 #include "kernels/cpu/native_vector.h"
 #include "kernels/cpu/plain.h"
@@ -9,8 +9,9 @@
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// A "word" is what one lane multiplies at a time: one term of the sum, or a pair of them where the machine multiplies pairs of
-/// bfloat16. x is packed as words. A "quad" is four consecutive words of a row of w, a "column" 32 bits of each of kLanes rows.
+/// A "word" is what one lane multiplies at a time: one term of the sum, or a pair of them where the machine multiplies
+/// pairs of bfloat16. x is packed as words. A "quad" is four consecutive words of a row of w, a "column" 32 bits of
+/// each of kLanes rows.
 template <class T>
 struct SingleTerms {
   using S = simd_t<T>;
@@ -54,7 +55,9 @@ struct Terms<bfloat16> {
     __builtin_memcpy(&word, &pair, sizeof(word));
     return word;
   }
-  static V multiply_add(V a, V b, V c) { return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)); }
+  static V multiply_add(V a, V b, V c) {
+    return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
   static V add_column(V column, const Word* x, V acc) { return multiply_add(column, S::set1(*x), acc); }
 };
 #elif defined(__AVX2__)
@@ -110,12 +113,13 @@ template <class T>
 [[gnu::always_inline]] inline typename Terms<T>::V gathered(const T* const* w, std::int64_t k, std::int64_t K) {
   using S = typename Terms<T>::S;
   alignas(64) typename Terms<T>::Word lanes[S::kLanes];
-  for (int i = 0; i < S::kLanes; ++i) lanes[i] = Terms<T>::word(w[i] + k, static_cast<int>(smaller<std::int64_t>(K - k, Terms<T>::kPerWord)));
+  for (int i = 0; i < S::kLanes; ++i)
+    lanes[i] = Terms<T>::word(w[i] + k, static_cast<int>(smaller<std::int64_t>(K - k, Terms<T>::kPerWord)));
   return S::load(lanes);
 }
 
-/// 16 bytes of each of kLanes rows, turned so that lane i of column q holds 32-bit element q of row i. With AVX the first half of the turn
-/// is done by loads into parts of a register, which leaves the shuffle unit half the work.
+/// 16 bytes of each of kLanes rows, turned so that lane i of column q holds 32-bit element q of row i. With AVX the
+/// first half of the turn is done by loads into parts of a register, which leaves the shuffle unit half the work.
 template <class T>
 struct Turned {
   static constexpr bool kAvailable =
@@ -149,15 +153,25 @@ struct Turned {
   }
   static __m512 pairs_low(__m512 a, __m512 b) { return _mm512_unpacklo_ps(a, b); }
   static __m512 pairs_high(__m512 a, __m512 b) { return _mm512_unpackhi_ps(a, b); }
-  static __m512 quads_low(__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
-  static __m512 quads_high(__m512 a, __m512 b) { return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b))); }
+  static __m512 quads_low(__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+  static __m512 quads_high(__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
 #else
   template <class At>
-  [[gnu::always_inline]] static __m256 parts(const At& at, int j) { return _mm256_insertf128_ps(_mm256_castps128_ps256(at(j)), at(j + 4), 1); }
+  [[gnu::always_inline]] static __m256 parts(const At& at, int j) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(at(j)), at(j + 4), 1);
+  }
   static __m256 pairs_low(__m256 a, __m256 b) { return _mm256_unpacklo_ps(a, b); }
   static __m256 pairs_high(__m256 a, __m256 b) { return _mm256_unpackhi_ps(a, b); }
-  static __m256 quads_low(__m256 a, __m256 b) { return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
-  static __m256 quads_high(__m256 a, __m256 b) { return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b))); }
+  static __m256 quads_low(__m256 a, __m256 b) {
+    return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+  }
+  static __m256 quads_high(__m256 a, __m256 b) {
+    return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+  }
 #endif
 #endif
 };

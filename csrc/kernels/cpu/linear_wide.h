@@ -1,4 +1,5 @@
-// The forward product of many rows: both operands packed, sums by register_tile. The same chains as in linear_panel.h, so the same bits.
+// The forward product of many rows: both operands packed, sums by register_tile. The same chains as in linear_panel.h,
+// so the same bits.
 #pragma once
 #include "kernels/cpu/linear_panel.h"
 #include "kernels/cpu/register_tile.h"
@@ -17,7 +18,8 @@ using WideMultiply = std::conditional_t<Terms<T>::kPerWord == 2, MultiplyPairs, 
 template <class T>
 using WideMultiply = MultiplyFloats;
 #endif
-constexpr std::int64_t kWideWords = 1024;  ///< of a row: so many of a panel of x and a strip of w stay in the near caches
+constexpr std::int64_t kWideWords =
+    1024;  ///< of a row: so many of a panel of x and a strip of w stay in the near caches
 static_assert(kLinearTileN == kRegisterColumns && kLinearWideRows % (2 * kRegisterRows) == 0);
 
 /// Panels [words][kRegisterRows] of rows [m0, m1) of x, two at a time; absent rows are zero.
@@ -31,9 +33,11 @@ void pack_wide_rows(const LinearInput<T>& p, std::int64_t m0, std::int64_t m1, f
     for (std::int64_t k = 0; k < words; k += kLanes) {
       const int terms = static_cast<int>(smaller<std::int64_t>(p.K - k * kPerWord, kLanes * kPerWord));
       F32::V v[kLanes];
-      for (int i = 0; i < kLanes; ++i) v[i] = i < rows ? Terms<T>::words(p.x + (m + i) * p.ldx + k * kPerWord, terms) : F32::zero();
+      for (int i = 0; i < kLanes; ++i)
+        v[i] = i < rows ? Terms<T>::words(p.x + (m + i) * p.ldx + k * kPerWord, terms) : F32::zero();
       turn<F32>(v);
-      for (int i = 0; i < kLanes && k + i < words; ++i) store_rows(v[i], panels + (k + i) * kRegisterRows, panels + (words + k + i) * kRegisterRows);
+      for (int i = 0; i < kLanes && k + i < words; ++i)
+        store_rows(v[i], panels + (k + i) * kRegisterRows, panels + (words + k + i) * kRegisterRows);
     }
   }
 }
@@ -43,7 +47,8 @@ template <int kParts, class T, class StoreOf>
   requires(kHasWide<T>)
 void run_wide(const LinearInput<T>& p, const LinearWideTile& tile, const StoreOf& store_of) {
   constexpr int kWidth = kParts * kRegisterColumns;
-  const std::int64_t m1 = smaller(tile.m0 + kLinearWideRows, p.M), panels = (m1 - tile.m0 + kRegisterRows - 1) / kRegisterRows, words = words_of<T>(p.K);
+  const std::int64_t m1 = smaller(tile.m0 + kLinearWideRows, p.M),
+                     panels = (m1 - tile.m0 + kRegisterRows - 1) / kRegisterRows, words = words_of<T>(p.K);
   if (!tile.is_packed) pack_wide_rows(p, tile.m0, m1, tile.packed_x);
   alignas(64) float sums[kLinearWideRows * kWidth];
   const float* w = tile.packed_w;
@@ -55,8 +60,10 @@ void run_wide(const LinearInput<T>& p, const LinearWideTile& tile, const StoreOf
         const float* const next = w + steps * kRegisterColumns;  // of the weights: each panel asks for its share
         for (std::int64_t i = 0; i < panels; ++i) {
           if (part == kParts - 1 && k0 + steps == words)
-            for (std::int64_t m = tile.m0 + i * kRegisterRows; m < smaller(tile.m0 + (i + 1) * kRegisterRows, m1); ++m) store.ask_ahead(m);
-          register_tile<WideMultiply<T>, kWidth>(tile.packed_x + (i * words + k0) * kRegisterRows, w, steps, k0 > 0, next + i * (steps / 4 * 16),
+            for (std::int64_t m = tile.m0 + i * kRegisterRows; m < smaller(tile.m0 + (i + 1) * kRegisterRows, m1); ++m)
+              store.ask_ahead(m);
+          register_tile<WideMultiply<T>, kWidth>(tile.packed_x + (i * words + k0) * kRegisterRows, w, steps, k0 > 0,
+                                                 next + i * (steps / 4 * 16),
                                                  sums + i * kRegisterRows * kWidth + part * kRegisterColumns);
         }
         w = next;

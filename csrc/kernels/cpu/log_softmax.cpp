@@ -86,8 +86,8 @@ LogSumExp log_sum_exp_row(const float* logits, std::int64_t V, float temperature
   if (count > kMaxBlocks) __builtin_trap();
   for (std::int64_t b = 0; b < count; ++b) {
     const std::int64_t begin = b * kVocabBlock;
-    blocks[b] = vocab_block_sum(logits + begin, V - begin < kVocabBlock ? V - begin : kVocabBlock, temperature,
-                                with_entropy);
+    blocks[b] =
+        vocab_block_sum(logits + begin, V - begin < kVocabBlock ? V - begin : kVocabBlock, temperature, with_entropy);
   }
   return combine_block_sums(blocks, count, with_entropy);
 }

@@ -19,10 +19,12 @@ void backward_row(const float* logits, std::int64_t V, float temperature, const 
 
 }  // namespace
 
-void logprob_backward_row_f32(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, float* out) {
+void logprob_backward_row_f32(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g,
+                              float* out) {
   backward_row(logits, V, temperature, row, g, out);
 }
-void logprob_backward_row_bf16(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g, bfloat16* out) {
+void logprob_backward_row_bf16(const float* logits, std::int64_t V, float temperature, const LogSumExp& row, float g,
+                               bfloat16* out) {
   backward_row(logits, V, temperature, row, g, out);
 }
 

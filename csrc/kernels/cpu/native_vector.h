@@ -38,8 +38,8 @@ using NativeDoubles = NativeVector<double>::Values;
 using NativeUnsigned = std::uint32_t __attribute__((vector_size(kNativeBytes)));
 using NativeHalves = std::uint16_t __attribute__((vector_size(kNativeBytes / 2)));
 
-/// bfloat16 storage, the upper half of a float, to floats and back. narrow rounds to nearest even and keeps a NaN a NaN, as
-/// bfloat16's constructor does.
+/// bfloat16 storage, the upper half of a float, to floats and back. narrow rounds to nearest even and keeps a NaN a
+/// NaN, as bfloat16's constructor does.
 [[gnu::always_inline]] inline NativeFloats widen(NativeHalves x) {
   return reinterpret_cast<NativeFloats>(__builtin_convertvector(x, NativeUnsigned) << 16);
 }

@@ -1,8 +1,8 @@
 // Sixteen numbers in place of one: the formulas of kernels/*.h are templates, and take a Pack<T> as they take a T. Made
 // of the machine's own vectors (GCC takes wider ones apart lane by lane), so a token's lane is the same everywhere.
 //
-// Locals of type Pack<T>, and of structs of them, are not const, here and in the formulas: GCC 12 takes a const struct for
-// read-only memory, which it never keeps in registers alone (the clipped loss took 1.3 times as long).
+// Locals of type Pack<T>, and of structs of them, are not const, here and in the formulas: GCC 12 takes a const struct
+// for read-only memory, which it never keeps in registers alone (the clipped loss took 1.3 times as long).
 #pragma once
 #ifndef NRL_CAPABILITY
 #error "pack.h belongs to csrc/kernels/cpu/*.cpp, which are compiled once for every CPU capability"
@@ -58,11 +58,11 @@ NRL_INLINE void store_pack(T* p, Pack<T> v, int n) {
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-#define NRL_PACK_ARITHMETIC(op)                                                     \
-  template <class T>                                                                \
-  NRL_INLINE Pack<T> operator op(Pack<T> a, Pack<T> b) {                            \
-    for (int i = 0; i < Pack<T>::kParts; ++i) a.part[i] = a.part[i] op b.part[i];   \
-    return a;                                                                       \
+#define NRL_PACK_ARITHMETIC(op)                                                   \
+  template <class T>                                                              \
+  NRL_INLINE Pack<T> operator op(Pack<T> a, Pack<T> b) {                          \
+    for (int i = 0; i < Pack<T>::kParts; ++i) a.part[i] = a.part[i] op b.part[i]; \
+    return a;                                                                     \
   }
 NRL_PACK_ARITHMETIC(+)
 NRL_PACK_ARITHMETIC(-)
@@ -92,10 +92,10 @@ NRL_INLINE PackMask<double> compare(Pack<double> a, Pack<double> b) {
   const unsigned low = _mm512_cmp_pd_mask(a.part[0], b.part[0], predicate);
   return {static_cast<std::uint16_t>(low | unsigned{_mm512_cmp_pd_mask(a.part[1], b.part[1], predicate)} << 8)};
 }
-#define NRL_PACK_COMPARISON(op, predicate)                                                                     \
-  template <class T>                                                                                           \
-  NRL_INLINE PackMask<T> operator op(Pack<T> a, Pack<T> b) {                                                   \
-    return compare<predicate>(a, b);                                                                           \
+#define NRL_PACK_COMPARISON(op, predicate)                   \
+  template <class T>                                         \
+  NRL_INLINE PackMask<T> operator op(Pack<T> a, Pack<T> b) { \
+    return compare<predicate>(a, b);                         \
   }
 NRL_PACK_COMPARISON(<, _CMP_LT_OQ)
 NRL_PACK_COMPARISON(<=, _CMP_LE_OQ)
@@ -134,12 +134,12 @@ struct PackMask {
   typename NativeVector<T>::Bits part[Pack<T>::kParts];
 };
 
-#define NRL_PACK_COMPARISON(op)                                                     \
-  template <class T>                                                                \
-  NRL_INLINE PackMask<T> operator op(Pack<T> a, Pack<T> b) {                        \
-    PackMask<T> m;                                                                  \
-    for (int i = 0; i < Pack<T>::kParts; ++i) m.part[i] = a.part[i] op b.part[i];   \
-    return m;                                                                       \
+#define NRL_PACK_COMPARISON(op)                                                   \
+  template <class T>                                                              \
+  NRL_INLINE PackMask<T> operator op(Pack<T> a, Pack<T> b) {                      \
+    PackMask<T> m;                                                                \
+    for (int i = 0; i < Pack<T>::kParts; ++i) m.part[i] = a.part[i] op b.part[i]; \
+    return m;                                                                     \
   }
 NRL_PACK_COMPARISON(<)
 NRL_PACK_COMPARISON(<=)
@@ -211,10 +211,8 @@ template <class T>
 NRL_INLINE Pack<T> times_power_of_two(Pack<T> p, Pack<T> shifted, Pack<T> n) {
   for (int i = 0; i < Pack<T>::kParts; ++i) {
 #if defined(__AVX512F__)
-    if constexpr (sizeof(T) == 4)
-      p.part[i] = _mm512_scalef_ps(p.part[i], n.part[i]);
-    else
-      p.part[i] = _mm512_scalef_pd(p.part[i], n.part[i]);
+    if constexpr (sizeof(T) == 4) p.part[i] = _mm512_scalef_ps(p.part[i], n.part[i]);
+    else p.part[i] = _mm512_scalef_pd(p.part[i], n.part[i]);
 #else
     constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52, kBias = sizeof(T) == 4 ? 127 : 1023;
     using Bits = typename NativeVector<T>::Bits;

@@ -1,5 +1,6 @@
-// Packed weights (kernels/packed_weights.h) in registers: a block is four words of 16 rows each (word 0 of rows 0-15 and of rows 16-31, then
-// word 1), packed into 192 bytes: 32 x 4 exponents, then sign and mantissa of the first two words in the halves of 16 bits, then of the others.
+// Packed weights (kernels/packed_weights.h) in registers: a block is four words of 16 rows each (word 0 of rows 0-15
+// and of rows 16-31, then word 1), packed into 192 bytes: 32 x 4 exponents, then sign and mantissa of the first two
+// words in the halves of 16 bits, then of the others.
 #pragma once
 #include "kernels/cpu/linear_terms.h"
 #include "kernels/packed_weights.h"
@@ -18,19 +19,22 @@ struct PackedBlock {
   static __m512i sign_and_mantissa() { return _mm512_set1_epi16(static_cast<short>(0x807f)); }
   /// The bytes of every 16 bits in turn: what is sign and mantissa there is where the other word has its exponent.
   static __m512i turned_bytes(__m512i x) {
-    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_setr_epi8(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)));
+    return _mm512_shuffle_epi8(
+        x, _mm512_broadcast_i32x4(_mm_setr_epi8(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)));
   }
 
   PackedBlock() = default;
   [[gnu::always_inline]] PackedBlock(const std::byte* at, __m512i lowest) {
-    const __m512i codes = _mm512_loadu_si512(at), first = _mm512_loadu_si512(at + 64), second = _mm512_loadu_si512(at + 128);
+    const __m512i codes = _mm512_loadu_si512(at), first = _mm512_loadu_si512(at + 64),
+                  second = _mm512_loadu_si512(at + 128);
     words[0] = weights(first, _mm512_slli_epi16(codes, 7), lowest);
     words[1] = weights(turned_bytes(first), _mm512_slli_epi16(codes, 3), lowest);
     words[2] = weights(second, _mm512_srli_epi16(codes, 1), lowest);
     words[3] = weights(turned_bytes(second), _mm512_srli_epi16(codes, 5), lowest);
   }
 
-  /// Writes it to `at`; of a strip whose exponents lie above `lowest`. Returns which of its words hold a weight that does not fit.
+  /// Writes it to `at`; of a strip whose exponents lie above `lowest`. Returns which of its words hold a weight that
+  /// does not fit.
   [[gnu::always_inline]] std::uint64_t pack(__m512i lowest, std::byte* at) const {
     __m512i codes[4], rest[4];
     std::uint64_t misfits = 0;
@@ -38,11 +42,13 @@ struct PackedBlock {
       const __m512i exponent = _mm512_and_si512(words[i], exponents());
       codes[i] = _mm512_subs_epu16(exponent, lowest);
       rest[i] = _mm512_and_si512(words[i], sign_and_mantissa());
-      const __m512i misfit = _mm512_movm_epi16(_mm512_test_epi16_mask(exponent, exponent) & _mm512_testn_epi16_mask(codes[i], codes[i]));
+      const __m512i misfit =
+          _mm512_movm_epi16(_mm512_test_epi16_mask(exponent, exponent) & _mm512_testn_epi16_mask(codes[i], codes[i]));
       misfits |= static_cast<std::uint64_t>(_mm512_test_epi32_mask(misfit, misfit)) << (16 * i);
     }
     const __m512i high = _mm512_or_si512(_mm512_slli_epi16(codes[2], 1), _mm512_slli_epi16(codes[3], 5));
-    _mm512_storeu_si512(at, _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes[0], 7), _mm512_srli_epi16(codes[1], 3), high, 0xfe));
+    _mm512_storeu_si512(
+        at, _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes[0], 7), _mm512_srli_epi16(codes[1], 3), high, 0xfe));
     _mm512_storeu_si512(at + 64, _mm512_or_si512(rest[0], turned_bytes(rest[1])));
     _mm512_storeu_si512(at + 128, _mm512_or_si512(rest[2], turned_bytes(rest[3])));
     return misfits;
@@ -80,7 +86,8 @@ struct PackedRows {
 
 /// out[r][width] = sums of a strip's rows with kRows rows of packed x: the operations of few_rows_tile, in its order.
 template <int kRows>
-[[gnu::noinline]] void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip, std::int64_t width, float* out) {
+[[gnu::noinline]] void packed_strip(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t strip,
+                                    std::int64_t width, float* out) {
   using X = Terms<bfloat16>;
   constexpr std::int64_t kAhead = 2048;  // bytes: about as long as memory takes
   const auto* at = packed.strips + strip * packed_strip_bytes(p.K);
@@ -119,15 +126,18 @@ template <int kRows>
 
 /// For every tile of kStrips strips, its rows' sums to store_of(tile)(row, sums).
 template <int kStrips, class StoreOf>
-void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end, const StoreOf& store_of) {
+void run_packed_strips(const LinearInput<bfloat16>& p, const PackedMatrix& packed, std::int64_t begin, std::int64_t end,
+                       const StoreOf& store_of) {
   constexpr std::int64_t kWidth = kStrips * kPackedStrip;
   constexpr int kMost = static_cast<int>(kPackedMostRows), kFew = static_cast<int>(kLinearFewRows);
-  static_assert(kMost > kFew && kMost <= Terms<bfloat16>::S::kLanes);  // side by side in one panel, whose absent rows are zero
+  static_assert(kMost > kFew &&
+                kMost <= Terms<bfloat16>::S::kLanes);  // side by side in one panel, whose absent rows are zero
   with_constant<kFew + 1>(static_cast<int>(smaller<std::int64_t>(p.M, kFew + 1)), [&](auto n) {
     constexpr int kRows = n() > kFew ? kMost : n();
     alignas(64) float sums[kRows * kWidth];
     for (std::int64_t tile = begin; tile < end; ++tile) {
-      for (int s = 0; s < kStrips; ++s) packed_strip<kRows>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
+      for (int s = 0; s < kStrips; ++s)
+        packed_strip<kRows>(p, packed, tile * kStrips + s, kWidth, sums + s * kPackedStrip);
       const auto store = store_of(tile);
       for (std::int64_t m = 0; m < p.M; ++m) store(m, sums + m * kWidth);
     }

@@ -13,7 +13,8 @@ int highest_exponent(const bfloat16* w, std::int64_t ldw, std::int64_t K) {
   for (std::int64_t row = 0; row < kPackedStrip; ++row, w += ldw)
     for (std::int64_t k = 0; k < K; k += 32) {
       const __mmask32 present = K - k >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((1u << (K - k)) - 1);
-      most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(present, w + k), PackedBlock::exponents()));
+      most =
+          _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(present, w + k), PackedBlock::exponents()));
     }
   alignas(64) std::uint16_t lanes[32];
   _mm512_store_si512(lanes, most);
@@ -23,7 +24,8 @@ int highest_exponent(const bfloat16* w, std::int64_t ldw, std::int64_t K) {
 }
 
 /// Adds patches for the misfits among a block's words; false: there is no room.
-bool add_patches(const PackedBlock& block, std::int64_t number, std::uint64_t misfits, PackedPatch*& patch, const PackedPatch* last) {
+bool add_patches(const PackedBlock& block, std::int64_t number, std::uint64_t misfits, PackedPatch*& patch,
+                 const PackedPatch* last) {
   alignas(64) std::uint32_t words[64];
   for (int i = 0; i < 4; ++i) _mm512_store_si512(words + kLanes * i, block.words[i]);
   for (; misfits != 0; misfits &= misfits - 1, ++patch) {
@@ -65,10 +67,13 @@ bool pack_strip(const bfloat16*, std::int64_t, const PackedMatrix&, std::int64_t
 
 }  // namespace
 
-bool packed_weights_pack(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed, std::int64_t strip) { return pack_strip(w, ldw, packed, strip); }
+bool packed_weights_pack(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed, std::int64_t strip) {
+  return pack_strip(w, ldw, packed, strip);
+}
 std::int64_t packed_weights_rows() {
   if (!kHasPackedWeights) return 0;
-  return Terms<bfloat16>::kPerWord > 1 ? kPackedMostRows : 2;  // where pairs must be taken apart, more rows have work enough
+  return Terms<bfloat16>::kPerWord > 1 ? kPackedMostRows
+                                       : 2;  // where pairs must be taken apart, more rows have work enough
 }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

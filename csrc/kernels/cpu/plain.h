@@ -8,10 +8,14 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 template <class T>
-[[gnu::always_inline]] inline constexpr T smaller(T a, T b) { return b < a ? b : a; }
+[[gnu::always_inline]] inline constexpr T smaller(T a, T b) {
+  return b < a ? b : a;
+}
 
 template <class T>
-[[gnu::always_inline]] inline constexpr T larger(T a, T b) { return a < b ? b : a; }
+[[gnu::always_inline]] inline constexpr T larger(T a, T b) {
+  return a < b ? b : a;
+}
 
 [[gnu::always_inline]] inline constexpr std::int64_t clamped(std::int64_t x, std::int64_t low, std::int64_t high) {
   return smaller(larger(x, low), high);

@@ -29,7 +29,8 @@ void forward(const RmsNormForwardArgs<X, T>& p, std::int64_t begin, std::int64_t
       }
       const A rstd = A(1) / std::sqrt(reduce_add<S>(acc) / static_cast<A>(p.D) + static_cast<A>(p.eps));
       if (p.rstd) p.rstd[o * p.inner + i] = rstd;
-      for (std::int64_t k = 0; k < p.D; ++k) y[k] = static_cast<T>(static_cast<A>(x[k]) * rstd * static_cast<A>(p.w[k]));
+      for (std::int64_t k = 0; k < p.D; ++k)
+        y[k] = static_cast<T>(static_cast<A>(x[k]) * rstd * static_cast<A>(p.w[k]));
     }
 }
 
@@ -64,14 +65,34 @@ void backward(const RmsNormBackwardArgs<X, G, T>& p, std::int64_t begin, std::in
 
 }  // namespace
 
-void rms_norm_forward_f32(const RmsNormForwardArgs<float, float>& p, std::int64_t b, std::int64_t e) { forward(p, b, e); }
-void rms_norm_forward_f64(const RmsNormForwardArgs<double, double>& p, std::int64_t b, std::int64_t e) { forward(p, b, e); }
-void rms_norm_forward_f32_bf16(const RmsNormForwardArgs<float, bfloat16>& p, std::int64_t b, std::int64_t e) { forward(p, b, e); }
-void rms_norm_forward_bf16(const RmsNormForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e) { forward(p, b, e); }
+void rms_norm_forward_f32(const RmsNormForwardArgs<float, float>& p, std::int64_t b, std::int64_t e) {
+  forward(p, b, e);
+}
+void rms_norm_forward_f64(const RmsNormForwardArgs<double, double>& p, std::int64_t b, std::int64_t e) {
+  forward(p, b, e);
+}
+void rms_norm_forward_f32_bf16(const RmsNormForwardArgs<float, bfloat16>& p, std::int64_t b, std::int64_t e) {
+  forward(p, b, e);
+}
+void rms_norm_forward_bf16(const RmsNormForwardArgs<bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e) {
+  forward(p, b, e);
+}
 
-void rms_norm_backward_f32(const RmsNormBackwardArgs<float, float, float>& p, std::int64_t b, std::int64_t e, float* dw) { backward(p, b, e, dw); }
-void rms_norm_backward_f64(const RmsNormBackwardArgs<double, double, double>& p, std::int64_t b, std::int64_t e, double* dw) { backward(p, b, e, dw); }
-void rms_norm_backward_f32_bf16(const RmsNormBackwardArgs<float, float, bfloat16>& p, std::int64_t b, std::int64_t e, float* dw) { backward(p, b, e, dw); }
-void rms_norm_backward_bf16(const RmsNormBackwardArgs<bfloat16, bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e, float* dw) { backward(p, b, e, dw); }
+void rms_norm_backward_f32(const RmsNormBackwardArgs<float, float, float>& p, std::int64_t b, std::int64_t e,
+                           float* dw) {
+  backward(p, b, e, dw);
+}
+void rms_norm_backward_f64(const RmsNormBackwardArgs<double, double, double>& p, std::int64_t b, std::int64_t e,
+                           double* dw) {
+  backward(p, b, e, dw);
+}
+void rms_norm_backward_f32_bf16(const RmsNormBackwardArgs<float, float, bfloat16>& p, std::int64_t b, std::int64_t e,
+                                float* dw) {
+  backward(p, b, e, dw);
+}
+void rms_norm_backward_bf16(const RmsNormBackwardArgs<bfloat16, bfloat16, bfloat16>& p, std::int64_t b, std::int64_t e,
+                            float* dw) {
+  backward(p, b, e, dw);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -117,11 +117,13 @@ std::int64_t gather_candidates(const float* x, std::int64_t V, const SamplingRul
   }
   for (std::int64_t i = 0; i < n; i += kLanes) {
     const std::int64_t lanes = n - i < kLanes ? n - i : kLanes;
-    const f32x16 z = (lanes == kLanes ? load16(scratch.logits + i) : load16_partial(scratch.logits + i, lanes, -kInf)) * inverse;
+    const f32x16 z =
+        (lanes == kLanes ? load16(scratch.logits + i) : load16_partial(scratch.logits + i, lanes, -kInf)) * inverse;
     float order[kLanes], mass[kLanes];
     store16(order, z);
     store16(mass, exp16(z - row.max));
-    for (std::int64_t j = 0; j < lanes; ++j) scratch.candidates[i + j] = {order_of(order[j]), scratch.ids[i + j], mass[j]};
+    for (std::int64_t j = 0; j < lanes; ++j)
+      scratch.candidates[i + j] = {order_of(order[j]), scratch.ids[i + j], mass[j]};
   }
   return n;
 }
@@ -137,11 +139,14 @@ struct BlockedRow {
 
   BlockedRow(const float* x, std::int64_t entries, float t, bool with_entropy)
       : logits(x), n(entries), temperature(t), count((entries + kVocabBlock - 1) / kVocabBlock) {
-    for (std::int64_t b = 0; b < count; ++b) blocks[b] = vocab_block_sum(x + b * kVocabBlock, length(b), t, with_entropy);
+    for (std::int64_t b = 0; b < count; ++b)
+      blocks[b] = vocab_block_sum(x + b * kVocabBlock, length(b), t, with_entropy);
     row = combine_block_sums(blocks, count, with_entropy);
   }
 
-  std::int64_t length(std::int64_t b) const { return n - b * kVocabBlock < kVocabBlock ? n - b * kVocabBlock : kVocabBlock; }
+  std::int64_t length(std::int64_t b) const {
+    return n - b * kVocabBlock < kVocabBlock ? n - b * kVocabBlock : kVocabBlock;
+  }
 
   double scale(std::int64_t b) const { return std::exp(static_cast<double>(blocks[b].max) - row.max); }
 
@@ -251,7 +256,8 @@ SampledToken score_row(const float* logits, std::int64_t V, const SamplingRule& 
     std::int64_t begin = 0, end = n;  // ids ascend
     while (begin < end) {
       const std::int64_t middle = (begin + end) / 2;
-      if (scratch.ids[middle] < token) begin = middle + 1; else end = middle;
+      if (scratch.ids[middle] < token) begin = middle + 1;
+      else end = middle;
     }
     if (begin == n || scratch.ids[begin] != token) out.logprob = -kInf;
   }

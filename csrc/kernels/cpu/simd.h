@@ -23,7 +23,8 @@ struct F32 {
   static V set1(float x) { return _mm512_set1_ps(x); }
   static V load(const float* p) { return _mm512_loadu_ps(p); }
   static V load(const bfloat16* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
   }
   static V load(const float* p, int n) { return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p); }
   static V load(const bfloat16* p, int n) {
@@ -60,7 +61,8 @@ struct F32 {
   static V set1(float x) { return _mm256_set1_ps(x); }
   static V load(const float* p) { return _mm256_loadu_ps(p); }
   static V load(const bfloat16* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
   }
   template <class T>
   static V load(const T* p, int n) {
@@ -98,7 +100,9 @@ struct F64 {
 template <class S, int L>
 struct Portable {
   using Scalar = S;
-  struct V { S x[L]; };
+  struct V {
+    S x[L];
+  };
   static constexpr int kLanes = L;
   static V zero() { return V{}; }
   static V set1(S s) {
@@ -107,7 +111,9 @@ struct Portable {
     return v;
   }
   template <class T>
-  static V load(const T* p) { return load(p, L); }
+  static V load(const T* p) {
+    return load(p, L);
+  }
   template <class T>
   static V load(const T* p, int n) {
     V v{};
@@ -134,9 +140,13 @@ struct F64 : Portable<double, 4> {};
 #endif
 
 template <class T>
-struct simd_of { using type = F32; };
+struct simd_of {
+  using type = F32;
+};
 template <>
-struct simd_of<double> { using type = F64; };
+struct simd_of<double> {
+  using type = F64;
+};
 /// The vector type in which values of type T are computed: F32 for float and bfloat16, F64 for double.
 template <class T>
 using simd_t = typename simd_of<T>::type;

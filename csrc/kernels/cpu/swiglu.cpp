@@ -22,7 +22,8 @@ NRL_VEC_INLINE void backward_lanes(const T* d_act, const T* gate, const T* up, T
   store16(d_up, d * g * s);
 }
 template <Gate G>
-NRL_VEC_INLINE void backward_lanes(const double* d_act, const double* gate, const double* up, double* d_gate, double* d_up) {
+NRL_VEC_INLINE void backward_lanes(const double* d_act, const double* gate, const double* up, double* d_gate,
+                                   double* d_up) {
   double s[kLanes];
   for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);
   sigmoids(s, s);
@@ -65,7 +66,8 @@ void backward(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, st
     for (; i + kLanes <= I; i += kLanes) backward_lanes<G>(d + i, gate + i, up + i, d_gate + i, d_up + i);
     if (i == I) continue;
     T last_gate[kLanes], last_up[kLanes];
-    backward_lanes<G>(Padded<T>(d + i, I - i).v, Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last_gate, last_up);
+    backward_lanes<G>(Padded<T>(d + i, I - i).v, Padded<T>(gate + i, I - i).v, Padded<T>(up + i, I - i).v, last_gate,
+                      last_up);
     std::memcpy(d_gate + i, last_gate, static_cast<std::size_t>(I - i) * sizeof(T));
     std::memcpy(d_up + i, last_up, static_cast<std::size_t>(I - i) * sizeof(T));
   }
@@ -73,21 +75,39 @@ void backward(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, st
 
 template <class T>
 void forward_of(Gate gate, const T* gate_up, T* act, std::int64_t I, std::int64_t begin, std::int64_t end) {
-  gate == Gate::silu ? forward<Gate::silu>(gate_up, act, I, begin, end) : forward<Gate::gelu_tanh>(gate_up, act, I, begin, end);
+  gate == Gate::silu ? forward<Gate::silu>(gate_up, act, I, begin, end)
+                     : forward<Gate::gelu_tanh>(gate_up, act, I, begin, end);
 }
 
 template <class T>
-void backward_of(Gate gate, const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t begin, std::int64_t end) {
-  gate == Gate::silu ? backward<Gate::silu>(d_act, gate_up, d_gate_up, I, begin, end) : backward<Gate::gelu_tanh>(d_act, gate_up, d_gate_up, I, begin, end);
+void backward_of(Gate gate, const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t begin,
+                 std::int64_t end) {
+  gate == Gate::silu ? backward<Gate::silu>(d_act, gate_up, d_gate_up, I, begin, end)
+                     : backward<Gate::gelu_tanh>(d_act, gate_up, d_gate_up, I, begin, end);
 }
 
 }  // namespace
 
-void swiglu_forward_f32(const float* g, float* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { forward_of(f, g, a, I, b, e); }
-void swiglu_forward_f64(const double* g, double* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { forward_of(f, g, a, I, b, e); }
-void swiglu_forward_bf16(const bfloat16* g, bfloat16* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { forward_of(f, g, a, I, b, e); }
-void swiglu_backward_f32(const float* d, const float* g, float* o, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { backward_of(f, d, g, o, I, b, e); }
-void swiglu_backward_f64(const double* d, const double* g, double* o, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { backward_of(f, d, g, o, I, b, e); }
-void swiglu_backward_bf16(const bfloat16* d, const bfloat16* g, bfloat16* o, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) { backward_of(f, d, g, o, I, b, e); }
+void swiglu_forward_f32(const float* g, float* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) {
+  forward_of(f, g, a, I, b, e);
+}
+void swiglu_forward_f64(const double* g, double* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) {
+  forward_of(f, g, a, I, b, e);
+}
+void swiglu_forward_bf16(const bfloat16* g, bfloat16* a, std::int64_t I, Gate f, std::int64_t b, std::int64_t e) {
+  forward_of(f, g, a, I, b, e);
+}
+void swiglu_backward_f32(const float* d, const float* g, float* o, std::int64_t I, Gate f, std::int64_t b,
+                         std::int64_t e) {
+  backward_of(f, d, g, o, I, b, e);
+}
+void swiglu_backward_f64(const double* d, const double* g, double* o, std::int64_t I, Gate f, std::int64_t b,
+                         std::int64_t e) {
+  backward_of(f, d, g, o, I, b, e);
+}
+void swiglu_backward_bf16(const bfloat16* d, const bfloat16* g, bfloat16* o, std::int64_t I, Gate f, std::int64_t b,
+                          std::int64_t e) {
+  backward_of(f, d, g, o, I, b, e);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -37,8 +37,7 @@ void run_row(const ValueLossArgs<T>& a, const ValueLossConfig& c, T weight, std:
     for (int i = 0; i < padded; ++i) tile.mask[i] = i < n ? mask[i] * sample : T(0);
     load_masked(a.values.row(b) + start, tile.mask, n, tile.v);
     load_masked(a.returns.row(b) + start, tile.mask, n, tile.target);
-    if (cliprange > T(0))
-      load_masked(a.old_values.row(b) + start, tile.mask, n, tile.old);
+    if (cliprange > T(0)) load_masked(a.old_values.row(b) + start, tile.mask, n, tile.old);
     else
       for (int i = 0; i < padded; ++i) tile.old[i] = T(0);
     for (int i = 0; i < padded; ++i) {

@@ -65,18 +65,18 @@ NRL_VEC_INLINE f32x16 load16_partial(const float* p, std::int64_t n, float fill)
   return load16(lanes);
 }
 
-#define NRL_VEC_OPERATOR(op)                                         \
-  NRL_VEC_INLINE f32x16 operator op(f32x16 a, f32x16 b) {            \
+#define NRL_VEC_OPERATOR(op)                                             \
+  NRL_VEC_INLINE f32x16 operator op(f32x16 a, f32x16 b) {                \
     for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] op b.part[i]; \
-    return a;                                                        \
-  }                                                                  \
-  NRL_VEC_INLINE f32x16 operator op(f32x16 a, float b) {             \
-    for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] op b;     \
-    return a;                                                        \
-  }                                                                  \
-  NRL_VEC_INLINE f32x16 operator op(float a, f32x16 b) {             \
-    for (int i = 0; i < kParts; ++i) b.part[i] = a op b.part[i];     \
-    return b;                                                        \
+    return a;                                                            \
+  }                                                                      \
+  NRL_VEC_INLINE f32x16 operator op(f32x16 a, float b) {                 \
+    for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] op b;         \
+    return a;                                                            \
+  }                                                                      \
+  NRL_VEC_INLINE f32x16 operator op(float a, f32x16 b) {                 \
+    for (int i = 0; i < kParts; ++i) b.part[i] = a op b.part[i];         \
+    return b;                                                            \
   }
 NRL_VEC_OPERATOR(+)
 NRL_VEC_OPERATOR(-)

@@ -1,13 +1,14 @@
-// Causal attention in float32 on CUDA, backward, without atomics: one kernel goes over the keys of each block of queries and writes their
-// gradients, one goes over the queries of each tile of keys (its own sequence's, then those that share it) and writes theirs. Weights
-// are computed anew from lse, so nothing depends on how the forward cut its tiles.
+// Causal attention in float32 on CUDA, backward, without atomics: one kernel goes over the keys of each block of
+// queries and writes their gradients, one goes over the queries of each tile of keys (its own sequence's, then those
+// that share it) and writes theirs. Weights are computed anew from lse, so nothing depends on how the forward cut its
+// tiles.
 #include "kernels/cuda/attention_tiles.cuh"
 #include "kernels/cuda/group_reduce.cuh"
 
 namespace nemo_rl::kernels {
 namespace {
 
-constexpr int kPadded = kTile + 1;    // transposed tiles are read along both directions
+constexpr int kPadded = kTile + 1;        // transposed tiles are read along both directions
 constexpr int kWeightStride = kTile + 4;  // rows of weights stay multiples of 16 bytes
 
 /// dots[t, n] = d_out . out of a row, a warp each.
@@ -32,19 +33,26 @@ struct QueryBlock {
   int rows;
 
   /// Tokens [token, token + tokens) from row `first_row` on, all heads of the group. Ends with a barrier.
-  __device__ void load(const AttentionBackwardCudaArgs& p, std::int64_t first_row, std::int64_t tokens, std::int64_t first_head) {
+  __device__ void load(const AttentionBackwardCudaArgs& p, std::int64_t first_row, std::int64_t tokens,
+                       std::int64_t first_head) {
     const AttentionShape& s = p.shape;
     const std::int64_t group = s.group();
     const int H = static_cast<int>(s.head_dim), warp = threadIdx.x / 32;
     rows = static_cast<int>(tokens * group);
-    load_straight([&](int r) {
-      return r < rows ? static_cast<const float*>(p.qkv) + (first_row + r / group) * s.row_stride() + (first_head + r % group) * H
-                      : static_cast<const float*>(nullptr);
-    }, kRows, H, q);
-    load_straight([&](int r) {
-      return r < rows ? static_cast<const float*>(p.d_out) + ((first_row + r / group) * s.num_heads + first_head + r % group) * H
-                      : static_cast<const float*>(nullptr);
-    }, kRows, H, d_out);
+    load_straight(
+        [&](int r) {
+          return r < rows ? static_cast<const float*>(p.qkv) + (first_row + r / group) * s.row_stride() +
+                                (first_head + r % group) * H
+                          : static_cast<const float*>(nullptr);
+        },
+        kRows, H, q);
+    load_straight(
+        [&](int r) {
+          return r < rows ? static_cast<const float*>(p.d_out) +
+                                ((first_row + r / group) * s.num_heads + first_head + r % group) * H
+                          : static_cast<const float*>(nullptr);
+        },
+        kRows, H, d_out);
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
       const int r = warp * Rows + i;
@@ -55,10 +63,11 @@ struct QueryBlock {
     __syncthreads();
   }
 
-  /// Of this lane's key: weight P and gradient of the score dS for the warp's rows; zeros where visible(r) says it is not seen.
+  /// Of this lane's key: weight P and gradient of the score dS for the warp's rows; zeros where visible(r) says it is
+  /// not seen.
   template <class Visible>
-  __device__ __forceinline__ void weights(const float* keys, const float* values, int H, float scale2, const Visible& visible, float (&p)[Rows],
-                                          float (&ds)[Rows]) const {
+  __device__ __forceinline__ void weights(const float* keys, const float* values, int H, float scale2,
+                                          const Visible& visible, float (&p)[Rows], float (&ds)[Rows]) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float* const rows_q = q + warp * Rows * H;
     const float* const rows_d = d_out + warp * Rows * H;
@@ -70,7 +79,8 @@ struct QueryBlock {
       for (int j = 0; j < 4; ++j) k[j] = keys[(h + j) * kPadded + lane], v[j] = values[(h + j) * kPadded + lane];
 #pragma unroll
       for (int i = 0; i < Rows; ++i) {
-        const float4 x = *reinterpret_cast<const float4*>(rows_q + i * H + h), g = *reinterpret_cast<const float4*>(rows_d + i * H + h);
+        const float4 x = *reinterpret_cast<const float4*>(rows_q + i * H + h),
+                     g = *reinterpret_cast<const float4*>(rows_d + i * H + h);
         p[i] = fmaf(x.w, k[3], fmaf(x.z, k[2], fmaf(x.y, k[1], fmaf(x.x, k[0], p[i]))));
         ds[i] = fmaf(g.w, v[3], fmaf(g.z, v[2], fmaf(g.y, v[1], fmaf(g.x, v[0], ds[i]))));
       }
@@ -109,14 +119,16 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
       return [&, rows](int j) {
         const std::int64_t position = begin + j;
         if (position >= count) return static_cast<const float*>(nullptr);
-        return rows.row(position < block.prefix_length ? block.prefix_start + position : block.own_start + position - block.prefix_length);
+        return rows.row(position < block.prefix_length ? block.prefix_start + position
+                                                       : block.own_start + position - block.prefix_length);
       };
     };
     load_transposed<kPadded>(in(key_view), H, keys);
     load_transposed<kPadded>(in(value_view), H, values);
     __syncthreads();
     float weight[Rows], ds[Rows];
-    queries.weights(keys, values, H, scale2, [&](int r, int j) { return begin + j <= block.position + r / group; }, weight, ds);
+    queries.weights(
+        keys, values, H, scale2, [&](int r, int j) { return begin + j <= block.position + r / group; }, weight, ds);
 #pragma unroll 2
     for (int j = 0; j < kTile; ++j) {
       float k[Dims];
@@ -135,14 +147,16 @@ __global__ void __launch_bounds__(kAttentionThreads) queries_kernel(AttentionBac
   for (int i = 0; i < Rows; ++i) {
     const int r = warp * Rows + i;
     if (r >= queries.rows) continue;
-    float* const to = static_cast<float*>(p.d_qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H;
+    float* const to =
+        static_cast<float*>(p.d_qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H;
 #pragma unroll
     for (int c = 0; c < Dims; ++c)
       if (lane + 32 * c < H) to[lane + 32 * c] = acc[i][c] * static_cast<float>(s.scale);
   }
 }
 
-/// Gradients of kKeyTile keys and their values. Warp w sums those of keys 4w to 4w + 3, lanes over the head's dimensions.
+/// Gradients of kKeyTile keys and their values. Warp w sums those of keys 4w to 4w + 3, lanes over the head's
+/// dimensions.
 template <int Dims, int Rows>
 struct KeyBlock {
   static constexpr int kKeys = kTile / kAttentionWarps;
@@ -161,9 +175,11 @@ struct KeyBlock {
     values = keys + H * kPadded;
   }
 
-  /// Adds what query tokens [begin, end) of a sequence (own rows from `start` on) give; visible(token, j): whether it sees key j.
+  /// Adds what query tokens [begin, end) of a sequence (own rows from `start` on) give; visible(token, j): whether it
+  /// sees key j.
   template <class Visible>
-  __device__ void add(std::int64_t start, std::int64_t begin, std::int64_t end, std::int64_t kv_head, const Visible& visible) {
+  __device__ void add(std::int64_t start, std::int64_t begin, std::int64_t end, std::int64_t kv_head,
+                      const Visible& visible) {
     const std::int64_t group = p.shape.group(), step = queries.kRows / group;
     const int H = static_cast<int>(p.shape.head_dim), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float scale2 = static_cast<float>(p.shape.scale * 1.44269504088896340736);
@@ -208,22 +224,27 @@ __global__ void __launch_bounds__(kAttentionThreads) keys_kernel(AttentionBackwa
   static_assert(KeyBlock<Dims, Rows>::kKeys == 4, "a float4 of weights a warp");
   KeyBlock<Dims, Rows> block(p, shared);
   const auto in = [&](const HeadRowsView& rows) {
-    return [&, rows](int j) { return begin + j < sequence.length ? rows.row(sequence.start + begin + j) : static_cast<const float*>(nullptr); };
+    return [&, rows](int j) {
+      return begin + j < sequence.length ? rows.row(sequence.start + begin + j) : static_cast<const float*>(nullptr);
+    };
   };
   load_transposed<kPadded>(in(key_rows(s, p.qkv, kv_head)), H, block.keys);
   load_transposed<kPadded>(in(value_rows(s, p.qkv, kv_head)), H, block.values);
   __syncthreads();
-  block.add(sequence.start, begin, sequence.length, kv_head, [&](std::int64_t token, int j) { return begin + j <= token; });
+  block.add(sequence.start, begin, sequence.length, kv_head,
+            [&](std::int64_t token, int j) { return begin + j <= token; });
   for (std::int64_t i = work.sharer_begin; i < work.sharer_end; ++i) {
     const AttentionSequence sharer = p.sequences[p.sharers[i]];
     if (sharer.prefix_length > begin)
-      block.add(sharer.start, 0, sharer.length, kv_head, [&](std::int64_t, int j) { return begin + j < sharer.prefix_length; });
+      block.add(sharer.start, 0, sharer.length, kv_head,
+                [&](std::int64_t, int j) { return begin + j < sharer.prefix_length; });
   }
 #pragma unroll
   for (int k = 0; k < block.kKeys; ++k) {
     const std::int64_t key = begin + warp * block.kKeys + k;
     if (key >= sequence.length) continue;
-    float* const d_key = static_cast<float*>(p.d_qkv) + (sequence.start + key) * s.row_stride() + (s.num_heads + kv_head) * H;
+    float* const d_key =
+        static_cast<float*>(p.d_qkv) + (sequence.start + key) * s.row_stride() + (s.num_heads + kv_head) * H;
 #pragma unroll
     for (int c = 0; c < Dims; ++c) {
       const int h = lane + 32 * c;
@@ -235,25 +256,32 @@ __global__ void __launch_bounds__(kAttentionThreads) keys_kernel(AttentionBackwa
 }
 
 template <class Kernel>
-cudaError_t launch_kernel(Kernel* kernel, const AttentionBackwardCudaArgs& p, std::int64_t blocks, std::int64_t floats, cudaStream_t stream) {
+cudaError_t launch_kernel(Kernel* kernel, const AttentionBackwardCudaArgs& p, std::int64_t blocks, std::int64_t floats,
+                          cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   const auto bytes = static_cast<int>(floats * sizeof(float));
-  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); status != cudaSuccess) return status;
-  kernel<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.num_kv_heads)), kAttentionThreads, bytes, stream>>>(p);
+  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      status != cudaSuccess)
+    return status;
+  kernel<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.num_kv_heads)), kAttentionThreads, bytes,
+           stream>>>(p);
   return cudaGetLastError();
 }
 
 template <int Dims, int Rows>
 cudaError_t launch(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
   const std::int64_t H = p.shape.head_dim, rows = kAttentionWarps * Rows, floats = 2 * rows * H + 2 * H * kPadded;
-  if (const auto status = launch_kernel(queries_kernel<Dims, Rows>, p, p.num_blocks, floats, stream); status != cudaSuccess) return status;
+  if (const auto status = launch_kernel(queries_kernel<Dims, Rows>, p, p.num_blocks, floats, stream);
+      status != cudaSuccess)
+    return status;
   return launch_kernel(keys_kernel<Dims, Rows>, p, p.num_key_blocks, floats + 2 * rows * kWeightStride, stream);
 }
 
 template <class Elem>
 void launch_dots(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
   const std::int64_t rows = p.tokens * p.shape.num_heads;
-  dots_kernel<Elem><<<static_cast<unsigned>((rows + kAttentionWarps - 1) / kAttentionWarps), kAttentionThreads, 0, stream>>>(p);
+  dots_kernel<Elem>
+      <<<static_cast<unsigned>((rows + kAttentionWarps - 1) / kAttentionWarps), kAttentionThreads, 0, stream>>>(p);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-// Causal attention in bfloat16 on tensor cores, backward, without atomics: one kernel goes over the keys of each block of queries and
-// writes their gradients, one goes over the queries of each block of keys (its own sequence's, then those that share it) and writes
-// theirs. With P = exp(s - lse) and dS = P (d_out v^T - d_out . out): d_q = c dS k, d_k = c dS^T q, d_v = P^T d_out.
+// Causal attention in bfloat16 on tensor cores, backward, without atomics: one kernel goes over the keys of each block
+// of queries and writes their gradients, one goes over the queries of each block of keys (its own sequence's, then
+// those that share it) and writes theirs. With P = exp(s - lse) and dS = P (d_out v^T - d_out . out): d_q = c dS k, d_k
+// = c dS^T q, d_v = P^T d_out.
 #include "kernels/cuda/attention_mma.cuh"
 
 namespace nemo_rl::kernels {
@@ -8,7 +9,8 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 
-/// How a head of at most Dims values is cut. Of large heads, two warps have the same strip and sum half of the columns each.
+/// How a head of at most Dims values is cut. Of large heads, two warps have the same strip and sum half of the columns
+/// each.
 template <int Dims>
 struct Cut {
   static constexpr int kStages = Dims <= 128 ? 2 : 1, kHalves = Dims <= 128 ? 1 : 2;
@@ -42,9 +44,11 @@ struct Queries : QueryRows {
   }
 };
 
-/// s: scores become weights P, zero where not seen; d: d_out . v becomes dS. Either the strip's rows or the tile's are the queries.
+/// s: scores become weights P, zero where not seen; d: d_out . v becomes dS. Either the strip's rows or the tile's are
+/// the queries.
 template <class Lse, class Dot, class Seen>
-__device__ __forceinline__ void weights(Scores& s, Scores& d, float scale2, const Lse& lse, const Dot& dot, const Seen& seen) {
+__device__ __forceinline__ void weights(Scores& s, Scores& d, float scale2, const Lse& lse, const Dot& dot,
+                                        const Seen& seen) {
 #pragma unroll
   for (int n = 0; n < kTile / 8; ++n)
 #pragma unroll
@@ -64,7 +68,8 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardCuda
   const AttentionShape& s = p.shape;
   const AttentionBlock block = p.blocks[blockIdx.x];
   const std::int64_t kv_head = blockIdx.y;
-  const int warp = static_cast<int>(threadIdx.x / 32), strip = warp / C::kHalves * kStrip, first = warp % C::kHalves * C::kColumns;
+  const int warp = static_cast<int>(threadIdx.x / 32), strip = warp / C::kHalves * kStrip,
+            first = warp % C::kHalves * C::kColumns;
   bfloat16* const q = reinterpret_cast<bfloat16*>(shared);
   bfloat16* const d_out = q + C::kRows * kStride<Dims>;
   bfloat16* const stages = d_out + C::kRows * kStride<Dims>;
@@ -84,19 +89,24 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardCuda
   const bfloat16* const first_key = static_cast<const bfloat16*>(p.qkv) + (s.num_heads + kv_head) * s.head_dim;
   const KeyRows keys_of(block);
   float d_q[C::kColumns / 8][4] = {};
-  pipeline<C::kStages>((keys_of.count - 1) / kTile + 1, [&](int t, int stage) {
-    bfloat16* const keys = stages + stage * 2 * C::kTileElements;
-    keys_of.copy<kThreads, Dims>(s, first_key, t * kTile, keys, keys + C::kTileElements);
-  }, [&](int t, int stage) {
-    if (strip >= queries.rows) return;  // the whole warp
-    const bfloat16* const keys = stages + stage * 2 * C::kTileElements;
-    Scores weight, d_score;
-    scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, TileRows<Dims>{keys}, weight);
-    scores<Dims>(SharedStrip<Dims>{d_out + strip * kStride<Dims>}, TileRows<Dims>{keys + C::kTileElements}, d_score);
-    weights(weight, d_score, scale2, [&](int i, int) { return lse[i]; }, [&](int i, int) { return dot[i]; },
-            [&](int i, int j) { return t * kTile + j < keys_of_row[i]; });
-    add_weighted<Dims, C::kColumns>(d_score, keys, first, d_q);
-  });
+  pipeline<C::kStages>((keys_of.count - 1) / kTile + 1,
+                       [&](int t, int stage) {
+                         bfloat16* const keys = stages + stage * 2 * C::kTileElements;
+                         keys_of.copy<kThreads, Dims>(s, first_key, t * kTile, keys, keys + C::kTileElements);
+                       },
+                       [&](int t, int stage) {
+                         if (strip >= queries.rows) return;  // the whole warp
+                         const bfloat16* const keys = stages + stage * 2 * C::kTileElements;
+                         Scores weight, d_score;
+                         scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, TileRows<Dims>{keys}, weight);
+                         scores<Dims>(SharedStrip<Dims>{d_out + strip * kStride<Dims>},
+                                      TileRows<Dims>{keys + C::kTileElements}, d_score);
+                         weights(
+                             weight, d_score, scale2, [&](int i, int) { return lse[i]; },
+                             [&](int i, int) { return dot[i]; },
+                             [&](int i, int j) { return t * kTile + j < keys_of_row[i]; });
+                         add_weighted<Dims, C::kColumns>(d_score, keys, first, d_q);
+                       });
   const float scale[2] = {static_cast<float>(s.scale), static_cast<float>(s.scale)};
   bfloat16* const to = static_cast<bfloat16*>(p.d_qkv) + (queries.q - static_cast<const bfloat16*>(p.qkv));
   write_rows<C::kColumns>(d_q, scale, first, queries.H, [&](int i) {
@@ -127,34 +137,42 @@ struct KeyBlock {
 
   __device__ static float* lse_of(bfloat16* stage) { return reinterpret_cast<float*>(stage + 2 * C::kTileElements); }
 
-  /// Adds what query tokens [begin, end) of a sequence (own rows from `start` on) give; first_seeing(token, j): of the rows from that
-  /// token on, the first that sees key j; those behind it do, too.
+  /// Adds what query tokens [begin, end) of a sequence (own rows from `start` on) give; first_seeing(token, j): of the
+  /// rows from that token on, the first that sees key j; those behind it do, too.
   template <class FirstSeeing>
   __device__ void add(std::int64_t start, std::int64_t begin, std::int64_t end, const FirstSeeing& first_seeing) {
     const std::int64_t step = kTile / p.shape.group();
     const float scale2 = static_cast<float>(p.shape.scale * 1.44269504088896340736);
     const auto tokens_of = [&](int t) { return end - begin - t * step < step ? end - begin - t * step : step; };
-    pipeline<C::kStages>(static_cast<int>((end - begin + step - 1) / step), [&](int t, int stage) {
-      const Queries queries(p, start + begin + t * step, tokens_of(t), kv_head);
-      bfloat16* const q = stages + stage * kStage;
-      queries.template copy<kTile, Dims>(q, q + C::kTileElements);
-      const int i = static_cast<int>(threadIdx.x), row = i % kTile;
-      if (i >= kFloats) return;
-      const bool present = row < queries.rows;
-      copy_async<4>(lse_of(q) + i, (i < kTile ? queries.lse : queries.dots) + (present ? queries.offset(row, queries.num_heads, 1) : 0), present);
-    }, [&](int t, int stage) {
-      bfloat16* const q = stages + stage * kStage;
-      const float* const lse = lse_of(q);
-      const int rows = static_cast<int>(tokens_of(t) * p.shape.group()), key = strip + lane_row();
-      const int seeing[2] = {first_seeing(begin + t * step, key), first_seeing(begin + t * step, key + 8)};
-      Scores weight, d_score;
-      scores<Dims>(SharedStrip<Dims>{keys + strip * kStride<Dims>}, TileRows<Dims>{q}, weight);
-      scores<Dims>(SharedStrip<Dims>{values + strip * kStride<Dims>}, TileRows<Dims>{q + C::kTileElements}, d_score);
-      weights(weight, d_score, scale2, [&](int, int r) { return lse[r]; }, [&](int, int r) { return lse[kTile + r]; },
+    pipeline<C::kStages>(
+        static_cast<int>((end - begin + step - 1) / step),
+        [&](int t, int stage) {
+          const Queries queries(p, start + begin + t * step, tokens_of(t), kv_head);
+          bfloat16* const q = stages + stage * kStage;
+          queries.template copy<kTile, Dims>(q, q + C::kTileElements);
+          const int i = static_cast<int>(threadIdx.x), row = i % kTile;
+          if (i >= kFloats) return;
+          const bool present = row < queries.rows;
+          copy_async<4>(
+              lse_of(q) + i,
+              (i < kTile ? queries.lse : queries.dots) + (present ? queries.offset(row, queries.num_heads, 1) : 0),
+              present);
+        },
+        [&](int t, int stage) {
+          bfloat16* const q = stages + stage * kStage;
+          const float* const lse = lse_of(q);
+          const int rows = static_cast<int>(tokens_of(t) * p.shape.group()), key = strip + lane_row();
+          const int seeing[2] = {first_seeing(begin + t * step, key), first_seeing(begin + t * step, key + 8)};
+          Scores weight, d_score;
+          scores<Dims>(SharedStrip<Dims>{keys + strip * kStride<Dims>}, TileRows<Dims>{q}, weight);
+          scores<Dims>(SharedStrip<Dims>{values + strip * kStride<Dims>}, TileRows<Dims>{q + C::kTileElements},
+                       d_score);
+          weights(
+              weight, d_score, scale2, [&](int, int r) { return lse[r]; }, [&](int, int r) { return lse[kTile + r]; },
               [&](int i, int r) { return r >= seeing[i] && r < rows; });
-      add_weighted<Dims, C::kColumns>(weight, q + C::kTileElements, first, d_values);
-      add_weighted<Dims, C::kColumns>(d_score, q, first, d_keys);
-    });
+          add_weighted<Dims, C::kColumns>(weight, q + C::kTileElements, first, d_values);
+          add_weighted<Dims, C::kColumns>(d_score, q, first, d_keys);
+        });
   }
 };
 
@@ -166,7 +184,8 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(AttentionBackwardCudaArg
   const AttentionKeyBlock work = p.key_blocks[blockIdx.x];
   const AttentionSequence sequence = p.sequences[work.sequence];
   const std::int64_t kv_head = blockIdx.y, begin = work.key_begin;
-  const int H = static_cast<int>(s.head_dim), stride = static_cast<int>(s.row_stride()), to_value = static_cast<int>(s.num_kv_heads) * H;
+  const int H = static_cast<int>(s.head_dim), stride = static_cast<int>(s.row_stride()),
+            to_value = static_cast<int>(s.num_kv_heads) * H;
   const int present_keys = sequence.length - begin < C::kRows ? static_cast<int>(sequence.length - begin) : C::kRows;
   KeyBlock<Dims> block(p, kv_head, reinterpret_cast<bfloat16*>(shared));
   const std::int64_t first_key = (sequence.start + begin) * stride + (s.num_heads + kv_head) * H;
@@ -184,7 +203,8 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(AttentionBackwardCudaArg
   for (std::int64_t i = work.sharer_begin; i < work.sharer_end; ++i) {
     const AttentionSequence sharer = p.sequences[p.sharers[i]];
     if (sharer.prefix_length > begin)
-      block.add(sharer.start, 0, sharer.length, [&](std::int64_t, int j) { return begin + j < sharer.prefix_length ? 0 : kTile; });
+      block.add(sharer.start, 0, sharer.length,
+                [&](std::int64_t, int j) { return begin + j < sharer.prefix_length ? 0 : kTile; });
   }
   bfloat16* const to = static_cast<bfloat16*>(p.d_qkv) + first_key;
   const auto row_of = [&](int i) {
@@ -193,15 +213,20 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(AttentionBackwardCudaArg
   };
   const float scale[2] = {static_cast<float>(s.scale), static_cast<float>(s.scale)}, one[2] = {1, 1};
   write_rows<C::kColumns>(block.d_keys, scale, block.first, H, row_of);
-  write_rows<C::kColumns>(block.d_values, one, block.first, H, [&](int i) { return row_of(i) == nullptr ? nullptr : row_of(i) + to_value; });
+  write_rows<C::kColumns>(block.d_values, one, block.first, H,
+                          [&](int i) { return row_of(i) == nullptr ? nullptr : row_of(i) + to_value; });
 }
 
 template <class Kernel>
-cudaError_t launch_kernel(Kernel* kernel, const AttentionBackwardCudaArgs& p, std::int64_t blocks, int elements, cudaStream_t stream) {
+cudaError_t launch_kernel(Kernel* kernel, const AttentionBackwardCudaArgs& p, std::int64_t blocks, int elements,
+                          cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   const int bytes = elements * static_cast<int>(sizeof(bfloat16));
-  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); status != cudaSuccess) return status;
-  kernel<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.num_kv_heads)), kThreads, bytes, stream>>>(p);
+  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      status != cudaSuccess)
+    return status;
+  kernel<<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.num_kv_heads)), kThreads, bytes, stream>>>(
+      p);
   return cudaGetLastError();
 }
 
@@ -209,7 +234,8 @@ template <int Dims>
 cudaError_t launch(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
   using C = Cut<Dims>;
   const int strips = 2 * C::kRows * kStride<Dims>;
-  if (const auto status = launch_kernel(queries_kernel<Dims>, p, p.num_blocks, strips + C::kStages * 2 * C::kTileElements, stream);
+  if (const auto status =
+          launch_kernel(queries_kernel<Dims>, p, p.num_blocks, strips + C::kStages * 2 * C::kTileElements, stream);
       status != cudaSuccess)
     return status;
   return launch_kernel(keys_kernel<Dims>, p, p.num_key_blocks, strips + C::kStages * KeyBlock<Dims>::kStage, stream);

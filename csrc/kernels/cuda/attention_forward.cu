@@ -1,14 +1,15 @@
-// Causal attention in float32 on CUDA, forward: packed sequences and sequences in a blocked cache run one kernel, so a token's result is the
-// same bits in both. A warp holds some query rows; its lanes run over a tile's keys for the scores, and over the head's dimensions
-// for the weighted values. Every row is a chain of its own: how rows are grouped does not change a bit.
+// Causal attention in float32 on CUDA, forward: packed sequences and sequences in a blocked cache run one kernel, so a
+// token's result is the same bits in both. A warp holds some query rows; its lanes run over a tile's keys for the
+// scores, and over the head's dimensions for the weighted values. Every row is a chain of its own: how rows are grouped
+// does not change a bit.
 #include "kernels/cuda/attention_tiles.cuh"
 #include "kernels/cuda/group_reduce.cuh"
 
 namespace nemo_rl::kernels {
 namespace {
 
-/// Rows of one warp and their running state. Roundings are written out, so that no multiplication is fused in one instance of the
-/// template and not in another.
+/// Rows of one warp and their running state. Roundings are written out, so that no multiplication is fused in one
+/// instance of the template and not in another.
 template <int Rows, int Dims>
 struct WarpRows {
   float max[Rows], sum[Rows], acc[Rows][Dims];
@@ -29,7 +30,8 @@ struct WarpRows {
 #pragma unroll
     for (int i = 0; i < Rows; ++i) score[i] = 0;
     for (int h = 0; h < H; h += 4) {
-      const float k0 = keys[h * kTile + lane], k1 = keys[(h + 1) * kTile + lane], k2 = keys[(h + 2) * kTile + lane], k3 = keys[(h + 3) * kTile + lane];
+      const float k0 = keys[h * kTile + lane], k1 = keys[(h + 1) * kTile + lane], k2 = keys[(h + 2) * kTile + lane],
+                  k3 = keys[(h + 3) * kTile + lane];
 #pragma unroll
       for (int i = 0; i < Rows; ++i) {
         const float4 x = *reinterpret_cast<const float4*>(q + i * H + h);
@@ -85,13 +87,15 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
   const AttentionBlock block = p.blocks[blockIdx.x];
   if (block.tokens == 0) return;
   const std::int64_t kv_head = blockIdx.y, group = s.group(), first_head = kv_head * group;
-  const int H = static_cast<int>(s.head_dim), lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = static_cast<int>(block.tokens * group);
+  const int H = static_cast<int>(s.head_dim), lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+            rows = static_cast<int>(block.tokens * group);
   float* const keys = shared;
   float* const values = keys + H * kTile;
   float* const q = values + H * kTile;  // [kAttentionWarps * Rows][H]
 
   const auto query = [&](int r) {
-    return r < rows ? static_cast<const float*>(p.qkv) + (block.query_row + r / group) * s.row_stride() + (first_head + r % group) * H
+    return r < rows ? static_cast<const float*>(p.qkv) + (block.query_row + r / group) * s.row_stride() +
+                          (first_head + r % group) * H
                     : static_cast<const float*>(nullptr);
   };
   load_straight(query, kAttentionWarps * Rows, H, q);
@@ -137,7 +141,8 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
 #pragma unroll
     for (int c = 0; c < Dims; ++c)
       if (lane + 32 * c < H) out[lane + 32 * c] = __fmul_rn(state.acc[i][c], inverse);
-    if (p.lse != nullptr && lane == 0) p.lse[row * s.num_heads + head] = __fmul_rn(kLn2, __fadd_rn(state.max[i], log2f(total)));
+    if (p.lse != nullptr && lane == 0)
+      p.lse[row * s.num_heads + head] = __fmul_rn(kLn2, __fadd_rn(state.max[i], log2f(total)));
   }
 }
 
@@ -145,7 +150,9 @@ template <int Dims, int Rows, class Keys>
 cudaError_t launch(const AttentionCudaArgs& p, cudaStream_t stream) {
   const auto bytes = static_cast<int>((2 * kTile + kAttentionWarps * Rows) * p.shape.head_dim * sizeof(float));
   const auto kernel = forward_kernel<Dims, Rows, Keys>;
-  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); status != cudaSuccess) return status;
+  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      status != cudaSuccess)
+    return status;
   const dim3 grid(static_cast<unsigned>(p.num_blocks), static_cast<unsigned>(p.shape.num_kv_heads));
   kernel<<<grid, kAttentionThreads, bytes, stream>>>(p);
   return cudaGetLastError();

@@ -1,5 +1,6 @@
-// Causal attention in bfloat16 on tensor cores, forward: packed sequences and sequences in a blocked cache run one kernel, so a token's
-// result is the same bits in both. A warp holds 16 query rows; scores, weights and sums of a row stay in four of its lanes.
+// Causal attention in bfloat16 on tensor cores, forward: packed sequences and sequences in a blocked cache run one
+// kernel, so a token's result is the same bits in both. A warp holds 16 query rows; scores, weights and sums of a row
+// stay in four of its lanes.
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/group_reduce.cuh"
 
@@ -16,14 +17,17 @@ struct PackedTiles {
   const bfloat16* first;
   KeyRows rows;
   __device__ PackedTiles(const AttentionCudaArgs& p, const AttentionBlock& b, std::int64_t kv_head)
-      : shape(p.shape), first(static_cast<const bfloat16*>(p.qkv) + (shape.num_heads + kv_head) * shape.head_dim), rows(b) {}
+      : shape(p.shape),
+        first(static_cast<const bfloat16*>(p.qkv) + (shape.num_heads + kv_head) * shape.head_dim),
+        rows(b) {}
   __device__ __forceinline__ void copy(int tile, bfloat16* keys, bfloat16* values) const {
     rows.copy<Threads, Dims>(shape, first, tile * kTile, keys, values);
   }
   __device__ __forceinline__ static auto keys_of(const bfloat16* keys) { return TileRows<Dims>{keys}; }
 };
 
-/// Keys and values in blocks of the cache. What lies behind the last position is not read as a value; as a key it may be anything.
+/// Keys and values in blocks of the cache. What lies behind the last position is not read as a value; as a key it may
+/// be anything.
 template <int Threads, int Dims>
 struct CachedTiles {
   static constexpr int kKeyElements = Dims * kStride<kTile>;
@@ -60,8 +64,8 @@ __device__ __forceinline__ void hide(Scores& s, const int (&visible)[2]) {
       if (8 * n + lane_column() + e % 2 >= visible[e / 2]) s[n][e] = -INFINITY;
 }
 
-/// Two rows of a lane and their running state. Roundings are written out, so that no multiplication is fused in one instance of the
-/// template and not in another.
+/// Two rows of a lane and their running state. Roundings are written out, so that no multiplication is fused in one
+/// instance of the template and not in another.
 template <int Dims>
 struct StripState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, acc[Dims / 8][4] = {};  // max: of scores before they are scaled
@@ -74,7 +78,8 @@ struct StripState {
 #pragma unroll
       for (int n = 0; n < kTile / 8; ++n) best = fmaxf(fmaxf(best, s[n][2 * i]), s[n][2 * i + 1]);
       best = row_all(best, fmaxf);
-      const float base = __fmul_rn(best, -scale), factor = power_of_2(__fmul_rn(__fsub_rn(max[i], best), scale));  // 1 without a new maximum
+      const float base = __fmul_rn(best, -scale),
+                  factor = power_of_2(__fmul_rn(__fsub_rn(max[i], best), scale));  // 1 without a new maximum
       max[i] = best;
       sum[i] = __fmul_rn(sum[i], factor);
 #pragma unroll
@@ -85,7 +90,8 @@ struct StripState {
           sum[i] = __fadd_rn(sum[i], s[n][c]);
         }
 #pragma unroll
-      for (int n = 0; n < Dims / 8; ++n) acc[n][2 * i] = __fmul_rn(acc[n][2 * i], factor), acc[n][2 * i + 1] = __fmul_rn(acc[n][2 * i + 1], factor);
+      for (int n = 0; n < Dims / 8; ++n)
+        acc[n][2 * i] = __fmul_rn(acc[n][2 * i], factor), acc[n][2 * i + 1] = __fmul_rn(acc[n][2 * i + 1], factor);
     }
   }
 };
@@ -99,13 +105,16 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
   if (block.tokens == 0) return;
   const std::int64_t kv_head = blockIdx.y, first_head = kv_head * s.group();
   const QueryRows queries(block.tokens, s.group());
-  const int H = static_cast<int>(s.head_dim), strip = static_cast<int>(threadIdx.x / 32) * kStrip, position = static_cast<int>(block.position);
+  const int H = static_cast<int>(s.head_dim), strip = static_cast<int>(threadIdx.x / 32) * kStrip,
+            position = static_cast<int>(block.position);
   bfloat16* const stages = reinterpret_cast<bfloat16*>(shared);
   bfloat16* const q = stages + kStages * kStage;
-  const bfloat16* const first_query = static_cast<const bfloat16*>(p.qkv) + block.query_row * s.row_stride() + first_head * H;
+  const bfloat16* const first_query =
+      static_cast<const bfloat16*>(p.qkv) + block.query_row * s.row_stride() + first_head * H;
   for_eights<Warps * 32, Warps * kStrip, Dims>([&](int r, int h) {
     const bool present = r < queries.rows && h < H;
-    copy_async<16>(q + r * kStride<Dims> + h, first_query + (present ? queries.offset(r, static_cast<int>(s.row_stride()), H) + h : 0), present);
+    copy_async<16>(q + r * kStride<Dims> + h,
+                   first_query + (present ? queries.offset(r, static_cast<int>(s.row_stride()), H) + h : 0), present);
   });
 
   const Tiles tiles(p, block, kv_head);
@@ -113,24 +122,27 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
   const int r = strip + lane_row(), keys_of_strip = position + queries.token(strip) + 1;
   const int keys_of_row[2] = {position + queries.token(r) + 1, position + queries.token(r + 8) + 1};
   StripState<Dims> state;
-  pipeline<kStages>((static_cast<int>(block.position + block.tokens) - 1) / kTile + 1, [&](int t, int stage) {
-    tiles.copy(t, stages + stage * kStage, stages + stage * kStage + Tiles::kKeyElements);
-  }, [&](int t, int stage) {
-    if (strip >= queries.rows) return;  // the whole warp
-    const bfloat16* const keys = stages + stage * kStage;
-    Scores weights;
-    scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, Tiles::keys_of(keys), weights);
-    if (keys_of_strip < (t + 1) * kTile) hide(weights, {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});
-    state.softmax(weights, scale);
-    add_weighted<Dims, Dims>(weights, keys + Tiles::kKeyElements, 0, state.acc);
-  });
+  pipeline<kStages>(
+      (static_cast<int>(block.position + block.tokens) - 1) / kTile + 1,
+      [&](int t, int stage) { tiles.copy(t, stages + stage * kStage, stages + stage * kStage + Tiles::kKeyElements); },
+      [&](int t, int stage) {
+        if (strip >= queries.rows) return;  // the whole warp
+        const bfloat16* const keys = stages + stage * kStage;
+        Scores weights;
+        scores<Dims>(SharedStrip<Dims>{q + strip * kStride<Dims>}, Tiles::keys_of(keys), weights);
+        if (keys_of_strip < (t + 1) * kTile) hide(weights, {keys_of_row[0] - t * kTile, keys_of_row[1] - t * kTile});
+        state.softmax(weights, scale);
+        add_weighted<Dims, Dims>(weights, keys + Tiles::kKeyElements, 0, state.acc);
+      });
 
   float total[2], inverse[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) total[i] = row_all(state.sum[i], AddOp()), inverse[i] = __fdiv_rn(1.0f, total[i]);
   const std::int64_t first_row = block.query_row * s.num_heads + first_head;  // of [T, N]
   write_rows<Dims>(state.acc, inverse, 0, H, [&](int i) {
-    return r + 8 * i < queries.rows ? static_cast<bfloat16*>(p.out) + first_row * H + queries.offset(r + 8 * i, static_cast<int>(s.num_heads) * H, H) : nullptr;
+    return r + 8 * i < queries.rows ? static_cast<bfloat16*>(p.out) + first_row * H +
+                                          queries.offset(r + 8 * i, static_cast<int>(s.num_heads) * H, H)
+                                    : nullptr;
   });
   if (p.lse == nullptr || lane_column() != 0) return;
 #pragma unroll
@@ -142,10 +154,12 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
 
 template <int Dims, int Warps, class Tiles>
 cudaError_t launch(const AttentionCudaArgs& p, cudaStream_t stream) {
-  const int elements = kStages * (Tiles::kKeyElements + kTile * kStride<Dims>) + Warps * kStrip * kStride<Dims>;
+  const int elements = kStages * (Tiles::kKeyElements + kTile * kStride<Dims>)+Warps * kStrip * kStride<Dims>;
   const int bytes = elements * static_cast<int>(sizeof(bfloat16));
   const auto kernel = forward_kernel<Dims, Warps, Tiles>;
-  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); status != cudaSuccess) return status;
+  if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      status != cudaSuccess)
+    return status;
   const dim3 grid(static_cast<unsigned>(p.num_blocks), static_cast<unsigned>(p.shape.num_kv_heads));
   kernel<<<grid, Warps * 32, bytes, stream>>>(p);
   return cudaGetLastError();
@@ -159,7 +173,8 @@ cudaError_t launch_tiles(const AttentionCudaArgs& p, cudaStream_t stream) {
 
 template <int Dims>
 cudaError_t launch_rows(const AttentionCudaArgs& p, AttentionRows rows, cudaStream_t stream) {
-  return rows == AttentionRows::few ? launch_tiles<Dims, 1>(p, stream) : launch_tiles<Dims, Dims <= 128 ? 4 : 2>(p, stream);
+  return rows == AttentionRows::few ? launch_tiles<Dims, 1>(p, stream)
+                                    : launch_tiles<Dims, Dims <= 128 ? 4 : 2>(p, stream);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Attention on CUDA: what a thread block is asked to do, and the functions that launch the kernels. All pointers are device pointers;
-// layouts and formulas are those of kernels/attention.h.
+// Attention on CUDA: what a thread block is asked to do, and the functions that launch the kernels. All pointers are
+// device pointers; layouts and formulas are those of kernels/attention.h.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -25,14 +25,15 @@ cudaError_t attention_forward_launch(const AttentionCudaArgs& args, AttentionRow
 /// What it calls for bfloat16.
 cudaError_t attention_forward_mma_launch(const AttentionCudaArgs& args, AttentionRows rows, cudaStream_t stream);
 
-/// Row t's keys and values go to position slots[t] % kKeyTile of cache block slots[t] / kKeyTile; nowhere where it is negative.
-cudaError_t kv_cache_write_launch(const AttentionShape& shape, const void* qkv, const std::int64_t* slots, std::int64_t tokens, void* cache,
-                                  cudaStream_t stream);
-cudaError_t kv_cache_copy_launch(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length,
-                                 cudaStream_t stream);
+/// Row t's keys and values go to position slots[t] % kKeyTile of cache block slots[t] / kKeyTile; nowhere where it is
+/// negative.
+cudaError_t kv_cache_write_launch(const AttentionShape& shape, const void* qkv, const std::int64_t* slots,
+                                  std::int64_t tokens, void* cache, cudaStream_t stream);
+cudaError_t kv_cache_copy_launch(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to,
+                                 std::int64_t length, cudaStream_t stream);
 
-/// AttentionBackwardBlocks::keys own keys of one sequence from own position key_begin on; the sequences sharers[sharer_begin,
-/// sharer_end) have them in their prefix.
+/// AttentionBackwardBlocks::keys own keys of one sequence from own position key_begin on; the sequences
+/// sharers[sharer_begin, sharer_end) have them in their prefix.
 struct AttentionKeyBlock {
   std::int64_t sequence = 0, key_begin = 0, sharer_begin = 0, sharer_end = 0;
 };

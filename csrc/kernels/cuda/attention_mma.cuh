@@ -1,5 +1,6 @@
-// Attention in bfloat16 on tensor cores, what its kernels share: rows on their way into shared memory, and the two products that all of
-// them consist of. A warp has a strip of 16 rows (queries, or keys) and meets tiles of 32 others. With A its strip and X the tile:
+// Attention in bfloat16 on tensor cores, what its kernels share: rows on their way into shared memory, and the two
+// products that all of them consist of. A warp has a strip of 16 rows (queries, or keys) and meets tiles of 32 others.
+// With A its strip and X the tile:
 //   scores          S [16, 32] = A X^T       q k^T, d_out v^T, k q^T, v d_out^T
 //   add_weighted    C [16, H] += W X         p v, ds k, p^T d_out, ds^T q      W of scores, rounded to bfloat16
 // A row of either depends on its own row of A alone, so how rows are put together does not change a bit.
@@ -27,7 +28,9 @@ struct QueryRows {
       : rows(static_cast<int>(tokens * heads)), group(static_cast<int>(heads)), reciprocal(65536 / group + 1) {}
   __device__ __forceinline__ int token(int r) const { return r * reciprocal >> 16; }  // r / group, exact for r < 256
   /// From the first row to row r, where a token's heads are `head` apart and tokens `stride`.
-  __device__ __forceinline__ int offset(int r, int stride, int head) const { return token(r) * stride + (r - token(r) * group) * head; }
+  __device__ __forceinline__ int offset(int r, int stride, int head) const {
+    return token(r) * stride + (r - token(r) * group) * head;
+  }
 };
 
 // ---------------------------------------------------------------- copies
@@ -38,7 +41,8 @@ __device__ __forceinline__ void for_eights(const F& f) {
   constexpr int kAcross = Width / 8, kStep = Threads / kAcross;
   static_assert(Threads % kAcross == 0 && Rows % kStep == 0);
 #pragma unroll
-  for (int i = 0; i < Rows / kStep; ++i) f(static_cast<int>(threadIdx.x) / kAcross + i * kStep, static_cast<int>(threadIdx.x) % kAcross * 8);
+  for (int i = 0; i < Rows / kStep; ++i)
+    f(static_cast<int>(threadIdx.x) / kAcross + i * kStep, static_cast<int>(threadIdx.x) % kAcross * 8);
 }
 
 /// Rows of packed keys or values, by absolute position.
@@ -52,20 +56,24 @@ struct KeyRows {
         count(static_cast<int>(b.position + b.tokens)) {}
   /// Begins to copy the keys and values of positions [begin, begin + kTile); keys: those of row 0.
   template <int Threads, int Dims>
-  __device__ __forceinline__ void copy(const AttentionShape& s, const bfloat16* keys, int begin, bfloat16* to_keys, bfloat16* to_values) const {
+  __device__ __forceinline__ void copy(const AttentionShape& s, const bfloat16* keys, int begin, bfloat16* to_keys,
+                                       bfloat16* to_values) const {
     const int H = static_cast<int>(s.head_dim), to_value = static_cast<int>(s.num_kv_heads) * H;
     const std::int64_t stride = s.row_stride();
     for_eights<Threads, kTile, Dims>([&](int j, int h) {
       const int position = begin + j;
       const bool present = position < count && h < H;
-      const bfloat16* const from = keys + (present ? (position < prefix_length ? prefix_start : own_start) + position : 0) * stride + (present ? h : 0);
+      const bfloat16* const from =
+          keys + (present ? (position < prefix_length ? prefix_start : own_start) + position : 0) * stride +
+          (present ? h : 0);
       copy_async<16>(to_keys + j * kStride<Dims> + h, from, present);
       copy_async<16>(to_values + j * kStride<Dims> + h, from + to_value, present);
     });
   }
 };
 
-/// use(t, stage) for t < count, after copy(t, stage) has filled that stage of shared memory; copies run Stages - 1 ahead.
+/// use(t, stage) for t < count, after copy(t, stage) has filled that stage of shared memory; copies run Stages - 1
+/// ahead.
 template <int Stages, class Copy, class Use>
 __device__ __forceinline__ void pipeline(int count, const Copy& copy, const Use& use) {
   for (int t = 0; t < Stages - 1; ++t) {
@@ -94,7 +102,8 @@ struct SharedStrip {
   }
 };
 
-/// Tile rows [kTile][kStride<Width>] as operand `b` of a product with their transpose: columns are tile rows, 16 from n on.
+/// Tile rows [kTile][kStride<Width>] as operand `b` of a product with their transpose: columns are tile rows, 16 from n
+/// on.
 template <int Width>
 struct TileRows {
   const bfloat16* rows;
@@ -134,9 +143,11 @@ __device__ __forceinline__ void scores(const Strip& strip, const Tile& tile, Sco
   }
 }
 
-/// sums += weights . the tile's columns [first, first + Columns); sums[n] are those from first + 8n on. `rows`: the tile.
+/// sums += weights . the tile's columns [first, first + Columns); sums[n] are those from first + 8n on. `rows`: the
+/// tile.
 template <int Width, int Columns>
-__device__ __forceinline__ void add_weighted(const Scores& weights, const bfloat16* rows, int first, float (&sums)[Columns / 8][4]) {
+__device__ __forceinline__ void add_weighted(const Scores& weights, const bfloat16* rows, int first,
+                                             float (&sums)[Columns / 8][4]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   std::uint32_t a[kTile / 16][4];  // where a lane holds scores of a row is where it holds that row's terms
 #pragma unroll
@@ -165,9 +176,11 @@ __device__ __forceinline__ float row_all(float v, const Op& op) {
   return op(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-/// Writes a strip's sums, times `factor` by row, to the rows to(0) and to(1) of this lane, of H values each; nowhere where null.
+/// Writes a strip's sums, times `factor` by row, to the rows to(0) and to(1) of this lane, of H values each; nowhere
+/// where null.
 template <int Columns, class To>
-__device__ __forceinline__ void write_rows(const float (&sums)[Columns / 8][4], const float (&factor)[2], int first, int H, const To& to) {
+__device__ __forceinline__ void write_rows(const float (&sums)[Columns / 8][4], const float (&factor)[2], int first,
+                                           int H, const To& to) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     bfloat16* const row = to(i);

@@ -1,5 +1,5 @@
-// Attention in float32: tiles of keys and values on their way into shared memory, from rows of qkv or from blocks of the cache. Positions
-// that hold no key become zeros, so that what lies there does not matter.
+// Attention in float32: tiles of keys and values on their way into shared memory, from rows of qkv or from blocks of
+// the cache. Positions that hold no key become zeros, so that what lies there does not matter.
 #pragma once
 #include "kernels/cuda/attention_launchers.h"
 #include "kernels/cuda/vector_access.cuh"
@@ -97,7 +97,8 @@ struct CachedKeys {
       for (int k = 0; k < kEight; ++k) v[k] = j + k < present ? v[k] : 0.0f;
       store_vector(to_keys + h * kTile + j, v);
     }
-    load_straight([&](int j) { return j < present ? values + j * H : static_cast<const float*>(nullptr); }, kTile, H, to_values);
+    load_straight([&](int j) { return j < present ? values + j * H : static_cast<const float*>(nullptr); }, kTile, H,
+                  to_values);
   }
 };
 

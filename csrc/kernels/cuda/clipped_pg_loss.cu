@@ -123,10 +123,8 @@ __device__ void visit_token(const ClippedPGArgs<T>& a, const ClippedPGConfig& c,
     const T kl_grad = kl.d_logprob * static_cast<T>(row.grad_weight * c.kl_penalty);
     sum[kKl] += static_cast<double>(kl.value) * mask;
     finite = finite && is_finite(kl.value) && is_finite(kl.d_logprob);
-    if (a.grad_unfiltered)
-      a.grad_unfiltered[b * a.num_tokens + t] = k.mask * kl_grad;
-    else
-      grad += kl_grad;
+    if (a.grad_unfiltered) a.grad_unfiltered[b * a.num_tokens + t] = k.mask * kl_grad;
+    else grad += kl_grad;
   }
   a.grad[b * a.num_tokens + t] = k.mask * grad;
   if (!finite) sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens + t));

@@ -11,8 +11,10 @@ constexpr int kThreads = 256;
 template <class T>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> p, std::int64_t tokens, bool vectors) {
   const std::int64_t half = p.H / 2, chunks = (half + kEight - 1) / kEight, items = tokens * p.heads * chunks;
-  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
-    const std::int64_t i = item % chunks * kEight, head = item / chunks % p.heads, t = item / chunks / p.heads, n = half - i;
+  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items;
+       item += std::int64_t{kThreads} * gridDim.x) {
+    const std::int64_t i = item % chunks * kEight, head = item / chunks % p.heads, t = item / chunks / p.heads,
+                       n = half - i;
     T* const x = p.x + t * p.stride_x + head * p.H + i;
     float a[kEight], b[kEight], c[kEight], s[kEight];
     load8(x, n, vectors, a);
@@ -36,9 +38,11 @@ __device__ __forceinline__ float gate_sigmoid(float x) {
 }
 
 template <Gate G, class T>
-__global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, bool vectors) {
+__global__ void __launch_bounds__(kThreads)
+    swiglu_forward_kernel(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, bool vectors) {
   const std::int64_t chunks = (I + kEight - 1) / kEight, items = tokens * chunks;
-  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
+  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items;
+       item += std::int64_t{kThreads} * gridDim.x) {
     const std::int64_t i = item % chunks * kEight, t = item / chunks, n = I - i;
     float g[kEight], u[kEight];
     load8(gate_up + t * 2 * I + i, n, vectors, g);
@@ -51,10 +55,11 @@ __global__ void __launch_bounds__(kThreads) swiglu_forward_kernel(const T* gate_
 
 /// d_gate_up may be gate_up: a thread reads its values before it writes them.
 template <Gate G, class T>
-__global__ void __launch_bounds__(kThreads)
-    swiglu_backward_kernel(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, bool vectors) {
+__global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const T* d_act, const T* gate_up, T* d_gate_up,
+                                                                   std::int64_t I, std::int64_t tokens, bool vectors) {
   const std::int64_t chunks = (I + kEight - 1) / kEight, items = tokens * chunks;
-  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items; item += std::int64_t{kThreads} * gridDim.x) {
+  for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items;
+       item += std::int64_t{kThreads} * gridDim.x) {
     const std::int64_t i = item % chunks * kEight, t = item / chunks, n = I - i;
     float d[kEight], g[kEight], u[kEight];
     load8(d_act + t * I + i, n, vectors, d);
@@ -64,7 +69,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kEight; ++k) {
       const float s = gate_sigmoid<G>(g[k]), d_up = d[k] * g[k] * s;
       float rest = g[k] * (1.0f - s);
-      if constexpr (G != Gate::silu) rest *= g[k] * g[k] * static_cast<float>(3 * kGeluCubic * kGeluScale) + static_cast<float>(kGeluScale);
+      if constexpr (G != Gate::silu)
+        rest *= g[k] * g[k] * static_cast<float>(3 * kGeluCubic * kGeluScale) + static_cast<float>(kGeluScale);
       g[k] = d[k] * u[k] * s * (1.0f + rest);
       u[k] = d_up;
     }
@@ -75,9 +81,11 @@ __global__ void __launch_bounds__(kThreads)
 
 /// y = bias in every row, or y + bias.
 template <class T, class O>
-__global__ void __launch_bounds__(kThreads) bias_rows_kernel(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate) {
+__global__ void __launch_bounds__(kThreads)
+    bias_rows_kernel(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate) {
   const std::int64_t items = rows * N;
-  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < items; i += std::int64_t{kThreads} * gridDim.x) {
+  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < items;
+       i += std::int64_t{kThreads} * gridDim.x) {
     O& to = y[i / N * stride + i % N];
     to = static_cast<O>(accumulate ? widen(to) + widen(bias[i % N]) : widen(bias[i % N]));
   }
@@ -86,7 +94,8 @@ __global__ void __launch_bounds__(kThreads) bias_rows_kernel(const T* bias, O* y
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float> p, std::int64_t n, bool vectors) {
   const AdamWConstants<float> c = adamw_constants(p);
   const std::int64_t chunks = (n + kEight - 1) / kEight;
-  for (std::int64_t chunk = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; chunk < chunks; chunk += std::int64_t{kThreads} * gridDim.x) {
+  for (std::int64_t chunk = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; chunk < chunks;
+       chunk += std::int64_t{kThreads} * gridDim.x) {
     const std::int64_t i = chunk * kEight, left = n - i;
     float g[kEight], w[kEight], m[kEight], v[kEight];
     load8(p.grads + i, left, vectors, g);
@@ -108,33 +117,39 @@ template <class T>
 cudaError_t rope_launch(const RopeArgs<T>& p, std::int64_t tokens, cudaStream_t stream) {
   const std::int64_t half = p.H / 2, items = tokens * p.heads * ((half + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
-  const bool vectors = half % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.cos, half) && vectorizable(p.sin, half);
+  const bool vectors =
+      half % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.cos, half) && vectorizable(p.sin, half);
   rope_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(p, tokens, vectors);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, Gate gate, cudaStream_t stream) {
+cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std::int64_t tokens, Gate gate,
+                                  cudaStream_t stream) {
   const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors = vectorizable(gate_up, I) && vectorizable(act, I);
-  const auto kernel = gate == Gate::silu ? swiglu_forward_kernel<Gate::silu, T> : swiglu_forward_kernel<Gate::gelu_tanh, T>;
+  const auto kernel =
+      gate == Gate::silu ? swiglu_forward_kernel<Gate::silu, T> : swiglu_forward_kernel<Gate::gelu_tanh, T>;
   kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(gate_up, act, I, tokens, vectors);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens, Gate gate, cudaStream_t stream) {
+cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_up, std::int64_t I, std::int64_t tokens,
+                                   Gate gate, cudaStream_t stream) {
   const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors = vectorizable(d_act, I) && vectorizable(gate_up, I) && vectorizable(d_gate_up, I);
-  const auto kernel = gate == Gate::silu ? swiglu_backward_kernel<Gate::silu, T> : swiglu_backward_kernel<Gate::gelu_tanh, T>;
+  const auto kernel =
+      gate == Gate::silu ? swiglu_backward_kernel<Gate::silu, T> : swiglu_backward_kernel<Gate::gelu_tanh, T>;
   kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(d_act, gate_up, d_gate_up, I, tokens, vectors);
   return cudaGetLastError();
 }
 
 template <class T, class O>
-cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N, bool accumulate, cudaStream_t stream) {
+cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int64_t rows, std::int64_t N,
+                             bool accumulate, cudaStream_t stream) {
   if (rows * N == 0) return cudaSuccess;
   bias_rows_kernel<T, O><<<grid_for(rows * N, kThreads), kThreads, 0, stream>>>(bias, y, stride, rows, N, accumulate);
   return cudaGetLastError();
@@ -142,20 +157,25 @@ cudaError_t bias_rows_launch(const T* bias, O* y, std::int64_t stride, std::int6
 
 cudaError_t adamw_launch(const AdamWArgs<float>& p, std::int64_t n, cudaStream_t stream) {
   if (n == 0) return cudaSuccess;
-  const bool vectors = vectorizable(p.grads, 0) && vectorizable(p.weights, 0) && vectorizable(p.exp_avg, 0) && vectorizable(p.exp_avg_sq, 0) &&
-                       (p.compute == nullptr || vectorizable(p.compute, 0));
+  const bool vectors = vectorizable(p.grads, 0) && vectorizable(p.weights, 0) && vectorizable(p.exp_avg, 0) &&
+                       vectorizable(p.exp_avg_sq, 0) && (p.compute == nullptr || vectorizable(p.compute, 0));
   adamw_kernel<<<grid_for((n + kEight - 1) / kEight, kThreads), kThreads, 0, stream>>>(p, n, vectors);
   return cudaGetLastError();
 }
 
-template cudaError_t bias_rows_launch(const float*, float*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
-template cudaError_t bias_rows_launch(const bfloat16*, float*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
-template cudaError_t bias_rows_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, std::int64_t, bool, cudaStream_t);
+template cudaError_t bias_rows_launch(const float*, float*, std::int64_t, std::int64_t, std::int64_t, bool,
+                                      cudaStream_t);
+template cudaError_t bias_rows_launch(const bfloat16*, float*, std::int64_t, std::int64_t, std::int64_t, bool,
+                                      cudaStream_t);
+template cudaError_t bias_rows_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, std::int64_t, bool,
+                                      cudaStream_t);
 template cudaError_t rope_launch(const RopeArgs<float>&, std::int64_t, cudaStream_t);
 template cudaError_t rope_launch(const RopeArgs<bfloat16>&, std::int64_t, cudaStream_t);
 template cudaError_t swiglu_forward_launch(const float*, float*, std::int64_t, std::int64_t, Gate, cudaStream_t);
 template cudaError_t swiglu_forward_launch(const bfloat16*, bfloat16*, std::int64_t, std::int64_t, Gate, cudaStream_t);
-template cudaError_t swiglu_backward_launch(const float*, const float*, float*, std::int64_t, std::int64_t, Gate, cudaStream_t);
-template cudaError_t swiglu_backward_launch(const bfloat16*, const bfloat16*, bfloat16*, std::int64_t, std::int64_t, Gate, cudaStream_t);
+template cudaError_t swiglu_backward_launch(const float*, const float*, float*, std::int64_t, std::int64_t, Gate,
+                                            cudaStream_t);
+template cudaError_t swiglu_backward_launch(const bfloat16*, const bfloat16*, bfloat16*, std::int64_t, std::int64_t,
+                                            Gate, cudaStream_t);
 
 }  // namespace nemo_rl::kernels

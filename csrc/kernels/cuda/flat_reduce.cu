@@ -1,5 +1,5 @@
-// Sums over rows and over flat buffers on CUDA in two stages of fixed order, without atomics: column sums, sum of squares; and the
-// digest of the weights.
+// Sums over rows and over flat buffers on CUDA in two stages of fixed order, without atomics: column sums, sum of
+// squares; and the digest of the weights.
 #include "kernels/cuda/block_reduce.cuh"
 #include "kernels/cuda/model_launchers.h"
 #include "kernels/cuda/vector_access.cuh"
@@ -12,7 +12,8 @@ constexpr int kThreads = 256;
 constexpr int kPartRows = 16;  // warps that share the parts of 32 columns
 
 template <class X>
-__global__ void __launch_bounds__(kThreads) column_parts_kernel(const X* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* parts) {
+__global__ void __launch_bounds__(kThreads)
+    column_parts_kernel(const X* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* parts) {
   const std::int64_t c = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
   if (c >= columns) return;
   const std::int64_t begin = blockIdx.y * kRowsPerPart, end = begin + kRowsPerPart < rows ? begin + kRowsPerPart : rows;
@@ -22,7 +23,8 @@ __global__ void __launch_bounds__(kThreads) column_parts_kernel(const X* x, std:
 }
 
 /// out[c] += sum over parts: warp w takes parts w, w + kPartRows, ...; then the warps in order.
-__global__ void __launch_bounds__(kWarp * kPartRows) add_parts_kernel(const float* parts, std::int64_t num_parts, std::int64_t columns, float* out) {
+__global__ void __launch_bounds__(kWarp* kPartRows)
+    add_parts_kernel(const float* parts, std::int64_t num_parts, std::int64_t columns, float* out) {
   __shared__ float sums[kPartRows][kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const std::int64_t c = blockIdx.x * std::int64_t{kWarp} + lane;
@@ -35,9 +37,11 @@ __global__ void __launch_bounds__(kWarp * kPartRows) add_parts_kernel(const floa
   out[c] += sum;
 }
 
-__global__ void __launch_bounds__(kThreads) square_parts_kernel(const float* x, std::int64_t n, double* parts, bool vectors) {
+__global__ void __launch_bounds__(kThreads)
+    square_parts_kernel(const float* x, std::int64_t n, double* parts, bool vectors) {
   __shared__ double shared[kMaxWarps];
-  const std::int64_t begin = blockIdx.x * kSquaresPerPart, end = begin + kSquaresPerPart < n ? begin + kSquaresPerPart : n;
+  const std::int64_t begin = blockIdx.x * kSquaresPerPart,
+                     end = begin + kSquaresPerPart < n ? begin + kSquaresPerPart : n;
   double sum = 0;
   for (std::int64_t i = begin + threadIdx.x * std::int64_t{kEight}; i < end; i += kThreads * kEight) {
     float v[kEight];
@@ -49,7 +53,8 @@ __global__ void __launch_bounds__(kThreads) square_parts_kernel(const float* x, 
   if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) add_squares_kernel(const double* parts, std::int64_t num_parts, double* out) {
+__global__ void __launch_bounds__(kThreads)
+    add_squares_kernel(const double* parts, std::int64_t num_parts, double* out) {
   __shared__ double shared[kMaxWarps];
   double sum = 0;
   for (std::int64_t p = threadIdx.x; p < num_parts; p += kThreads) sum += parts[p];
@@ -58,14 +63,16 @@ __global__ void __launch_bounds__(kThreads) add_squares_kernel(const double* par
 }
 
 /// Four neighbouring threads do the four chains of a block of bytes.
-__global__ void __launch_bounds__(kThreads) digest_kernel(const unsigned char* bytes, std::int64_t n, std::uint64_t* parts) {
+__global__ void __launch_bounds__(kThreads)
+    digest_kernel(const unsigned char* bytes, std::int64_t n, std::uint64_t* parts) {
   const std::int64_t b = (blockIdx.x * std::int64_t{kThreads} + threadIdx.x) / kDigestChains, begin = b * kDigestBlock;
   const int k = threadIdx.x % kDigestChains;
   std::uint64_t chain = kDigestStart + k;
   const bool any = begin < n;
   if (any) {
     const std::int64_t size = n - begin < kDigestBlock ? n - begin : kDigestBlock, whole = size / 32 * 32;
-    for (std::int64_t i = 0; i < whole; i += 32) chain = digest_add(chain, *reinterpret_cast<const std::uint64_t*>(bytes + begin + i + 8 * k));
+    for (std::int64_t i = 0; i < whole; i += 32)
+      chain = digest_add(chain, *reinterpret_cast<const std::uint64_t*>(bytes + begin + i + 8 * k));
     for (std::int64_t i = whole; k == 0 && i < size; ++i) chain = digest_add_byte(chain, bytes[begin + i]);
   }
   std::uint64_t hash = kDigestStart;
@@ -75,15 +82,17 @@ __global__ void __launch_bounds__(kThreads) digest_kernel(const unsigned char* b
 
 }  // namespace
 
-cudaError_t add_parts_launch(const float* parts, std::int64_t num_parts, std::int64_t columns, float* out, cudaStream_t stream) {
+cudaError_t add_parts_launch(const float* parts, std::int64_t num_parts, std::int64_t columns, float* out,
+                             cudaStream_t stream) {
   if (num_parts == 0 || columns == 0) return cudaSuccess;
-  add_parts_kernel<<<static_cast<unsigned>((columns + kWarp - 1) / kWarp), kWarp * kPartRows, 0, stream>>>(parts, num_parts, columns, out);
+  add_parts_kernel<<<static_cast<unsigned>((columns + kWarp - 1) / kWarp), kWarp * kPartRows, 0, stream>>>(
+      parts, num_parts, columns, out);
   return cudaGetLastError();
 }
 
 template <class X>
-cudaError_t add_column_sums_launch(const X* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, float* parts, float* out,
-                                   cudaStream_t stream) {
+cudaError_t add_column_sums_launch(const X* x, std::int64_t stride, std::int64_t rows, std::int64_t columns,
+                                   float* parts, float* out, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
   const std::int64_t num_parts = (rows + kRowsPerPart - 1) / kRowsPerPart;
   const dim3 grid(static_cast<unsigned>((columns + kThreads - 1) / kThreads), static_cast<unsigned>(num_parts));
@@ -93,7 +102,8 @@ cudaError_t add_column_sums_launch(const X* x, std::int64_t stride, std::int64_t
 
 cudaError_t sum_of_squares_launch(const float* x, std::int64_t n, double* parts, double* out, cudaStream_t stream) {
   const std::int64_t num_parts = (n + kSquaresPerPart - 1) / kSquaresPerPart;
-  if (num_parts > 0) square_parts_kernel<<<static_cast<unsigned>(num_parts), kThreads, 0, stream>>>(x, n, parts, vectorizable(x, 0));
+  if (num_parts > 0)
+    square_parts_kernel<<<static_cast<unsigned>(num_parts), kThreads, 0, stream>>>(x, n, parts, vectorizable(x, 0));
   add_squares_kernel<<<1, kThreads, 0, stream>>>(parts, num_parts, out);
   return cudaGetLastError();
 }
@@ -101,11 +111,14 @@ cudaError_t sum_of_squares_launch(const float* x, std::int64_t n, double* parts,
 cudaError_t weight_digest_launch(const void* bytes, std::int64_t n, std::uint64_t* parts, cudaStream_t stream) {
   const std::int64_t chains = (n + kDigestBlock - 1) / kDigestBlock * kDigestChains;
   if (chains == 0) return cudaSuccess;
-  digest_kernel<<<static_cast<unsigned>((chains + kThreads - 1) / kThreads), kThreads, 0, stream>>>(static_cast<const unsigned char*>(bytes), n, parts);
+  digest_kernel<<<static_cast<unsigned>((chains + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      static_cast<const unsigned char*>(bytes), n, parts);
   return cudaGetLastError();
 }
 
-template cudaError_t add_column_sums_launch(const float*, std::int64_t, std::int64_t, std::int64_t, float*, float*, cudaStream_t);
-template cudaError_t add_column_sums_launch(const bfloat16*, std::int64_t, std::int64_t, std::int64_t, float*, float*, cudaStream_t);
+template cudaError_t add_column_sums_launch(const float*, std::int64_t, std::int64_t, std::int64_t, float*, float*,
+                                            cudaStream_t);
+template cudaError_t add_column_sums_launch(const bfloat16*, std::int64_t, std::int64_t, std::int64_t, float*, float*,
+                                            cudaStream_t);
 
 }  // namespace nemo_rl::kernels

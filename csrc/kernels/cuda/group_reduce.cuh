@@ -1,4 +1,5 @@
-// Float sums and maxima over a group of threads (a warp, or a whole block of warps) in a fixed order: every thread gets the result.
+// Float sums and maxima over a group of threads (a warp, or a whole block of warps) in a fixed order: every thread gets
+// the result.
 #pragma once
 #include "kernels/cuda/block_reduce.cuh"
 
@@ -6,16 +7,22 @@ namespace nemo_rl::kernels {
 
 struct AddOp {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
 };
 /// NaN loses against a number.
 struct MaxOp {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return b > a ? b : a; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return b > a ? b : a;
+  }
 };
 struct MinOp {
   template <class T>
-  __device__ __forceinline__ T operator()(T a, T b) const { return b < a ? b : a; }
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
 };
 
 /// Lanes i and i ^ offset for offset 16, 8, ... 1: the same tree in every lane.
@@ -26,8 +33,8 @@ __device__ __forceinline__ T warp_all(T v, Op op) {
   return v;
 }
 
-/// Over a block of Threads threads, or where Threads is one warp over the calling warp. `shared` holds Threads / 32 values and may be
-/// used again after the call.
+/// Over a block of Threads threads, or where Threads is one warp over the calling warp. `shared` holds Threads / 32
+/// values and may be used again after the call.
 template <int Threads, class Op, class T>
 __device__ __forceinline__ T group_all(T v, Op op, T* shared) {
   v = warp_all(v, op);

@@ -7,7 +7,8 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class Elem>
-__global__ void __launch_bounds__(kThreads) write_kernel(AttentionShape s, const Elem* qkv, const std::int64_t* slots, Elem* cache) {
+__global__ void __launch_bounds__(kThreads)
+    write_kernel(AttentionShape s, const Elem* qkv, const std::int64_t* slots, Elem* cache) {
   const std::int64_t t = blockIdx.x, slot = slots[t], H = s.head_dim, size = s.num_kv_heads * H;
   if (slot < 0) return;
   const std::int64_t lane = slot % kKeyTile;
@@ -22,9 +23,11 @@ __global__ void __launch_bounds__(kThreads) write_kernel(AttentionShape s, const
 }
 
 template <class Elem>
-__global__ void __launch_bounds__(kThreads) copy_kernel(AttentionShape s, Elem* cache, std::int64_t from, std::int64_t to, std::int64_t length) {
+__global__ void __launch_bounds__(kThreads)
+    copy_kernel(AttentionShape s, Elem* cache, std::int64_t from, std::int64_t to, std::int64_t length) {
   const std::int64_t H = s.head_dim, tile = H * kKeyTile, size = s.num_kv_heads * 2 * tile;
-  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < size; i += std::int64_t{kThreads} * gridDim.x) {
+  for (std::int64_t i = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; i < size;
+       i += std::int64_t{kThreads} * gridDim.x) {
     const bool value = i / tile % 2 == 1;
     const std::int64_t position = value ? i % tile / H : i % kKeyTile;
     if (position < length) cache[to * size + i] = cache[from * size + i];
@@ -33,20 +36,22 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(AttentionShape s, Elem* 
 
 }  // namespace
 
-cudaError_t kv_cache_write_launch(const AttentionShape& shape, const void* qkv, const std::int64_t* slots, std::int64_t tokens, void* cache,
-                                  cudaStream_t stream) {
+cudaError_t kv_cache_write_launch(const AttentionShape& shape, const void* qkv, const std::int64_t* slots,
+                                  std::int64_t tokens, void* cache, cudaStream_t stream) {
   if (tokens == 0) return cudaSuccess;
   const auto grid = static_cast<unsigned>(tokens);
   if (shape.type == ElementType::float32) {
-    write_kernel<<<grid, kThreads, 0, stream>>>(shape, static_cast<const std::uint32_t*>(qkv), slots, static_cast<std::uint32_t*>(cache));
+    write_kernel<<<grid, kThreads, 0, stream>>>(shape, static_cast<const std::uint32_t*>(qkv), slots,
+                                                static_cast<std::uint32_t*>(cache));
   } else {
-    write_kernel<<<grid, kThreads, 0, stream>>>(shape, static_cast<const std::uint16_t*>(qkv), slots, static_cast<std::uint16_t*>(cache));
+    write_kernel<<<grid, kThreads, 0, stream>>>(shape, static_cast<const std::uint16_t*>(qkv), slots,
+                                                static_cast<std::uint16_t*>(cache));
   }
   return cudaGetLastError();
 }
 
-cudaError_t kv_cache_copy_launch(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to, std::int64_t length,
-                                 cudaStream_t stream) {
+cudaError_t kv_cache_copy_launch(const AttentionShape& shape, void* cache, std::int64_t from, std::int64_t to,
+                                 std::int64_t length, cudaStream_t stream) {
   const std::int64_t size = shape.num_kv_heads * 2 * shape.head_dim * kKeyTile;
   const auto grid = static_cast<unsigned>((size + kThreads - 1) / kThreads);
   if (shape.type == ElementType::float32) {

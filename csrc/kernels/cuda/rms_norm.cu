@@ -1,5 +1,5 @@
-// RMS normalisation on CUDA: a warp a row where rows are short (heads), a block where they are long. How a row is summed depends on
-// its length alone.
+// RMS normalisation on CUDA: a warp a row where rows are short (heads), a block where they are long. How a row is
+// summed depends on its length alone.
 #include "kernels/cuda/group_reduce.cuh"
 #include "kernels/cuda/model_launchers.h"
 #include "kernels/cuda/vector_access.cuh"
@@ -11,7 +11,8 @@ constexpr int kThreads = 256;
 constexpr std::int64_t kWarpRow = 512;  // rows up to this length go to a warp
 
 template <class X, class T, int Threads>
-__global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForwardArgs<X, T> p, std::int64_t rows, bool vectors) {
+__global__ void __launch_bounds__(kThreads)
+    forward_kernel(RmsNormForwardArgs<X, T> p, std::int64_t rows, bool vectors) {
   __shared__ float shared[kThreads / kWarp];
   const std::int64_t r = blockIdx.x * std::int64_t{kThreads / Threads} + threadIdx.x / Threads;
   if (r >= rows) return;  // a whole warp, or nobody: with a block a row there is a block for every row
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForwardArgs<X,
 
 /// dx may be dy itself: a thread reads its values before it writes them.
 template <class X, class G, class T, int Threads>
-__global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackwardArgs<X, G, T> p, std::int64_t rows, bool vectors) {
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(RmsNormBackwardArgs<X, G, T> p, std::int64_t rows, bool vectors) {
   __shared__ float shared[kThreads / kWarp];
   const std::int64_t r = blockIdx.x * std::int64_t{kThreads / Threads} + threadIdx.x / Threads;
   if (r >= rows) return;
@@ -73,14 +75,17 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackwardArgs<
 
 /// parts[block of rows, d] = sum of dy · x · rstd over the block's rows, in order.
 template <class X, class G, class T>
-__global__ void __launch_bounds__(kThreads) weight_kernel(RmsNormBackwardArgs<X, G, T> p, std::int64_t groups, float* parts) {
+__global__ void __launch_bounds__(kThreads)
+    weight_kernel(RmsNormBackwardArgs<X, G, T> p, std::int64_t groups, float* parts) {
   const std::int64_t d = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
   if (d >= p.D) return;
-  const std::int64_t begin = blockIdx.y * kRowsPerPart, end = begin + kRowsPerPart < groups ? begin + kRowsPerPart : groups;
+  const std::int64_t begin = blockIdx.y * kRowsPerPart,
+                     end = begin + kRowsPerPart < groups ? begin + kRowsPerPart : groups;
   float sum = 0;
   for (std::int64_t o = begin; o < end; ++o)
     for (std::int64_t i = 0; i < p.inner; ++i)
-      sum += widen(p.dy[o * p.stride_dy + i * p.D + d]) * widen(p.x[o * p.stride_x + i * p.D + d]) * p.rstd[o * p.inner + i];
+      sum += widen(p.dy[o * p.stride_dy + i * p.D + d]) * widen(p.x[o * p.stride_x + i * p.D + d]) *
+             p.rstd[o * p.inner + i];
   parts[blockIdx.y * p.D + d] = sum;
 }
 
@@ -90,10 +95,12 @@ template <class X, class T>
 cudaError_t rms_norm_forward_launch(const RmsNormForwardArgs<X, T>& p, std::int64_t groups, cudaStream_t stream) {
   const std::int64_t rows = groups * p.inner;
   if (rows == 0) return cudaSuccess;
-  const bool vectors = p.D % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.w, p.D) && vectorizable(p.y, p.stride_y);
+  const bool vectors =
+      p.D % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.w, p.D) && vectorizable(p.y, p.stride_y);
   if (p.D <= kWarpRow) {
     constexpr int each = kThreads / kWarp;
-    forward_kernel<X, T, kWarp><<<static_cast<unsigned>((rows + each - 1) / each), kThreads, 0, stream>>>(p, rows, vectors);
+    forward_kernel<X, T, kWarp>
+        <<<static_cast<unsigned>((rows + each - 1) / each), kThreads, 0, stream>>>(p, rows, vectors);
   } else {
     forward_kernel<X, T, kThreads><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(p, rows, vectors);
   }
@@ -101,18 +108,21 @@ cudaError_t rms_norm_forward_launch(const RmsNormForwardArgs<X, T>& p, std::int6
 }
 
 template <class X, class G, class T>
-cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<X, G, T>& p, std::int64_t groups, float* parts, float* dw, cudaStream_t stream) {
+cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<X, G, T>& p, std::int64_t groups, float* parts,
+                                     float* dw, cudaStream_t stream) {
   const std::int64_t rows = groups * p.inner, num_parts = (groups + kRowsPerPart - 1) / kRowsPerPart;
   if (rows == 0) return cudaSuccess;
   // before dx is written, which may be dy
   const dim3 grid(static_cast<unsigned>((p.D + kThreads - 1) / kThreads), static_cast<unsigned>(num_parts));
   weight_kernel<X, G, T><<<grid, kThreads, 0, stream>>>(p, groups, parts);
-  if (const cudaError_t status = add_parts_launch(parts, num_parts, p.D, dw, stream); status != cudaSuccess) return status;
-  const bool vectors = p.D % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.w, p.D) && vectorizable(p.dy, p.stride_dy) &&
-                       vectorizable(p.dx, p.stride_dx);
+  if (const cudaError_t status = add_parts_launch(parts, num_parts, p.D, dw, stream); status != cudaSuccess)
+    return status;
+  const bool vectors = p.D % kEight == 0 && vectorizable(p.x, p.stride_x) && vectorizable(p.w, p.D) &&
+                       vectorizable(p.dy, p.stride_dy) && vectorizable(p.dx, p.stride_dx);
   if (p.D <= kWarpRow) {
     constexpr int each = kThreads / kWarp;
-    backward_kernel<X, G, T, kWarp><<<static_cast<unsigned>((rows + each - 1) / each), kThreads, 0, stream>>>(p, rows, vectors);
+    backward_kernel<X, G, T, kWarp>
+        <<<static_cast<unsigned>((rows + each - 1) / each), kThreads, 0, stream>>>(p, rows, vectors);
   } else {
     backward_kernel<X, G, T, kThreads><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(p, rows, vectors);
   }
@@ -122,8 +132,11 @@ cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<X, G, T>& p, std:
 template cudaError_t rms_norm_forward_launch(const RmsNormForwardArgs<float, float>&, std::int64_t, cudaStream_t);
 template cudaError_t rms_norm_forward_launch(const RmsNormForwardArgs<float, bfloat16>&, std::int64_t, cudaStream_t);
 template cudaError_t rms_norm_forward_launch(const RmsNormForwardArgs<bfloat16, bfloat16>&, std::int64_t, cudaStream_t);
-template cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<float, float, float>&, std::int64_t, float*, float*, cudaStream_t);
-template cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<float, float, bfloat16>&, std::int64_t, float*, float*, cudaStream_t);
-template cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<bfloat16, bfloat16, bfloat16>&, std::int64_t, float*, float*, cudaStream_t);
+template cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<float, float, float>&, std::int64_t, float*,
+                                              float*, cudaStream_t);
+template cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<float, float, bfloat16>&, std::int64_t, float*,
+                                              float*, cudaStream_t);
+template cudaError_t rms_norm_backward_launch(const RmsNormBackwardArgs<bfloat16, bfloat16, bfloat16>&, std::int64_t,
+                                              float*, float*, cudaStream_t);
 
 }  // namespace nemo_rl::kernels

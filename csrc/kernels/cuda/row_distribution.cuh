@@ -1,5 +1,6 @@
-// The distribution that one row of logits gives under temperature, top-k and top-p, by one thread block; definitions as in
-// kernels/sampling.h. Sampler and trainer call these functions, so both get the same bits; a row's result depends on that row alone.
+// The distribution that one row of logits gives under temperature, top-k and top-p, by one thread block; definitions as
+// in kernels/sampling.h. Sampler and trainer call these functions, so both get the same bits; a row's result depends on
+// that row alone.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -64,7 +65,9 @@ __device__ LogSumExp row_log_sum_exp(const Row& row, const RowThreshold& kept, R
 __device__ __forceinline__ bool finite(const LogSumExp& lse) { return isfinite(lse.log_sum); }
 
 /// As kernels/cpu/log_softmax.cpp's.
-__device__ __forceinline__ float row_logprob(float z, const LogSumExp& lse) { return __fsub_rn(__fsub_rn(z, lse.max), lse.log_sum); }
+__device__ __forceinline__ float row_logprob(float z, const LogSumExp& lse) {
+  return __fsub_rn(__fsub_rn(z, lse.max), lse.log_sum);
+}
 
 /// The sum of f(v) over the row. Integers: no order.
 template <class F>
@@ -76,7 +79,8 @@ __device__ std::uint64_t row_sum(std::int64_t V, RowScratch& scratch, const F& f
 
 /// The largest key for which the weights of all entries at or above it sum to at least `need`; 0 where they never do.
 template <class Key, class Weight>
-__device__ std::uint32_t highest_key(std::int64_t V, std::uint64_t need, RowScratch& scratch, const Key& key, const Weight& weight) {
+__device__ std::uint32_t highest_key(std::int64_t V, std::uint64_t need, RowScratch& scratch, const Key& key,
+                                     const Weight& weight) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   std::uint32_t found = 0;
   for (int shift = 28; shift >= 0; shift -= 4) {
@@ -108,11 +112,13 @@ __device__ std::uint32_t highest_key(std::int64_t V, std::uint64_t need, RowScra
 }
 
 /// What top-k and top-p keep of a row whose unfiltered log-sum-exp is `lse` (finite).
-__device__ inline RowThreshold row_threshold(const Row& row, const LogSumExp& lse, float top_p, std::int64_t top_k, RowScratch& scratch) {
+__device__ inline RowThreshold row_threshold(const Row& row, const LogSumExp& lse, float top_p, std::int64_t top_k,
+                                             RowScratch& scratch) {
   RowThreshold kept;
   const auto order = [&](std::int64_t v) { return order_of(row.z(v)); };
   if (top_k > 0 && top_k < row.V)  // ties with the k-th value stay
-    kept.order = highest_key(row.V, static_cast<std::uint64_t>(top_k), scratch, order, [](std::int64_t) { return std::uint64_t{1}; });
+    kept.order = highest_key(row.V, static_cast<std::uint64_t>(top_k), scratch, order,
+                             [](std::int64_t) { return std::uint64_t{1}; });
   if (!(top_p < 1)) return kept;
   const std::uint32_t least = kept.order;
   const auto mass = [&](std::int64_t v) {
@@ -123,9 +129,11 @@ __device__ inline RowThreshold row_threshold(const Row& row, const LogSumExp& ls
   const std::uint32_t cut = highest_key(row.V, need, scratch, order, mass);
   kept.order = cut;
   // of equal ones as many as it takes, the largest ids first
-  const std::uint64_t above = row_sum(row.V, scratch, [&](std::int64_t v) { return order(v) > cut ? mass(v) : std::uint64_t{0}; });
+  const std::uint64_t above =
+      row_sum(row.V, scratch, [&](std::int64_t v) { return order(v) > cut ? mass(v) : std::uint64_t{0}; });
   const std::uint64_t ties = row_sum(row.V, scratch, [&](std::int64_t v) { return std::uint64_t{order(v) == cut}; });
-  const std::uint64_t tied = row_sum(row.V, scratch, [&](std::int64_t v) { return order(v) == cut ? mass(v) : std::uint64_t{0}; });
+  const std::uint64_t tied =
+      row_sum(row.V, scratch, [&](std::int64_t v) { return order(v) == cut ? mass(v) : std::uint64_t{0}; });
   const std::uint64_t each = tied / (ties > 0 ? ties : 1), wanted = each > 0 ? (need - above + each - 1) / each : ties;
   if (wanted < ties)
     kept.id = static_cast<std::int32_t>(highest_key(
@@ -135,7 +143,8 @@ __device__ inline RowThreshold row_threshold(const Row& row, const LogSumExp& ls
 }
 
 /// The token at which the kept tokens' masses, summed in vocabulary order, exceed u of their total.
-__device__ inline std::int64_t row_draw(const Row& row, const LogSumExp& lse, const RowThreshold& kept, double u, RowScratch& scratch) {
+__device__ inline std::int64_t row_draw(const Row& row, const LogSumExp& lse, const RowThreshold& kept, double u,
+                                        RowScratch& scratch) {
   constexpr int kEach = 8;  // neighbouring tokens of a thread
   const auto mass = [&](std::int64_t v) {
     const float z = row.z(v);

@@ -26,7 +26,8 @@ __device__ Filtered filtered_row(const Row& row, const SamplingRule& rule, RowSc
 }
 
 template <bool Entropy>
-__global__ void __launch_bounds__(kRowThreads) sample_kernel(const float* logits, std::int64_t V, const CudaDraw* draws, SampledToken* out) {
+__global__ void __launch_bounds__(kRowThreads)
+    sample_kernel(const float* logits, std::int64_t V, const CudaDraw* draws, SampledToken* out) {
   __shared__ RowScratch scratch;
   const CudaDraw draw = draws[blockIdx.x];
   const Row row{logits + draw.logits_row * V, V, 1.0f / (draw.rule.greedy ? 1.0f : draw.rule.temperature)};
@@ -34,18 +35,21 @@ __global__ void __launch_bounds__(kRowThreads) sample_kernel(const float* logits
   SampledToken result;
   result.logprob = -INFINITY;
   if (f.fit) {
-    result.token = draw.rule.greedy ? row_argmax(row, f.all.max, scratch) : row_draw(row, f.lse, f.kept, draw.uniform, scratch);
+    result.token =
+        draw.rule.greedy ? row_argmax(row, f.all.max, scratch) : row_draw(row, f.lse, f.kept, draw.uniform, scratch);
     if (result.token >= 0 && result.token < V) result.logprob = row_logprob(row.z(result.token), f.lse);
     result.entropy = f.lse.entropy;
   }
   if (threadIdx.x == 0) out[blockIdx.x] = result;
 }
 
-__global__ void __launch_bounds__(kRowThreads) score_kernel(PairRows p, float* logprobs, float* unfiltered, float* entropy) {
+__global__ void __launch_bounds__(kRowThreads)
+    score_kernel(PairRows p, float* logprobs, float* unfiltered, float* entropy) {
   __shared__ RowScratch scratch;
   const std::int64_t r = blockIdx.x;
   const Row row{p.logits + r * p.V, p.V, 1.0f / p.rule.temperature};
-  const Filtered f = entropy != nullptr ? filtered_row<true>(row, p.rule, scratch) : filtered_row<false>(row, p.rule, scratch);
+  const Filtered f =
+      entropy != nullptr ? filtered_row<true>(row, p.rule, scratch) : filtered_row<false>(row, p.rule, scratch);
   for (std::int64_t i = p.first[r] + threadIdx.x; i < p.first[r + 1]; i += kRowThreads) {
     const float z = row.z(p.targets[i]);
     logprobs[i] = !f.fit ? NAN : (f.kept.keeps(z, p.targets[i]) ? row_logprob(z, f.lse) : -INFINITY);
@@ -55,7 +59,8 @@ __global__ void __launch_bounds__(kRowThreads) score_kernel(PairRows p, float* l
 }
 
 /// Sum of g over the row's pairs that count: with `target` >= 0 only those with this target.
-__device__ float sum_of_pairs(const PairRows& p, const Row& row, const float* g, std::int64_t r, std::int64_t target, const RowThreshold& kept) {
+__device__ float sum_of_pairs(const PairRows& p, const Row& row, const float* g, std::int64_t r, std::int64_t target,
+                              const RowThreshold& kept) {
   float sum = 0;
   for (std::int64_t i = p.first[r]; i < p.first[r + 1]; ++i)
     if ((target < 0 || p.targets[i] == target) && kept.keeps(row.z(p.targets[i]), p.targets[i])) sum += g[i];
@@ -63,7 +68,8 @@ __device__ float sum_of_pairs(const PairRows& p, const Row& row, const float* g,
 }
 
 template <class O>
-__global__ void __launch_bounds__(kRowThreads) gradient_kernel(PairRows p, const float* g, const float* g_unfiltered, O* d_logits) {
+__global__ void __launch_bounds__(kRowThreads)
+    gradient_kernel(PairRows p, const float* g, const float* g_unfiltered, O* d_logits) {
   __shared__ RowScratch scratch;
   const std::int64_t r = blockIdx.x;
   const Row row{p.logits + r * p.V, p.V, 1.0f / p.rule.temperature};
@@ -86,14 +92,16 @@ __global__ void __launch_bounds__(kRowThreads) gradient_kernel(PairRows p, const
     bool leads = true;  // the first pair with this target: the entry is rounded once
     for (std::int64_t j = p.first[r]; j < i; ++j) leads = leads && p.targets[j] != v;
     if (leads)
-      out[v] = static_cast<O>(value(v, sum_of_pairs(p, row, g, r, v, f.kept), g_unfiltered != nullptr ? sum_of_pairs(p, row, g_unfiltered, r, v, everything) : 0.0f));
+      out[v] =
+          static_cast<O>(value(v, sum_of_pairs(p, row, g, r, v, f.kept),
+                               g_unfiltered != nullptr ? sum_of_pairs(p, row, g_unfiltered, r, v, everything) : 0.0f));
   }
 }
 
 }  // namespace
 
-cudaError_t sample_rows_launch(const float* logits, std::int64_t V, const CudaDraw* draws, std::int64_t num_draws, bool with_entropy,
-                               SampledToken* out, cudaStream_t stream) {
+cudaError_t sample_rows_launch(const float* logits, std::int64_t V, const CudaDraw* draws, std::int64_t num_draws,
+                               bool with_entropy, SampledToken* out, cudaStream_t stream) {
   if (num_draws == 0) return cudaSuccess;
   const auto grid = static_cast<unsigned>(num_draws);
   if (with_entropy) {
@@ -104,14 +112,16 @@ cudaError_t sample_rows_launch(const float* logits, std::int64_t V, const CudaDr
   return cudaGetLastError();
 }
 
-cudaError_t score_pairs_launch(const PairRows& args, float* logprobs, float* unfiltered, float* entropy, cudaStream_t stream) {
+cudaError_t score_pairs_launch(const PairRows& args, float* logprobs, float* unfiltered, float* entropy,
+                               cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   score_kernel<<<static_cast<unsigned>(args.rows), kRowThreads, 0, stream>>>(args, logprobs, unfiltered, entropy);
   return cudaGetLastError();
 }
 
 template <class O>
-cudaError_t pairs_gradient_launch(const PairRows& args, const float* g, const float* g_unfiltered, O* d_logits, cudaStream_t stream) {
+cudaError_t pairs_gradient_launch(const PairRows& args, const float* g, const float* g_unfiltered, O* d_logits,
+                                  cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   gradient_kernel<O><<<static_cast<unsigned>(args.rows), kRowThreads, 0, stream>>>(args, g, g_unfiltered, d_logits);
   return cudaGetLastError();

@@ -1,5 +1,5 @@
-// Eight values at a time between memory and registers, as float32: 16-byte accesses where the addresses allow it, one value
-// after the other where they do not. The same values either way.
+// Eight values at a time between memory and registers, as float32: 16-byte accesses where the addresses allow it, one
+// value after the other where they do not. The same values either way.
 #pragma once
 #include <cstdint>
 
@@ -40,7 +40,8 @@ __device__ __forceinline__ void store_vector(bfloat16* p, const float (&v)[kEigh
   std::uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    words[i] = static_cast<std::uint32_t>(bfloat16(v[2 * i]).bits) | static_cast<std::uint32_t>(bfloat16(v[2 * i + 1]).bits) << 16;
+    words[i] = static_cast<std::uint32_t>(bfloat16(v[2 * i]).bits) |
+               static_cast<std::uint32_t>(bfloat16(v[2 * i + 1]).bits) << 16;
   *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 

@@ -7,6 +7,7 @@ from nemo_rl_cpp.config.sections import as_model, check_names
 
 __all__ = ["MissingSetting", "as_model", "check_names", "setting"]
 
+
 def setting(config: Any, name: str, *default: Any) -> Any:
     """One field of a mapping or an object; without a default a missing one is a MissingSetting that names it."""
     found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)

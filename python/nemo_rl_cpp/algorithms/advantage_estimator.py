@@ -40,7 +40,9 @@ class GRPOAdvantageEstimator:
         self.last_metrics: dict[str, float] = {}
 
     def _advantages(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None) -> Tensor:
-        stats = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=self.use_leave_one_out_baseline)
+        stats = ops.group_baseline(
+            rewards, groups, valid_mask=valid_mask, leave_one_out=self.use_leave_one_out_baseline
+        )
         return ops.grpo_advantages(rewards, stats.baseline, stats.std, normalize=self.normalize_rewards)
 
     def compute_advantage(
@@ -125,7 +127,9 @@ class RawRewardAdvantageEstimator:
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
         self.last_metrics: dict[str, float] = {}
 
-    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         result = ops.raw_reward(rewards, mask, normalize=self.normalize_advantages)
         self.last_metrics = _whitening_metrics(result.degenerate)
         return result.advantages, None

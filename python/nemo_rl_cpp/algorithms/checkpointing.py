@@ -60,7 +60,9 @@ class Resume(NamedTuple):
         if self.path is None or (kept := _kept_groups(self.path)) is None:
             return
         if kept["cache"] is not None and not sampler.takes(kept["cache"]):
-            print("The prompt groups that the checkpoint kept for the next step are left out: the settings of dynamic sampling changed.")
+            print(
+                "The prompt groups that the checkpoint kept for the next step are left out: the settings of dynamic sampling changed."
+            )
         else:
             sampler.load_state_dict(kept)
 
@@ -111,7 +113,9 @@ def save_checkpoint(parts: Any, config: Any, state: TrainState, metric: dict[str
         if kept := parts.sampler.state_dict():
             write_state(folder / SAMPLER_STATE, kept)
         if checkpoints.identity:
-            (folder / IDENTITY).write_text(json.dumps(checkpoints.identity, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            (folder / IDENTITY).write_text(
+                json.dumps(checkpoints.identity, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+            )
     return Path(folder).with_name(f"step_{state.step}")
 
 
@@ -152,7 +156,11 @@ def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | Non
     elif val_metrics is not None:
         known = val_metrics
     else:
-        known = parts.validator.gives(report.rollout_names, parts.rollouts.task_to_env) if parts.validator is not None else None
+        known = (
+            parts.validator.gives(report.rollout_names, parts.rollouts.task_to_env)
+            if parts.validator is not None
+            else None
+        )
         if known is None or name in known:
             return  # the first validation tells
     if name not in known:
@@ -162,7 +170,9 @@ def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | Non
     checkpoints.metric_seen = True
 
 
-def metric_of(parts: Any, metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False) -> dict[str, float]:
+def metric_of(
+    parts: Any, metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False
+) -> dict[str, float]:
     """The metric that ranks a checkpoint. None, and that is said once a run (unless `quiet`), where no validation ran on this
     step or where a metric that was there before is missing."""
     checkpoints = parts.run.checkpoints
@@ -172,8 +182,15 @@ def metric_of(parts: Any, metrics: dict[str, Any], val_metrics: dict[str, Any] |
         return checkpoints.checkpoint_metric(metrics, val_metrics)
     if not quiet and not checkpoints.metric_missed:
         checkpoints.metric_missed = True
-        why = f"this step's {kind} metrics have no {name!r}" if there else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
-        _say(parts, f"warning: the checkpoint is saved without checkpointing.metric_name={checkpoints.metric_name}, by which it would be ranked ({why})")
+        why = (
+            f"this step's {kind} metrics have no {name!r}"
+            if there
+            else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
+        )
+        _say(
+            parts,
+            f"warning: the checkpoint is saved without checkpointing.metric_name={checkpoints.metric_name}, by which it would be ranked ({why})",
+        )
     return {}
 
 
@@ -189,7 +206,10 @@ def _not_saved(parts: Any, state: TrainState, trouble: str, error: Exception) ->
             "change checkpointing.checkpoint_dir"
         ) from error
     if not checkpoints.owed:
-        _say(parts, f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end")
+        _say(
+            parts,
+            f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end",
+        )
     checkpoints.owed = True
 
 
@@ -219,7 +239,9 @@ def check_weights(parts: Any, state: TrainState) -> None:
     """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
     for name, trained in parts.models.items():
         model = getattr(trained, "model", None)
-        for flat in () if model is None else {t.data_ptr(): t for t in (model.compute, model.masters) if t is not None}.values():
+        for flat in (
+            () if model is None else {t.data_ptr(): t for t in (model.compute, model.masters) if t is not None}.values()
+        ):
             if bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
                 continue
             bad = [n for n, view in named_views(model.layout, flat).items() if not bool(torch.isfinite(view).all())]

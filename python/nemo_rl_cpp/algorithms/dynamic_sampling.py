@@ -205,7 +205,9 @@ class GroupSampler:
             enabled=bool(get("use_dynamic_sampling", False)),
             max_gen_batches=get("dynamic_sampling_max_gen_batches", 10),
             keep_surplus=bool(get("dynamic_sampling_keep_surplus", False)),
-            voters=partial(unmasked_rows, overlong_filtering=bool(get("overlong_filtering", False))) if exclude else None,
+            voters=partial(unmasked_rows, overlong_filtering=bool(get("overlong_filtering", False)))
+            if exclude
+            else None,
             group_size=get("num_generations_per_prompt", None),
         )
 
@@ -237,7 +239,9 @@ class GroupSampler:
         _check_finite(rewards)
         rollouts = rollouts.copy()
         rollouts["group_id"] = groups = group_numbers(rollouts)
-        if self.enabled and self.keep_surplus and not self._checked:  # a checkpoint will hold them: say so in the first step
+        if (
+            self.enabled and self.keep_surplus and not self._checked
+        ):  # a checkpoint will hold them: say so in the first step
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
         if "weight_version" not in rollouts:
@@ -272,7 +276,9 @@ class GroupSampler:
         Raises RuntimeError unless `full`.
         """
         if not self.full:
-            raise RuntimeError(f"only {self.cached_groups} of {self.num_groups} groups are there: add rollouts until full")
+            raise RuntimeError(
+                f"only {self.cached_groups} of {self.num_groups} groups are there: add rollouts until full"
+            )
         cache, surplus = self._cache, 0
         self._cache = None
         batch = cache

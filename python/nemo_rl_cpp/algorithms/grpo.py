@@ -5,43 +5,25 @@
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
-from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
+from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
 from nemo_rl_cpp.algorithms.components import GRPOComponents
-from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
 from nemo_rl_cpp.algorithms.resume import opened
-from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
-from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.run import run_to_end
-from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
-from nemo_rl_cpp.algorithms.setup import shutdown_environments
 from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, shape_rewards, valid_mask
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
-from nemo_rl_cpp.algorithms.validation import Validator
-from nemo_rl_cpp.config.grpo import AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
-from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
+from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
-from nemo_rl_cpp.experience.prompt_source import PromptSource
-from nemo_rl_cpp.experience.rollout_runner import RolloutRunner, aggregate_rollout_metrics
-from nemo_rl_cpp.experience.train_batch import (
-    add_token_loss_masks,
-    build_train_batch,
-    extract_initial_prompt_messages,
-    sampled_by_policy,
-)
-from nemo_rl_cpp.models.sources import SourceError
+from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, build_train_batch, sampled_by_policy
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 MasterConfig = GRPOMasterConfig
@@ -81,7 +63,9 @@ def grpo_loop(parts: GRPOComponents, config: GRPOMasterConfig, state: TrainState
                 metrics |= add_logprobs(parts.policy, batch, needs, weight_version=state.step)
                 metrics |= mask_by_logprob_error(batch, grpo.seq_logprob_error_threshold)
             with timer("advantage_calculation"):
-                batch["advantages"] = _clip_grpo_advantages(compute_advantages(parts, batch, grpo.masked_reward_policy), grpo)
+                batch["advantages"] = _clip_grpo_advantages(
+                    compute_advantages(parts, batch, grpo.masked_reward_policy), grpo
+                )
             with timer("policy_training"):
                 parts.policy.prepare_for_training()
                 result = parts.policy.train(batch, parts.loss_fn, timer=timer)

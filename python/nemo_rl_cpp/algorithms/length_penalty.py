@@ -40,7 +40,10 @@ def apply_length_penalty(rollouts: Any, config: LengthPenaltyConfig, tokenizer: 
         for row, reward in zip(rows, penalized(rewards, lengths, params, config.bands())):
             after[row] = reward
         if config.verbose:
-            print(f"length_penalty: rewards {rewards} -> {[round(after[row], 4) for row in rows]}, lengths {lengths['total']}", flush=True)
+            print(
+                f"length_penalty: rewards {rewards} -> {[round(after[row], 4) for row in rows]}, lengths {lengths['total']}",
+                flush=True,
+            )
     rollouts["total_reward"] = torch.tensor(after, dtype=rollouts["total_reward"].dtype)
     size = max(1, len(before))
     return {
@@ -100,7 +103,9 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
     return (text.removeprefix("<think>"), "") if text.lstrip().startswith("<think>") else ("", text)
 
 
-def _additions(right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool) -> list[float]:
+def _additions(
+    right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
+) -> list[float]:
     """What length adds to each reward [G]; nothing where fewer than two are right."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
@@ -150,7 +155,10 @@ def _add_pass_rate(additions: list[float], right: list[int], lengths: Sequence[i
 
 
 def _gate_is_open(
-    right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, bands: Mapping[str, ProfileBandChannel]
+    right: list[int],
+    lengths: Mapping[str, Sequence[int]],
+    params: LengthPenaltyParams,
+    bands: Mapping[str, ProfileBandChannel],
 ) -> bool:
     if not params.group_length_penalty_profile_gate:
         return True

@@ -1,7 +1,6 @@
 """Top-k and top-p filtering of logits during training, so that it sees the distribution that was sampled from."""
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def _limits_p(top_p: float | None) -> bool:
     return top_p is not None and top_p < 1.0
 
 
-def need_top_k_or_top_p_filtering(sampling_params: Optional[TrainingSamplingParams]) -> bool:
+def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
     """Whether these parameters remove any token."""
     return sampling_params is not None and (_limits_k(sampling_params.top_k) or _limits_p(sampling_params.top_p))
 

@@ -118,7 +118,10 @@ def log_times(parts: Any, state: TrainState, report: StepReport) -> None:
         total_num_tokens=report.metrics.get("total_num_tokens", 0),
         num_generated_tokens=report.generated_tokens,
     )
-    for share in ("reused_forward_share", "zero_gradient_share"):  # the first is 0 in a process's first step: of how it ran, not of what it did
+    for share in (
+        "reused_forward_share",
+        "zero_gradient_share",
+    ):  # the first is 0 in a process's first step: of how it ran, not of what it did
         if hasattr(parts.policy, share):
             performance[share] = getattr(parts.policy, share)
     if run.logger is not None:

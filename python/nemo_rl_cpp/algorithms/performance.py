@@ -48,8 +48,16 @@ def print_performance_metrics(
     total, tokens = timing_metrics["total_step_time"], metrics["total_num_tokens"]
     samples = num_prompts_per_step * num_generations_per_prompt
     found |= performance_metrics(
-        {**timing_metrics, "generation": generation, "policy_and_reference_logprobs": logprobs, "total_step_time": total},
-        num_samples=samples, total_num_tokens=tokens, num_devices=devices.total, num_training_devices=devices.training,
+        {
+            **timing_metrics,
+            "generation": generation,
+            "policy_and_reference_logprobs": logprobs,
+            "total_step_time": total,
+        },
+        num_samples=samples,
+        total_num_tokens=tokens,
+        num_devices=devices.total,
+        num_training_devices=devices.training,
         num_generation_devices=devices.generation,
     )
     print("  Throughputs (per GPU), and of the whole run:")

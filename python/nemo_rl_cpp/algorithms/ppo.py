@@ -17,7 +17,13 @@ from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
 from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.run import run_to_end
-from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, shape_rewards, valid_mask
+from nemo_rl_cpp.algorithms.step import (
+    mask_by_logprob_error,
+    report_step,
+    require_valid_tokens,
+    shape_rewards,
+    valid_mask,
+)
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs, training_metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.logger import LoggerConfig as PPOLoggerConfig
@@ -136,8 +142,8 @@ def main(config: PPOMasterConfig) -> None:
     `run_ppo.py` calls. A model or data set that cannot be had ends the program with one sentence."""
     config = checked(config, PPOMasterConfig)
     with build.run_data(config, config.ppo.seed) as (tokenizer, data):
-        policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, config = setup(
-            config, tokenizer, data.train, data.validation
+        policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, config = (
+            setup(config, tokenizer, data.train, data.validation)
         )
         ppo_train(
             policy, generation, value, loader, val_loader, tokenizer, loss_fn, value_loss_fn, data.task_to_env,

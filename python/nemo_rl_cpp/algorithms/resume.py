@@ -32,7 +32,9 @@ _SAMPLED_ROWS = 256
 
 
 @contextmanager
-def opened(config: Any, loop: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Iterator[tuple[CheckpointManager, Resume]]:
+def opened(
+    config: Any, loop: Any, tokenizer: Any, dataset: Any, val_dataset: Any
+) -> Iterator[tuple[CheckpointManager, Resume]]:
     """(checkpoints, where to go on) of a run, for the block that builds it. The folder is this run's from here to
     `CheckpointManager.shutdown`, or to an exception in the block.
 
@@ -70,7 +72,10 @@ def announce(resume: Resume, config: Any, loop: Any, identity: Mapping[str, Any]
 def end_reached(state: TrainState, loop: Any) -> str | None:
     """How to go on with a run that is at its end by the configuration; None while there is something to train."""
     section = "ppo" if type(loop).__name__.startswith("PPO") else "grpo"
-    for key, done, limit in (("max_num_steps", state.total_steps, loop.max_num_steps), ("max_num_epochs", state.current_epoch, loop.max_num_epochs)):
+    for key, done, limit in (
+        ("max_num_steps", state.total_steps, loop.max_num_steps),
+        ("max_num_epochs", state.current_epoch, loop.max_num_epochs),
+    ):
         if limit is not None and done >= limit:
             return (
                 f"has {done} {key.rpartition('_')[2]}, and {section}.{key} is {limit}: nothing is left to train. Raise {section}.{key} to train on; for a new run "
@@ -118,7 +123,9 @@ def rows_identity(dataset: Any) -> Any:
     rows = getattr(dataset, "dataset", dataset)
     try:
         count = len(rows)
-        picked = sorted({i * (count - 1) // max(1, min(count, _SAMPLED_ROWS) - 1) for i in range(min(count, _SAMPLED_ROWS))})
+        picked = sorted(
+            {i * (count - 1) // max(1, min(count, _SAMPLED_ROWS) - 1) for i in range(min(count, _SAMPLED_ROWS))}
+        )
         return {"rows": count, "sha256": _digest([_content(rows[i]) for i in picked])}
     except (TypeError, KeyError, IndexError):
         return None
@@ -135,7 +142,9 @@ def _prompt_texts(dataset: Any) -> Iterator[str]:
         table = getattr(one, "task_data_processors", None)
         specs = [entry[0] for entry in table.values()] if isinstance(table, Mapping) else []
         for spec in [*specs, getattr(one, "default_task_data_spec", None)]:
-            yield from (f"{name}: {text}" for name in ("prompt", "system_prompt") if (text := getattr(spec, name, None)))
+            yield from (
+                f"{name}: {text}" for name in ("prompt", "system_prompt") if (text := getattr(spec, name, None))
+            )
 
 
 def _digest(value: Any) -> str:
@@ -163,18 +172,30 @@ def _loaded_refusals(saved: Saved, config: Any, identity: Mapping[str, Any]) -> 
     if _differ(before, identity, "tokenizer"):
         yield "policy.tokenizer.name", f"{config.policy.tokenizer.name} is another tokenizer"
     if _differ(before, identity, "train"):
-        counts = [side["train"].get("rows") if isinstance(side["train"], Mapping) else None for side in (before, identity)]
+        counts = [
+            side["train"].get("rows") if isinstance(side["train"], Mapping) else None for side in (before, identity)
+        ]
         how = f"{counts[0]} -> {counts[1]} rows" if counts[0] != counts[1] else "other rows"
         yield "data.train", f"{how}: another data set"
     for section in ("policy", "value"):
         if hasattr(config, section) and (saved.path / section / "weights").is_dir():
             model = getattr(config, section)
-            yield from architecture_refusals(saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config)
+            yield from architecture_refusals(
+                saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config
+            )
 
 
 def _said(saved: Saved, identity: Mapping[str, Any]) -> list[Change]:
-    names = {"chat_template": "the chat template", "prompt_files": "the prompt files", "validation": "the validation rows"}
-    return [Change(text, "those of the checkpoint", "others") for name, text in names.items() if _differ(saved.identity, identity, name)]
+    names = {
+        "chat_template": "the chat template",
+        "prompt_files": "the prompt files",
+        "validation": "the validation rows",
+    }
+    return [
+        Change(text, "those of the checkpoint", "others")
+        for name, text in names.items()
+        if _differ(saved.identity, identity, name)
+    ]
 
 
 def _differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

@@ -8,7 +8,6 @@ from torch import Tensor
 from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.config.rewards import RewardShapingConfig
 
-
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 
 
@@ -56,11 +55,16 @@ def _stop_properly(batch: Any, cfg: RewardShapingConfig, quiet: bool) -> None:
         print(warning, flush=True)
     rewards: Tensor = batch["total_reward"]
     truncated = batch.get("truncated")
-    assert truncated is not None, "truncated field not found in the batch: reward_shaping.stop_properly_penalty_coef needs it"
+    assert truncated is not None, (
+        "truncated field not found in the batch: reward_shaping.stop_properly_penalty_coef needs it"
+    )
     truncated = torch.as_tensor(truncated, device=rewards.device).bool()
     batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
     if not quiet:
-        print(f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}", flush=True)
+        print(
+            f"[INFO] stop properly: {int(truncated.sum())} of {truncated.numel()} samples truncated, reward times {coef}",
+            flush=True,
+        )
 
 
 def _overlong(batch: Any, cfg: RewardShapingConfig) -> None:

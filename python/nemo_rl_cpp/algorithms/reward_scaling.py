@@ -25,7 +25,9 @@ def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) 
         rewards = torch.as_tensor(repeated_batch[key])
         outside = int(((rewards < low) | (rewards > high)).sum())
         if outside:
-            print(f"[WARNING]: reward_scaling: {outside} of {rewards.numel()} values of {key} lie outside [{low}, {high}] and are clamped")
+            print(
+                f"[WARNING]: reward_scaling: {outside} of {rewards.numel()} values of {key} lie outside [{low}, {high}] and are clamped"
+            )
         span = torch.tensor(high - low, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
         repeated_batch[key] = target_low + (rewards.clamp(low, high) - low) / span * (target_high - target_low)
     return repeated_batch

@@ -11,7 +11,9 @@ from nemo_rl_cpp.utils.memory import startup_objects_frozen
 from nemo_rl_cpp.utils.report.page import duration
 
 
-def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config: Any, state: TrainState, title: str) -> None:
+def run_to_end(
+    loop: Callable[[Any, Any, TrainState], None], parts: Any, config: Any, state: TrainState, title: str
+) -> None:
     """`loop(parts, config, state)` with Ctrl-C ending it at a step boundary; then the last page of the report, the end of
     the logs, and a summary table. An exception leaves the report saying what it was, and goes on to the caller; one from
     the user's own code (a reward function, an environment, a loss) says so (`errors.in_user_code`)."""
@@ -44,7 +46,10 @@ def run_to_end(loop: Callable[[Any, Any, TrainState], None], parts: Any, config:
         if run.checkpoints is not None:
             run.checkpoints.shutdown()
         if run.progress is not None:
-            run.progress.finish(summary(parts, state, first, time.monotonic() - began), title=_title(title, status, run.alerts.learned_nothing))
+            run.progress.finish(
+                summary(parts, state, first, time.monotonic() - began),
+                title=_title(title, status, run.alerts.learned_nothing),
+            )
 
 
 def _title(title: str, status: str, learned_nothing: bool) -> str:
@@ -55,7 +60,9 @@ def summary(parts: Any, state: TrainState, first_step: int, seconds: float) -> d
     """What the table at the end of a run says."""
     run = parts.run
     steps = state.step - first_step
-    table: dict[str, Any] = {"steps": f"{state.step}" + (f" ({steps} now, from step {first_step})" if first_step else "")}
+    table: dict[str, Any] = {
+        "steps": f"{state.step}" + (f" ({steps} now, from step {first_step})" if first_step else "")
+    }
     if state.stop_reason is not None:
         table["ended by"] = state.stop_reason
     table["time"] = duration(seconds) + (f", {seconds / steps:.2f} s a step" if steps else "")

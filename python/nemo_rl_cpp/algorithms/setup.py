@@ -92,13 +92,20 @@ def make_dataloader(data_config: Any, dataset: Any, num_prompts: int, seed: int)
 
     def one(rows: Any, batch_size: int) -> StatefulDataLoader:
         return StatefulDataLoader(
-            rows, batch_size, shuffle=data_config.shuffle, drop_last=True, seed=seed, num_workers=data_config.num_workers
+            rows,
+            batch_size,
+            shuffle=data_config.shuffle,
+            drop_last=True,
+            seed=seed,
+            num_workers=data_config.num_workers,
         )
 
     if not isinstance(dataset, dict):
         return one(dataset, num_prompts)
     each = data_config.num_prompts_per_dataloader or num_prompts
-    return MultipleDataloaderWrapper(num_prompts, data_config, {name: one(rows, each) for name, rows in dataset.items()})
+    return MultipleDataloaderWrapper(
+        num_prompts, data_config, {name: one(rows, each) for name, rows in dataset.items()}
+    )
 
 
 def make_val_dataloader(dataset: Any, loop: Any) -> StatefulDataLoader | None:
@@ -111,7 +118,11 @@ def make_val_dataloader(dataset: Any, loop: Any) -> StatefulDataLoader | None:
 
 def prompts_per_round(loop: Any) -> int:
     """Prompts drawn at a time: num_prompts_per_step, times batch_multiplier with dynamic sampling."""
-    return int(loop.num_prompts_per_step * loop.batch_multiplier) if loop.use_dynamic_sampling else loop.num_prompts_per_step
+    return (
+        int(loop.num_prompts_per_step * loop.batch_multiplier)
+        if loop.use_dynamic_sampling
+        else loop.num_prompts_per_step
+    )
 
 
 def make_cluster(config: Any) -> RayVirtualCluster:
@@ -120,7 +131,9 @@ def make_cluster(config: Any) -> RayVirtualCluster:
     return RayVirtualCluster([1], use_gpus=use_gpus, name="train_cluster")
 
 
-def make_policy(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None) -> Any:
+def make_policy(
+    config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: Any, policy_factory: Any = None
+) -> Any:
     """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name.
 
     The reference model is built only when the KL weight is not 0.
@@ -151,7 +164,12 @@ def make_value(config: Any, tokenizer: Any, resume: Resume, cluster: Any, loop: 
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     return Value(
-        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
+        cluster,
+        config.value,
+        tokenizer,
+        weights_path=weights,
+        optimizer_path=optimizer,
+        seed=loop.seed,
         total_steps=loop.max_num_steps * (loop.critic_ppo_epochs or loop.ppo_epochs),
     )
 
@@ -197,7 +215,9 @@ def make_logger(config: Any, state: TrainState) -> Logger:
         if state.log_dir is not None:
             logger.truncate_after(state.step)
     except OSError as error:
-        raise FolderError(f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})") from error
+        raise FolderError(
+            f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})"
+        ) from error
     state.log_dir = folder
     logger.log_hyperparams(config)
     return logger
@@ -212,7 +232,9 @@ def make_services(
     if logger is not None and config.logger.chrome_trace:
         trace = ChromeTrace(Path(logger.log_dir) / f"trace_from_step_{state.step + 1}.json", title)
     if logger is not None and config.logger.report:
-        report = ReportWriter(logger.log_dir, config, schema_defaults(config), total_steps=loop.max_num_steps, title=title)
+        report = ReportWriter(
+            logger.log_dir, config, schema_defaults(config), total_steps=loop.max_num_steps, title=title
+        )
     return RunServices(
         logger=logger,
         checkpoints=checkpoints,
@@ -225,12 +247,21 @@ def make_services(
     )
 
 
-def make_validator(config: Any, loop: Any, generation: Any, loader: Any, tokenizer: Any, task_to_env: Any, logger: Any) -> Validator | None:
+def make_validator(
+    config: Any, loop: Any, generation: Any, loader: Any, tokenizer: Any, task_to_env: Any, logger: Any
+) -> Validator | None:
     """None without validation data."""
     if loader is None:
         return None
     return Validator(
-        generation, loader, tokenizer, task_to_env or {}, loop, config.policy, logger, config.logger.num_val_samples_to_print
+        generation,
+        loader,
+        tokenizer,
+        task_to_env or {},
+        loop,
+        config.policy,
+        logger,
+        config.logger.num_val_samples_to_print,
     )
 
 
@@ -255,11 +286,17 @@ def shared_components(
         "refit": create_weight_synchronizer(policy, generation, "native", colocated=True),
         "prompts": PromptSource(loader, loop.num_generations_per_prompt, state),
         "rollouts": RolloutRunner(
-            generation, tokenizer, task_to_env, config.policy.max_total_sequence_length, loop.max_rollout_turns,
+            generation,
+            tokenizer,
+            task_to_env,
+            config.policy.max_total_sequence_length,
+            loop.max_rollout_turns,
             length_penalty_of(loop, tokenizer),
         ),
         "sampler": GroupSampler.from_config(loop),
-        "validator": make_validator(config, loop, generation, val_loader, tokenizer, val_task_to_env or task_to_env, logger),
+        "validator": make_validator(
+            config, loop, generation, val_loader, tokenizer, val_task_to_env or task_to_env, logger
+        ),
         "run": make_services(config, loop, state, logger, checkpoints, title),
     }
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-_MEANS = {"lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length", "grad_norm"}
+_MEANS = {
+    "lr",
+    "wd",
+    "reward",
+    "filtered_reward",
+    "global_valid_seqs",
+    "global_valid_toks",
+    "mean_prompt_length",
+    "grad_norm",
+}
 
 
 def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> dict[str, float]:
@@ -83,10 +92,16 @@ def batch_metrics(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[
         }
     else:
         metrics |= dict.fromkeys(("advantages/sum", "advantages/mean", "advantages/max", "advantages/min"), 0.0)
-    cut = float((torch.as_tensor(samples["loss_multiplier"]) == 0).float().mean()) if "loss_multiplier" in samples else 0.0
+    cut = (
+        float((torch.as_tensor(samples["loss_multiplier"]) == 0).float().mean())
+        if "loss_multiplier" in samples
+        else 0.0
+    )
     if cut:  # see data.max_input_seq_length
         metrics["cut_prompts_rate"] = cut
-    truncated = torch.as_tensor(samples["truncated"]).bool() if "truncated" in samples else torch.zeros(0, dtype=torch.bool)
+    truncated = (
+        torch.as_tensor(samples["truncated"]).bool() if "truncated" in samples else torch.zeros(0, dtype=torch.bool)
+    )
     if truncated.any():
         metrics["reward_of_truncated"] = float(batch["rewards"][truncated].mean())
     if "mask_sample" in samples:
@@ -98,7 +113,11 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
     """In percent of the samples: baselines that are exactly 0, exactly 1, and neither."""
     zero = 100.0 * float((baseline == 0).float().mean())
     one = 100.0 * float((baseline == 1).float().mean())
-    return {"baseline_reward/pct_0": zero, "baseline_reward/pct_1": one, "baseline_reward/pct_mixed": 100.0 - zero - one}
+    return {
+        "baseline_reward/pct_0": zero,
+        "baseline_reward/pct_1": one,
+        "baseline_reward/pct_mixed": 100.0 - zero - one,
+    }
 
 
 def rollout_table(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,10 +56,7 @@ def calculate_baseline_and_std_per_prompt(
 
 
 def masked_mean(
-    values: Tensor,
-    mask: Tensor,
-    dim: Optional[int] = None,
-    global_normalization_factor: Optional[Tensor | float] = None,
+    values: Tensor, mask: Tensor, dim: int | None = None, global_normalization_factor: Tensor | float | None = None
 ) -> Tensor:
     """sum(values * mask) / (N + 1e-8), over all or `dim`; N is the sum of the mask unless a global count is given."""
     count = global_normalization_factor
@@ -69,7 +66,7 @@ def masked_mean(
     return (weighted.sum() if dim is None else weighted.sum(dim=dim)) / (count + 1e-8)
 
 
-def masked_var(values: Tensor, mask: Tensor, mean: Optional[Tensor | float] = None, unbiased: bool = True) -> Tensor:
+def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None, unbiased: bool = True) -> Tensor:
     """masked_mean((values - mean)^2), times n / (n - 1) if unbiased. One valid value has no unbiased variance: NaN."""
     if mean is None:
         mean = masked_mean(values, mask)
@@ -106,7 +103,9 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Any:
     from nemo_rl_cpp.data import tokenizer
 
     if get_processor:
-        raise NotImplementedError("multimodal processors are not supported; call get_tokenizer(config, get_processor=False)")
+        raise NotImplementedError(
+            "multimodal processors are not supported; call get_tokenizer(config, get_processor=False)"
+        )
     return tokenizer.get_tokenizer(tokenizer_config)
 
 

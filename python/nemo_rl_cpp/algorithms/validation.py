@@ -145,7 +145,10 @@ class Validator:
 
 def reached_target(metrics: dict[str, Any] | None, loop: Any) -> bool:
     """Whether a validation reached `stop_at_validation_threshold`. ValueError when the metric does not exist."""
-    name, threshold = getattr(loop, "stop_at_validation_metric", None), getattr(loop, "stop_at_validation_threshold", None)
+    name, threshold = (
+        getattr(loop, "stop_at_validation_metric", None),
+        getattr(loop, "stop_at_validation_threshold", None),
+    )
     if metrics is None or name is None or threshold is None:
         return False
     if name not in metrics:

@@ -66,7 +66,11 @@ class Section(BaseModel, metaclass=_Made):
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, str):
             return False
-        return _field_name(type(self), key) is not None or key in (self.model_extra or {}) or key in type(self).__private_attributes__
+        return (
+            _field_name(type(self), key) is not None
+            or key in (self.model_extra or {})
+            or key in type(self).__private_attributes__
+        )
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default

@@ -36,4 +36,6 @@ class CheckpointingConfig(Section):
     peft_config: Any = only(None, why="LoRA is not supported")
     is_async: bool = no_effect(False)
     save_data_plane: bool = no_effect(True)
-    resume_if_exists: bool = only(True, why="a run goes on from the newest checkpoint of checkpoint_dir; name another folder to start anew")
+    resume_if_exists: bool = only(
+        True, why="a run goes on from the newest checkpoint of checkpoint_dir; name another folder to start anew"
+    )

@@ -10,8 +10,12 @@ from .base import Int, Positive, Section, key, no_effect
 class ClusterConfig(Section):
     """How many devices, and who runs them."""
 
-    gpus_per_node: Positive = key(1, "devices of a machine that the file was written for; they are folded onto the one at hand, see strict_sizes")
-    device: Literal["cpu", "cuda"] = key("cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU")
+    gpus_per_node: Positive = key(
+        1, "devices of a machine that the file was written for; they are folded onto the one at hand, see strict_sizes"
+    )
+    device: Literal["cpu", "cuda"] = key(
+        "cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU"
+    )
     num_nodes: Positive = key(1, "machines that the file was written for; folded likewise")
     strict_sizes: bool = key(
         False,

@@ -45,7 +45,13 @@ DATASET_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-DATASET_ALIASES = {"gsm8k": "GSM8K", "aime2024": "AIME2024", "aime2025": "AIME2025", "aime2026": "AIME2026", "openmathinstruct2": "OpenMathInstruct-2"}
+DATASET_ALIASES = {
+    "gsm8k": "GSM8K",
+    "aime2024": "AIME2024",
+    "aime2025": "AIME2025",
+    "aime2026": "AIME2026",
+    "openmathinstruct2": "OpenMathInstruct-2",
+}
 """Further names of NeMo RL's guides for the same data sets."""
 
 
@@ -72,7 +78,8 @@ class DatasetDefaults(Section):
     model_config = ConfigDict(extra="allow")
 
     dataset_name: str | None = key(
-        None, "known name, ResponseDataset with data_path, or a class package.module.Name; null: data.default.dataset_name"
+        None,
+        "known name, ResponseDataset with data_path, or a class package.module.Name; null: data.default.dataset_name",
     )
     prompt_file: str | None = key(None, "text with {} for the question")
     system_prompt_file: str | None = key(None, "text of the system message")

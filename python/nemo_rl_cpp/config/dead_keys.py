@@ -21,4 +21,6 @@ DEAD_KEYS = {
 def dead_key(dotted: str) -> str | None:
     """What to say about a key that nothing reads; None for any other."""
     right = DEAD_KEYS.get(dotted.rpartition(".")[2])
-    return None if right is None else f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
+    return (
+        None if right is None else f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
+    )

@@ -19,12 +19,15 @@ class VllmConfig(Section):
     """Settings of vLLM. The native engine reads max_model_len and enforce_eager."""
 
     max_model_len: Positive | None = key(
-        None,
-        "longest sequence; null: policy.max_total_sequence_length (alias: policy.generation.max_model_len)",
+        None, "longest sequence; null: policy.max_total_sequence_length (alias: policy.generation.max_model_len)"
     )
     async_engine: bool = no_effect(False)
-    precision: str | None = key(None, "the engine computes in policy.precision; fp8 and other quantised values are errors")
-    kv_cache_dtype: str = key("auto", "keys and values are kept in policy.precision; fp8 and other quantised values are errors")
+    precision: str | None = key(
+        None, "the engine computes in policy.precision; fp8 and other quantised values are errors"
+    )
+    kv_cache_dtype: str = key(
+        "auto", "keys and values are kept in policy.precision; fp8 and other quantised values are errors"
+    )
     is_mx: bool = only(False, why=_NO_QUANTISATION)
     quant_cfg: Any = only(None, why=_NO_QUANTISATION)
     logprobs_mode: str = no_effect("processed_logprobs")
@@ -71,7 +74,10 @@ class ResourcesConfig(Section):
 class ColocatedConfig(Section):
     """Whether generation shares the trainer's device and weights."""
 
-    enabled: bool = key(True, "false: NeMo RL gives generation devices of its own; here it shares the trainer's, see cluster.strict_sizes")
+    enabled: bool = key(
+        True,
+        "false: NeMo RL gives generation devices of its own; here it shares the trainer's, see cluster.strict_sizes",
+    )
     resources: ResourcesConfig = section(ResourcesConfig, "devices when not colocated")
 
 

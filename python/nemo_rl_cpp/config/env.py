@@ -34,7 +34,9 @@ class MultiRewardEnvConfig(Section):
     """Correctness, an integer as answer and the format, each a part of the reward (for adv_estimator gdpo)."""
 
     num_workers: Positive = no_effect(1, "scored in this process")
-    math_verify_impl: Literal["hf_math_verify"] | None = no_effect("hf_math_verify", "answers are compared letter for letter")
+    math_verify_impl: Literal["hf_math_verify"] | None = no_effect(
+        "hf_math_verify", "answers are compared letter for letter"
+    )
     verifier_type: Literal["math"] | None = no_effect("math")
     max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
 

@@ -67,7 +67,11 @@ def fold_text(config: Any) -> str | None:
         written.append("generation on devices of its own")
     if not written:
         return None
-    here = f"on 1 device ({config.cluster.device}) with the native engine" if devices > 1 or apart else "with the native engine"
+    here = (
+        f"on 1 device ({config.cluster.device}) with the native engine"
+        if devices > 1 or apart
+        else "with the native engine"
+    )
     text = f"written for {' and '.join(written)}: runs {here}; same mathematics"
     if devices > 1:
         text += f", about {devices} times the time of {devices} such devices"
@@ -104,7 +108,11 @@ def _models(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _generation(config: Any) -> tuple[str, Any]:
-    return ("policy.generation", config.policy.generation) if hasattr(config, "policy") else ("generation", config.generation)
+    return (
+        ("policy.generation", config.policy.generation)
+        if hasattr(config, "policy")
+        else ("generation", config.generation)
+    )
 
 
 def _ineffective(section: Section, prefix: str, positions: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -78,5 +78,12 @@ def own_name(name: str, known: frozenset[str]) -> str | None:
     key = FOREIGN.get(name)
     if key is None:
         return None
-    of_kind = [key, key.replace("grpo.", "ppo.", 1), key.removeprefix("policy."), key.replace("data.train.", "data.", 1)]
-    return next((candidate for candidate in of_kind if candidate in known or candidate.startswith("env.reward_functions")), None)
+    of_kind = [
+        key,
+        key.replace("grpo.", "ppo.", 1),
+        key.removeprefix("policy."),
+        key.replace("data.train.", "data.", 1),
+    ]
+    return next(
+        (candidate for candidate in of_kind if candidate in known or candidate.startswith("env.reward_functions")), None
+    )

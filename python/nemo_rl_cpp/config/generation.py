@@ -6,7 +6,20 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
-from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, no_effect, only, section
+from .base import (
+    Int,
+    Positive,
+    Real,
+    Section,
+    StopStrings,
+    StopTokenIds,
+    Temperature,
+    TopP,
+    key,
+    no_effect,
+    only,
+    section,
+)
 from .engines import ColocatedConfig, McoreGenerationConfig, RefitConfig, VllmConfig
 
 
@@ -14,7 +27,8 @@ class GenerationConfig(Section):
     """How responses are sampled, and by which engine."""
 
     backend: Literal["native", "vllm", "sglang", "megatron", "trtllm", "dynamo"] = key(
-        "native", "native: the engine that shares the trainer's weights; NeMo RL's engines are taken for it, with a notice"
+        "native",
+        "native: the engine that shares the trainer's weights; NeMo RL's engines are taken for it, with a notice",
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
     temperature: Temperature = key(
@@ -79,6 +93,8 @@ class EvalGenerationConfig(GenerationConfig):
     """Generation in an evaluation: with the model, and the number of prompts at a time."""
 
     model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
-    vllm_cfg: EvalVllmConfig = section(EvalVllmConfig, "vLLM's settings; of these max_model_len, enforce_eager and precision are read")
+    vllm_cfg: EvalVllmConfig = section(
+        EvalVllmConfig, "vLLM's settings; of these max_model_len, enforce_eager and precision are read"
+    )
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
     temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")

@@ -53,7 +53,9 @@ class GivenValues:
                 self.problems += [Problem(place, key, problem.message) for problem in error.problems]
         texts = "".join(map(repr, self._values.values()))
         self._mark = next(mark for n in range(10**6) if (mark := f"given_value_{n}_") not in texts)
-        self.overrides = [f"++{key}={self._as_override(i, value)}" for i, (key, value) in enumerate(self._values.items())]
+        self.overrides = [
+            f"++{key}={self._as_override(i, value)}" for i, (key, value) in enumerate(self._values.items())
+        ]
         self._by_override = dict(zip((f"override '{text}'" for text in self.overrides), self._values))
 
     def _leaves(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -82,7 +84,11 @@ class GivenValues:
         if not self._is_known(key):
             self.problems.append(Problem(place, key, unknown_key(key, self._model)))
             return
-        field = next((field for field, info in section.model_fields.items() if name in (field, info.alias)), None) if section is not None else None
+        field = (
+            next((field for field, info in section.model_fields.items() if name in (field, info.alias)), None)
+            if section is not None
+            else None
+        )
         if field is not None:
             try:  # as an assignment would be checked: the loader's own check lets texts be numbers
                 section.__pydantic_validator__.validate_assignment(_blank(section).model_copy(), field, value)

@@ -20,7 +20,9 @@ class AdvEstimatorConfig(Section):
         "reinforce_plus_plus: whitened over the batch's tokens",
     )
     normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
-    use_leave_one_out_baseline: bool = key(True, "grpo, gdpo: a sample's baseline is the mean of the others of its group")
+    use_leave_one_out_baseline: bool = key(
+        True, "grpo, gdpo: a sample's baseline is the mean of the others of its group"
+    )
     reward_weights: list[Real] | None = key(
         None, "gdpo: one factor a part of the reward, in the order of the parts' names; null: 1 each"
     )

@@ -18,7 +18,9 @@ class LengthPenaltyParams(Section):
 
     enabled: bool = key(True, "apply these")
     length_type: Literal["tokens", "chars"] = key("tokens", "unit of lengths")
-    top_percentile: Fraction = key(0.5, "share of the right responses that the bonuses and longest_* look at, by reward")
+    top_percentile: Fraction = key(
+        0.5, "share of the right responses that the bonuses and longest_* look at, by reward"
+    )
     reasoning_bonus: NonNegative = key(0.0, "to the right response with the shortest reasoning")
     answer_bonus: NonNegative = key(0.0, "to the one with the shortest answer")
     total_bonus: NonNegative = key(0.0, "to the shortest one")
@@ -26,11 +28,14 @@ class LengthPenaltyParams(Section):
     longest_answer_penalty: NonNegative = key(0.0, "from the one with the longest answer")
     longest_total_penalty: NonNegative = key(0.0, "from the longest one")
     group_reasoning_length_penalty_coeff: NonNegative = key(
-        0.0, "factor of (1 - (length - min) / (max - min)) less its mean over the right responses: short gains what long loses"
+        0.0,
+        "factor of (1 - (length - min) / (max - min)) less its mean over the right responses: short gains what long loses",
     )
     group_answer_length_penalty_coeff: NonNegative = key(0.0, "the same of answers")
     group_total_length_penalty_coeff: NonNegative = key(0.0, "the same of whole responses")
-    reasoning_zmad_threshold: NonNegative = key(0.0, "modified z-score (0.6745 (length - median) / MAD) of an outlier; 0: off")
+    reasoning_zmad_threshold: NonNegative = key(
+        0.0, "modified z-score (0.6745 (length - median) / MAD) of an outlier; 0: off"
+    )
     reasoning_zmad_penalty: NonNegative = key(0.0, "from each outlier")
     answer_zmad_threshold: NonNegative = key(0.0, "the same of answers; 0: off")
     answer_zmad_penalty: NonNegative = key(0.0, "from each outlier")
@@ -40,7 +45,8 @@ class LengthPenaltyParams(Section):
     profiled_length_n_std: Real = key(1.0, "see profiled_length_penalty")
     profiled_length_min_samples: int = key(2, "see profiled_length_penalty")
     pass_rate_length_penalty_weight: NonNegative = key(
-        0.0, "from every right response this x the group's share of right ones x its length over the longest right one's"
+        0.0,
+        "from every right response this x the group's share of right ones x its length over the longest right one's",
     )
     profile_band_total: bool = key(False, "multiply by the band `total` of profile_band")
     profile_band_reasoning: bool = key(False, "multiply by the band `reasoning`")
@@ -48,7 +54,9 @@ class LengthPenaltyParams(Section):
     group_length_penalty_profile_gate: bool = key(
         False, "apply group_* only where the mean length is above a number of profile_band"
     )
-    group_length_penalty_profile_gate_channel: Literal["total", "reasoning", "answer"] = key("total", "whose lengths and band")
+    group_length_penalty_profile_gate_channel: Literal["total", "reasoning", "answer"] = key(
+        "total", "whose lengths and band"
+    )
     group_length_penalty_profile_gate_field: Literal["a", "b", "f"] = key("a", "which number of the band")
     group_length_penalty_profile_gate_positive_only: bool = key(True, "mean over right responses; false: over all")
 

@@ -64,7 +64,9 @@ def load_eval_config(
     return _load(path, overrides, EvalMasterConfig, _given(values, places, EvalMasterConfig))
 
 
-def _given(values: Mapping[str, Any] | None, places: Mapping[str, str] | None, model: type[MasterConfig]) -> GivenValues:
+def _given(
+    values: Mapping[str, Any] | None, places: Mapping[str, str] | None, model: type[MasterConfig]
+) -> GivenValues:
     return GivenValues(values or {}, places or {}, model)
 
 
@@ -110,7 +112,15 @@ def _texts(overrides: Sequence[str]) -> list[str]:
     texts = [overrides] if isinstance(overrides, str) else list(overrides)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
-        raise ConfigError([Problem("", "", f"an override is a text such as 'grpo.seed=1', not {type(wrong).__name__}; Python values go into `values`")])
+        raise ConfigError(
+            [
+                Problem(
+                    "",
+                    "",
+                    f"an override is a text such as 'grpo.seed=1', not {type(wrong).__name__}; Python values go into `values`",
+                )
+            ]
+        )
     return texts
 
 
@@ -162,7 +172,9 @@ def _validate_part(
             for error in failure.errors(include_url=False):
                 key = dotted_key(prefix + error["loc"])
                 if first and not report.has_problem(key):
-                    report.problems.append(Problem(report.where(key), key, sentence(error, key, model, report.where(key))))
+                    report.problems.append(
+                        Problem(report.where(key), key, sentence(error, key, model, report.where(key)))
+                    )
                 _repair(data, error)
             first = False
     return None

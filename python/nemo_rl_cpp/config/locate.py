@@ -50,7 +50,9 @@ def find_config(path: str | os.PathLike[str]) -> Path:
 
 def shipped_configs() -> list[str]:
     """Names of the shipped configurations, as --config takes them."""
-    return sorted({str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")})
+    return sorted(
+        {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
+    )
 
 
 def _not_found(given: str, relative: Path) -> str:

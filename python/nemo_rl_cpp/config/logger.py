@@ -74,7 +74,9 @@ class LoggerConfig(Section):
     log_dir: str = key("logs", "folder; each run makes exp_NNN in it")
     num_val_samples_to_print: Count = key(0, "validation samples shown in the terminal")
     report: bool = key(True, "write report.html, one self-contained page")
-    chrome_trace: bool = key(False, "write the stages of every step as a timeline for chrome://tracing and ui.perfetto.dev")
+    chrome_trace: bool = key(
+        False, "write the stages of every step as a timeline for chrome://tracing and ui.perfetto.dev"
+    )
     tensorboard_enabled: bool = key(True, "write TensorBoard events")
     wandb_enabled: bool = key(False, "log to Weights & Biases (needs the extra `wandb`)")
     mlflow_enabled: bool = key(False, "log to MLflow (needs the extra `mlflow`)")

@@ -271,7 +271,8 @@ def certain_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
         return None
     kept = ("weights", "optimizer", "gradients")
     return max(
-        sum(size for name, size in phase.parts if name.endswith(kept) and not name.startswith("packed")) for phase in phases
+        sum(size for name, size in phase.parts if name.endswith(kept) and not name.startswith("packed"))
+        for phase in phases
     )
 
 
@@ -289,7 +290,9 @@ def fit_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
         "logits": "set policy.generation.max_batch_size",
         "KV cache": "set policy.generation.kv_cache_gb, or lower policy.max_total_sequence_length",
     }.get(largest, "take a smaller model, or a machine with more memory")
-    return f"does not fit into this machine's {size_text(amount or 0)}; most of it is {largest} in {phase.name}: {remedy}"
+    return (
+        f"does not fit into this machine's {size_text(amount or 0)}; most of it is {largest} in {phase.name}: {remedy}"
+    )
 
 
 def fits(config: GRPOMasterConfig | PPOMasterConfig) -> bool | None:
@@ -350,7 +353,9 @@ def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     kept = config.policy.kept_activations_gb
     if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
-        lines.append(f"  On the CPU generation's activations are kept beside it for training, in up to {amount} (policy.kept_activations_gb).")
+        lines.append(
+            f"  On the CPU generation's activations are kept beside it for training, in up to {amount} (policy.kept_activations_gb)."
+        )
     return "\n".join(lines)
 
 

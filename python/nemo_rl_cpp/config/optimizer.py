@@ -117,7 +117,9 @@ class MegatronOptimizerConfig(Section):
     store_param_remainders: bool = no_effect(False, "master weights are whole")
     use_distributed_optimizer: bool = no_effect(True)
     use_precision_aware_optimizer: bool = no_effect(True)
-    optimizer_cpu_offload: bool = no_effect(False, "on a CPU everything lies in its memory anyway; an error with cluster.device cuda")
+    optimizer_cpu_offload: bool = no_effect(
+        False, "on a CPU everything lies in its memory anyway; an error with cluster.device cuda"
+    )
     optimizer_offload_fraction: Fraction = no_effect(0.0)
     overlap_cpu_optimizer_d2h_h2d: bool = no_effect(False)
 

@@ -36,11 +36,14 @@ def _as_list(value: Any) -> Any:
 
 
 def _packing(value: Any) -> Any:
-    return "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value  # the name of older recipes
+    return (
+        "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
+    )  # the name of older recipes
 
 
 PackingAlgorithm = Annotated[
-    Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"], BeforeValidator(_packing)
+    Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
+    BeforeValidator(_packing),
 ]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(_as_list)]
@@ -215,7 +218,8 @@ class PolicyConfig(TrainedModelConfig):
         "where that holds a step's; 0: none",
     )
     kept_activations_check_period: Count = key(
-        20, "every so many steps the first update makes its own forward pass all the same, and all of it is compared with generation's; "
+        20,
+        "every so many steps the first update makes its own forward pass all the same, and all of it is compared with generation's; "
         "0: in the first step of a run alone",
     )
     generation_batch_size: Positive = no_effect(
@@ -229,7 +233,9 @@ class PolicyConfig(TrainedModelConfig):
     reward_model_cfg: dict[str, Any] | None = no_effect(None)
     quant_cfg: Any = only(None, why="quantised training is not supported, it changes results")
     router_replay: RouterReplayConfig | None = section(RouterReplayConfig, "replay of expert routing (not supported)")
-    shared_prefix_training: Any = no_effect(None, "the prompt of a group is always computed once, see share_prompt_prefix")
+    shared_prefix_training: Any = no_effect(
+        None, "the prompt of a group is always computed once, see share_prompt_prefix"
+    )
     megatron_recipe: str | None = no_effect(None, "how Megatron builds the same model")
     zero_train_gen_mismatch: Any = no_effect(None, "generation and training are always the same computation")
 

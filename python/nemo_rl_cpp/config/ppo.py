@@ -51,11 +51,14 @@ class PPOConfig(Section):
     max_rollout_turns: Positive = key(1, "turns of generation and environment (1 for math)")
     max_num_epochs: Positive = key(100000, "passes over the data; training ends at this or at max_num_steps")
     max_num_steps: Count = key(100000, "steps; training ends at this or at max_num_epochs")
-    ppo_epochs: Positive = key(4, "passes of the actor, and of the critic unless critic_ppo_epochs says otherwise, over each rollout batch")
+    ppo_epochs: Positive = key(
+        4, "passes of the actor, and of the critic unless critic_ppo_epochs says otherwise, over each rollout batch"
+    )
     critic_ppo_epochs: Positive | None = key(None, "passes of the critic over each rollout batch; null: ppo_epochs")
     policy_training_start_step: Count = key(0, "until this step only the critic is trained")
     warm_start_value_checkpoint: str | None = key(
-        None, "folder step_N of a run whose critic's weights a fresh run begins with; its optimizer and schedule begin anew; null: none"
+        None,
+        "folder step_N of a run whose critic's weights a fresh run begins with; its optimizer and schedule begin anew; null: none",
     )
     val_period: Int = key(20, "steps between validations; 0 or less: none")
     val_at_start: bool = key(True, "validate before the first step")

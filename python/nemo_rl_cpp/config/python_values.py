@@ -38,13 +38,21 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
-            raise ConfigError([Problem("", "", f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "", "", f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"
+                    )
+                ]
+            )
         return {str(key): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, os.PathLike):
         return plain(os.fspath(value), depth)
-    if hasattr(value, "tolist") and hasattr(value, "shape"):  # a scalar or an array of numpy or torch, a column of pandas
+    if hasattr(value, "tolist") and hasattr(
+        value, "shape"
+    ):  # a scalar or an array of numpy or torch, a column of pandas
         return value.tolist()
     return value
 
@@ -84,7 +92,9 @@ def assign(section: Section, set_value: Any, name: str, value: Any) -> None:
     try:
         set_value(name, plain(value))
     except ValidationError as failure:
-        raise ConfigError([Problem(type(section).__name__, p.key, p.message) for p in mistakes(failure, type(section))]) from None
+        raise ConfigError(
+            [Problem(type(section).__name__, p.key, p.message) for p in mistakes(failure, type(section))]
+        ) from None
 
 
 def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
@@ -119,7 +129,9 @@ def checked(config: Any, model: type[MasterConfig]) -> Any:
         config = config.model_dump(by_alias=True)
     if isinstance(config, Mapping):
         return model(**plain(config))
-    raise ConfigError([Problem("", "", f"the configuration must be a {model.__name__} or a mapping, not {type(config).__name__}")])
+    raise ConfigError(
+        [Problem("", "", f"the configuration must be a {model.__name__} or a mapping, not {type(config).__name__}")]
+    )
 
 
 def _check_whole(config: Any, report: Report) -> None:
@@ -131,9 +143,7 @@ def _check_whole(config: Any, report: Report) -> None:
             try:
                 section.model_validate(config.env[name])
             except ValidationError as failure:
-                report.problems += [
-                    Problem("", f"env.{name}.{p.key}", p.message) for p in mistakes(failure, section)
-                ]
+                report.problems += [Problem("", f"env.{name}.{p.key}", p.message) for p in mistakes(failure, section)]
     config.fill_defaults()
     check_marks(config, "", report)
     rules.check(config, report)
@@ -176,7 +186,10 @@ def fold_aliases(cls: type[Section], data: dict[str, Any], report: Report) -> di
             continue
         value = parent.pop(name)
         if short in target and in_a_line(target[short], 10**4) != in_a_line(value, 10**4):
-            report.add(spelling, f"and {canonical} are one key with two values: {in_a_line(value)} and {in_a_line(target[short])}; give one")
+            report.add(
+                spelling,
+                f"and {canonical} are one key with two values: {in_a_line(value)} and {in_a_line(target[short])}; give one",
+            )
         target[short] = value
     return data
 
@@ -215,5 +228,9 @@ def aliases_of(cls: type[Section]) -> tuple[tuple[str, str], ...]:
     for master in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig):
         look(master, "")
     if issubclass(cls, MasterConfig):  # another run's section may have the same keys
-        found = {spelling: canonical for spelling, canonical in found.items() if spelling.partition(".")[0] in cls.model_fields}
+        found = {
+            spelling: canonical
+            for spelling, canonical in found.items()
+            if spelling.partition(".")[0] in cls.model_fields
+        }
     return tuple(found.items())

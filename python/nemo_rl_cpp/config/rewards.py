@@ -28,9 +28,7 @@ class RewardShapingConfig(Section):
     overlong_buffer_length: Count | None = key(
         None, "DAPO: tokens before max_response_length in which the penalty grows"
     )
-    overlong_buffer_penalty: Real | None = key(
-        None, "DAPO: penalty at the end of the buffer; it keeps growing beyond"
-    )
+    overlong_buffer_penalty: Real | None = key(None, "DAPO: penalty at the end of the buffer; it keeps growing beyond")
     max_response_length: Positive | None = key(
         None, "DAPO: response length in tokens at which the full penalty is reached"
     )

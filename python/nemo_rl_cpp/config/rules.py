@@ -236,7 +236,11 @@ def _check_force_on_policy(config: GRPOMasterConfig, report: Report) -> None:
 def _check_group(config: GRPOMasterConfig, report: Report) -> None:
     """A group of one is its own baseline: rewards teach nothing."""
     loop, estimator = config.grpo, config.grpo.adv_estimator
-    if loop.num_generations_per_prompt > 1 or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0:
+    if (
+        loop.num_generations_per_prompt > 1
+        or loop.use_dynamic_sampling
+        or config.loss_fn.positive_example_nll_weight > 0
+    ):
         return
     if estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline:
         return
@@ -258,7 +262,10 @@ def _check_gdpo(config: GRPOMasterConfig, report: Report) -> None:
                 "grpo.adv_estimator.name",
             )
         return
-    for name, given in (("reward_shaping.enabled", loop.reward_shaping.enabled), ("length_penalty", loop.length_penalty is not None)):
+    for name, given in (
+        ("reward_shaping.enabled", loop.reward_shaping.enabled),
+        ("length_penalty", loop.length_penalty is not None),
+    ):
         if given:
             report.add(
                 f"grpo.{name}",

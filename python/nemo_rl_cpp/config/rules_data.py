@@ -5,7 +5,17 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from .data import DATASET_ALIASES, DATASET_KEYS, DataConfig, DatasetConfig, DatasetDefaults, EvalDataConfig, datasets_of, is_class_name, takes
+from .data import (
+    DATASET_ALIASES,
+    DATASET_KEYS,
+    DataConfig,
+    DatasetConfig,
+    DatasetDefaults,
+    EvalDataConfig,
+    datasets_of,
+    is_class_name,
+    takes,
+)
 from .env import GuessNumberEnvConfig
 from .errors import Report
 from .locate import find_prompt
@@ -30,7 +40,10 @@ def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str
             used.add(name)
     for key in default.model_extra or {}:
         if not any(name is not None and takes(name, key) for name in names):
-            report.add(f"data.default.{key}", f"is taken by none of the data sets {', '.join(sorted(map(str, names)))}; remove it")
+            report.add(
+                f"data.default.{key}",
+                f"is taken by none of the data sets {', '.join(sorted(map(str, names)))}; remove it",
+            )
     if "guess_number" in used & env.keys():
         guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
         if guesses > turns:
@@ -46,7 +59,10 @@ def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -
     check_env(env, report)
     _check_dataset(data, "data", report)
     if data.env_name is None and len(env) != 1:
-        report.add("data.env_name", f"is missing: which environment scores the responses? env has {', '.join(env) or 'no entry'}; name one")
+        report.add(
+            "data.env_name",
+            f"is missing: which environment scores the responses? env has {', '.join(env) or 'no entry'}; name one",
+        )
     _check_env_name(data.env_name, "data", env, report)
 
 
@@ -118,10 +134,15 @@ def check_env(env: dict[str, Any], report: Report) -> None:
     """NeMo RL's switches below `env` for what scores or runs the responses elsewhere: they would leave another environment in charge."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     if env.get("should_use_nemo_gym"):
-        report.add("env.should_use_nemo_gym", f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}")
+        report.add(
+            "env.should_use_nemo_gym", f"cannot be true: NeMo Gym is not supported; set it to false, or {instead}"
+        )
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):
-        report.add("env.reward_model.enabled", f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}")
+        report.add(
+            "env.reward_model.enabled",
+            f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}",
+        )
 
 
 def _check_env_name(name: str | None, dotted: str, env: dict[str, Any], report: Report) -> None:

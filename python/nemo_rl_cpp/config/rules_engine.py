@@ -11,7 +11,11 @@ from .generation import GenerationConfig
 
 _PRECISIONS = (None, "auto", "bfloat16", "bf16", "float32", "fp32", "float", "float16", "fp16", "half")
 _QUANTISED = ("quantization", "quant_cfg", "quant_config", "quantization_config")
-_OFFLOADS = ("dtensor_cfg.cpu_offload", "megatron_cfg.fine_grained_activation_offloading", "megatron_cfg.optimizer.optimizer_cpu_offload")
+_OFFLOADS = (
+    "dtensor_cfg.cpu_offload",
+    "megatron_cfg.fine_grained_activation_offloading",
+    "megatron_cfg.optimizer.optimizer_cpu_offload",
+)
 _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 
 
@@ -47,10 +51,15 @@ def check_offload(config: Any, report: Report) -> None:
             for part in rest:
                 value = getattr(value, part)
             if section.enabled and value:
-                report.add(f"{name}.{key}", "cannot be true with cluster.device cuda: offloading is not supported yet; set it to false")
+                report.add(
+                    f"{name}.{key}",
+                    "cannot be true with cluster.device cuda: offloading is not supported yet; set it to false",
+                )
 
 
-def check_engine(generation: GenerationConfig, name: str, report: Report, overrides: dict[str, Any] | None = None) -> None:
+def check_engine(
+    generation: GenerationConfig, name: str, report: Report, overrides: dict[str, Any] | None = None
+) -> None:
     """Settings of other engines that would change results: quantised weights, activations, keys and values; another model.
 
     `overrides`: policy.hf_config_overrides, which vllm_kwargs.hf_overrides may repeat.

@@ -31,7 +31,9 @@ _EVAL_KEYS = (
 )
 
 
-def parse_arguments(argv: Sequence[str] | None, default_config: str, description: str) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(
+    argv: Sequence[str] | None, default_config: str, description: str
+) -> tuple[argparse.Namespace, list[str]]:
     """(--config, --dry-run, --debug) and the overrides: everything else on the command line. An option that is unknown ends
     the program with status 2 and the override to write."""
     parser = OneLineParser(
@@ -40,8 +42,12 @@ def parse_arguments(argv: Sequence[str] | None, default_config: str, description
         epilog=_help(default_config),
         allow_abbrev=False,
     )
-    parser.add_argument("--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop")
+    parser.add_argument(
+        "--config", default=default_config, help="YAML file, or the name of a shipped one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop"
+    )
     add_common_options(parser)
     arguments, overrides = parser.parse_known_args(argv)
     if message := unknown_option(overrides):
@@ -51,7 +57,11 @@ def parse_arguments(argv: Sequence[str] | None, default_config: str, description
 
 def _help(default_config: str) -> str:
     kind = Path(default_config).parent.name
-    names = [name for name in shipped_configs() if (Path(name).parent.name == "evals") == (kind == "evals") and "recipes" not in name]
+    names = [
+        name
+        for name in shipped_configs()
+        if (Path(name).parent.name == "evals") == (kind == "evals") and "recipes" not in name
+    ]
     prefix = "ppo" if "ppo" in default_config else ""
     shown = [name for name in names if ("ppo" in name or "vapo" in name) == bool(prefix)]
     return (
@@ -76,11 +86,17 @@ def run(
     with plain_warnings():
         arguments, overrides = parse_arguments(argv, default_config, description)
         config_file: list[Any] = []  # filled by _run, so that an error can speak in the keys of its kind
-        status = guarded(partial(_run, load, start, arguments, overrides, config_file), arguments.debug, lambda text: own_keys(text, *config_file))
+        status = guarded(
+            partial(_run, load, start, arguments, overrides, config_file),
+            arguments.debug,
+            lambda text: own_keys(text, *config_file),
+        )
     return own_the_process(argv, status)
 
 
-def _run(load: Any, start: Callable[[Any], Any], arguments: argparse.Namespace, overrides: list[str], seen: list[Any]) -> int:
+def _run(
+    load: Any, start: Callable[[Any], Any], arguments: argparse.Namespace, overrides: list[str], seen: list[Any]
+) -> int:
     try:
         file = find_config(arguments.config)
         search_for_modules(Path.cwd(), file.resolve().parent)

@@ -51,7 +51,9 @@ def _values(config: Any, *models: type[Section]) -> dict[str, Any]:
         return dict(config)
     if isinstance(config, (str, bytes, int, float, list, tuple, set, type(None))):
         names = " or ".join(model.__name__ for model in models)
-        raise ConfigError([Problem("", "", f"expected a {names} or a mapping, not {type(config).__name__} ({in_a_line(config)})")])
+        raise ConfigError(
+            [Problem("", "", f"expected a {names} or a mapping, not {type(config).__name__} ({in_a_line(config)})")]
+        )
     own = {**getattr(config, "__dict__", {}), **(getattr(config, "model_extra", None) or {})}
     of_class = {name: getattr(config, name) for model in models for name in model.model_fields if hasattr(config, name)}
     return of_class | {name: value for name, value in own.items() if not name.startswith("_")}

@@ -81,4 +81,7 @@ def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None
     if other is None:
         return None
     words, script = KINDS[other]
-    return other, f"makes the file a configuration of {words}, not of {KINDS[own][0]}: it is run by examples/{script}.py (python -m nemo_rl_cpp.{script})"
+    return (
+        other,
+        f"makes the file a configuration of {words}, not of {KINDS[own][0]}: it is run by examples/{script}.py (python -m nemo_rl_cpp.{script})",
+    )

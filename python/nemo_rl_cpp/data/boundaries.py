@@ -35,7 +35,9 @@ def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] 
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    ids = [int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)]  # some tokenizers give a row of a batch
+    ids = [
+        int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)
+    ]  # some tokenizers give a row of a batch
     bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
     if plain and ids and ids[-1] == eos and end and not text.endswith(end):
         warnings.warn(
@@ -107,6 +109,11 @@ def save_generation_config(folder: Path | None, config: Mapping[str, Any], token
 def passes_text_through(tokenizer: Any) -> bool:
     """Whether the chat template gives a user's message as it is: the model does not see that it is a message."""
     try:
-        return tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True) == "x"
+        return (
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
+            )
+            == "x"
+        )
     except ValueError:  # no template, or one that wants another conversation
         return False

@@ -26,7 +26,11 @@ PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}
 RENDER_SECONDS = 10.0
 """How long one conversation may take; templates need a few milliseconds."""
 _LONGEST_PRODUCT = 10_000_000  # characters, items or digits of what one `*` or `**` may make: it cannot be interrupted
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the one templates read first
+_REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names of a message's reasoning, the one templates read first
 
 
 class ChatTemplateError(ValueError):
@@ -51,7 +55,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if _size_of(operator, left, right) > _LONGEST_PRODUCT:
-            raise jinja2.exceptions.SecurityError(f"{operator} would make a value of more than {_LONGEST_PRODUCT} characters")
+            raise jinja2.exceptions.SecurityError(
+                f"{operator} would make a value of more than {_LONGEST_PRODUCT} characters"
+            )
         return super().call_binop(context, operator, left, right)
 
 
@@ -82,7 +88,9 @@ def _to_json(
 
 @lru_cache(maxsize=1)
 def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -202,7 +210,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item) for item in value) if type(value) in (list, tuple) else [_plain(item) for item in value]
+        return (
+            type(value)(_plain(item) for item in value)
+            if type(value) in (list, tuple)
+            else [_plain(item) for item in value]
+        )
     if hasattr(value, "model_dump"):
         return _plain(value.model_dump())
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:

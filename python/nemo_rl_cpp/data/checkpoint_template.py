@@ -27,13 +27,19 @@ def settle_chat_template(tokenizer: Any, folder: Path) -> list[str]:
     if own is None:
         remarks.append(f"the model has no chat template of its own: the run's is used ({where})")
     elif used is None and not through:
-        remarks.append(f"the model's own chat template is used; the run trained on contents as they are ({where} is null), as without --chat")
+        remarks.append(
+            f"the model's own chat template is used; the run trained on contents as they are ({where} is null), as without --chat"
+        )
     elif used not in (None, own):
         remarks.append(f"the model's own chat template is used; the run trained with another one ({where})")
     if run and run.get("chat_template_kwargs"):
-        remarks.append(f"the run gave its chat template the values {dict(run['chat_template_kwargs'])} (chat_template_kwargs), which are not used here")
+        remarks.append(
+            f"the run gave its chat template the values {dict(run['chat_template_kwargs'])} (chat_template_kwargs), which are not used here"
+        )
     if through:
-        remarks.append(f"the chat template of {folder} passes text through: the model does not see that this is a message, as without --chat")
+        remarks.append(
+            f"the chat template of {folder} passes text through: the model does not see that this is a message, as without --chat"
+        )
     return remarks
 
 

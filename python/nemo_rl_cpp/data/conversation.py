@@ -16,7 +16,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
-_WRITTEN_OUT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")  # a conversation as JSON or Python text
+_WRITTEN_OUT = re.compile(
+    r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:"""
+)  # a conversation as JSON or Python text
 Message = dict[str, Any]
 
 
@@ -148,4 +150,6 @@ def _kind(value: Any) -> str:
         return f"a mapping with the keys {list(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} (an empty cell of a table, perhaps)"
-    return {str: "a text", bool: "a truth value", int: "a number", float: "a number"}.get(type(value), type(value).__name__)
+    return {str: "a text", bool: "a truth value", int: "a number", float: "a number"}.get(
+        type(value), type(value).__name__
+    )

@@ -90,7 +90,11 @@ def inspect_rows(
         if characters > _MOST_CHARACTERS:
             break
     if raw.processor is multichoice_qa_processor and not raw.task_spec.prompt and rows[0].get("options"):
-        yield Remark("warning", where, "has options, but no prompt_file, so prompts show the questions alone: set prompt_file (prompts/multichoice.txt)")
+        yield Remark(
+            "warning",
+            where,
+            "has options, but no prompt_file, so prompts show the questions alone: set prompt_file (prompts/multichoice.txt)",
+        )
     yield from _about_lengths(lengths, limits, where, len(rows))
     name, section = environment
     if name in _MATH_ENVIRONMENTS:
@@ -103,7 +107,11 @@ def _about_lengths(lengths: _Lengths, limits: Limits, where: str, rows: int) -> 
     looked_at = "" if lengths.seen == rows else f" looked at (of {rows:,})"
     for key, limit, effect in (
         (limits.context_key, limits.context, "they leave no room for a response"),
-        (limits.cut_key, limits.cut, "they are cut to a few tokens, so the model never sees their question, and get no gradient"),
+        (
+            limits.cut_key,
+            limits.cut,
+            "they are cut to a few tokens, so the model never sees their question, and get no gradient",
+        ),
     ):
         count = lengths.over.get(key, 0)
         if not count or (key == limits.cut_key and limits.cut == limits.context):
@@ -118,7 +126,9 @@ def _about_lengths(lengths: _Lengths, limits: Limits, where: str, rows: int) -> 
 
 # -- truths -----------------------------------------------------------------------------------------------------------
 
-_CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)  # math-verify reads something out of these
+_CERTAIN = re.compile(
+    r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII
+)  # math-verify reads something out of these
 
 
 def _about_truths(truths: list[tuple[int, Any]], section: Mapping[str, Any], name: str, where: str) -> Iterator[Remark]:

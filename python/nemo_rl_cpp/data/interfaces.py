@@ -94,7 +94,9 @@ class TaskDataSpec:
         try:
             return file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{key}: {file} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
+            raise ValueError(
+                f"{key}: {file} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8"
+            ) from None
 
     def copy_defaults(self, from_spec: TaskDataSpec) -> None:
         """Takes prompt and system prompt from another specification where this one has none."""

@@ -110,7 +110,9 @@ def batched_message_log_to_flat_message(
     flats = [message_log_to_flat_messages(log) for log in message_log_batch]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     if not any(isinstance(value, Tensor) for flat in flats for value in flat.values()):
-        return BatchedDataDict({key: [flat[key][0] if key in flat else None for flat in flats] for key in keys}), torch.empty(0)
+        return BatchedDataDict(
+            {key: [flat[key][0] if key in flat else None for flat in flats] for key in keys}
+        ), torch.empty(0)
     lengths = [max((len(v) for v in flat.values() if isinstance(v, Tensor)), default=0) for flat in flats]
     width = max(lengths)
     step = make_sequence_length_divisible_by

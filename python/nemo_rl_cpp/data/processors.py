@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.data.conversation import Message, split_conversation, tools_of
-from nemo_rl_cpp.data.interfaces import (
-    DatumSpec,
-    TaskDataProcessFnCallable,
-    TaskDataSpec,
-    TokenizerType,
-)
+from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.prompt_place import fill_prompt
 from nemo_rl_cpp.data.prompt_rendering import render_prompt, system_part
 
@@ -47,7 +42,9 @@ class Prompt(NamedTuple):
 PromptMaker = Callable[[Mapping[str, Any], TaskDataSpec, TokenizerLike], Prompt]
 
 
-def _datum(make: PromptMaker, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, limit: int | None, idx: int) -> DatumSpec:
+def _datum(
+    make: PromptMaker, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, limit: int | None, idx: int
+) -> DatumSpec:
     """The DatumSpec. A prompt of `limit` tokens or more leaves no room to answer: it is cut to a few tokens,
     so that it costs nothing, and masked out of the loss; `length` keeps the true length."""
     import torch
@@ -116,7 +113,9 @@ def _math(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) 
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:
         problem = fill_prompt(spec.prompt, problem)
-    return Prompt(_separate_messages(problem, spec, tokenizer), {"ground_truth": truth if truth is None else str(truth)})
+    return Prompt(
+        _separate_messages(problem, spec, tokenizer), {"ground_truth": truth if truth is None else str(truth)}
+    )
 
 
 def _asked(row: Mapping[str, Any], spec: TaskDataSpec, processor: str) -> tuple[list[Message], dict[str, Any]]:

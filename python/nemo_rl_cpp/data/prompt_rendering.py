@@ -7,7 +7,6 @@ from typing import Any
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 
-
 _KEPT: set[tuple[Any, ...]] = set()  # (template, roles, ...) whose messages are known to reach the text
 
 
@@ -70,7 +69,9 @@ def _apply(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: An
     except ValueError:
         raise
     except Exception as error:  # transformers' tokenizers let a template's own errors through
-        raise ChatTemplateError(f"the chat template failed on these messages: {type(error).__name__}: {error}") from error
+        raise ChatTemplateError(
+            f"the chat template failed on these messages: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
 
 def tiny_tokenizer() -> Tokenizer:
     """Digits, `+`, `=` and four special tokens; a chat is its contents one after another."""
-    from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
 
     backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -204,7 +204,9 @@ def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: An
         )
     before, now = _saved_dataset_name(Path(checkpoint_path)), get_train_dataset_name(data_config)
     if None not in (before, now) and before != now:
-        print(f"Dataset swap detected: the checkpoint was trained on {before!r}, this run on {now!r}, which begins at its start")
+        print(
+            f"Dataset swap detected: the checkpoint was trained on {before!r}, this run on {now!r}, which begins at its start"
+        )
     elif file.is_file():
         dataloader.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
     else:

@@ -279,10 +279,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return self.data
 
     def get_multimodal_dict(
-        self,
-        as_tensors: bool = False,
-        device: torch.device | None = None,
-        pixel_dtype: torch.dtype | None = None,
+        self, as_tensors: bool = False, device: torch.device | None = None, pixel_dtype: torch.dtype | None = None
     ) -> dict[str, Any]:
         """The entries that only multimodal models take: every `PackedTensor`, and `token_type_ids`.
 

@@ -1,7 +1,7 @@
 """Log-probabilities from logits, in one process. Names and results are NeMo RL's; a vocabulary or a context split over
 several processes is an error that says so (the native trainer computes its log-probs itself, without logits)."""
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ def require_single_process(group: Any, name: str) -> None:
         return
     size = group.size() if hasattr(group, "size") else torch.distributed.get_world_size(group)
     if size > 1:
-        raise NotImplementedError(f"{name} has {size} members; log-probs from logits work within one process: pass None")
+        raise NotImplementedError(
+            f"{name} has {size} members; log-probs from logits work within one process: pass None"
+        )
 
 
 def _selected_logprobs(
-    logits: Tensor, target: Tensor, sampling_params: Optional[TrainingSamplingParams], chunk_size: Optional[int]
+    logits: Tensor, target: Tensor, sampling_params: TrainingSamplingParams | None, chunk_size: int | None
 ) -> Tensor:
     """float32 log-softmax of logits [B, S, V] at target [B, S], `chunk_size` positions at a time."""
     outputs = []
@@ -40,12 +42,12 @@ def _selected_logprobs(
 def get_next_token_logprobs_from_logits(
     input_ids: Tensor,
     next_token_logits: Tensor,
-    seq_index: Optional[Tensor] = None,
-    vocab_parallel_rank: Optional[int] = None,
-    vocab_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-    context_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-    sampling_params: Optional[TrainingSamplingParams] = None,
-    chunk_size: Optional[int] = None,
+    seq_index: Tensor | None = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: torch.distributed.ProcessGroup | None = None,
+    context_parallel_group: torch.distributed.ProcessGroup | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """[B, S-1] float32: column t is the log-prob of input_ids[:, t+1] under logits [B, S, V] at t.
 
@@ -64,11 +66,11 @@ def from_parallel_logits_to_logprobs(
     target: Tensor,
     vocab_start_index: int,
     vocab_end_index: int,
-    tp_group: Optional[torch.distributed.ProcessGroup],
+    tp_group: torch.distributed.ProcessGroup | None,
     inference_only: bool = False,
-    cp_group: Optional[torch.distributed.ProcessGroup] = None,
-    chunk_size: Optional[int] = None,
-    sampling_params: Optional[TrainingSamplingParams] = None,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
     """[B, S-1] float32 log-probs of `target` [B, S] (unshifted) under logits [B, S, V] that hold the whole vocabulary."""
     _whole_vocabulary(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group, cp_group)
@@ -83,11 +85,11 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     unpacked_seqlen: int,
     vocab_start_index: int,
     vocab_end_index: int,
-    group: Optional[torch.distributed.ProcessGroup],
+    group: torch.distributed.ProcessGroup | None,
     inference_only: bool = False,
-    cp_group: Optional[torch.distributed.ProcessGroup] = None,
-    chunk_size: Optional[int] = None,
-    sampling_params: Optional[TrainingSamplingParams] = None,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
     target_is_pre_rolled: bool = False,
 ) -> Tensor:
     """[B, unpacked_seqlen - 1] float32 from packed logits [1, T, V] and target [1, T] (or [T]): row b holds the log-probs of
@@ -103,7 +105,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     for start, end in zip(ends[:-1], ends[1:], strict=True):
         count = min(end - start, unpacked_seqlen) - 1
         first = start if target_is_pre_rolled else start + 1
-        row = _selected_logprobs(logits[:, start : start + count], target[:, first : first + count], sampling_params, chunk_size)
+        row = _selected_logprobs(
+            logits[:, start : start + count], target[:, first : first + count], sampling_params, chunk_size
+        )
         rows.append(torch.nn.functional.pad(row, (0, unpacked_seqlen - 1 - count)))
     return torch.cat(rows, 0)
 
@@ -111,9 +115,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 def get_logprobs_from_vocab_parallel_logits(
     vocab_parallel_logits: Tensor,
     input_ids: Tensor,
-    seq_index: Optional[Tensor] = None,
-    chunk_size: Optional[int] = None,
-    sampling_params: Optional[TrainingSamplingParams] = None,
+    seq_index: Tensor | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
     """[B, S-1] float32 log-probs from logits [B, S, V] in one process (a DTensor must not be split)."""
     logits = vocab_parallel_logits
@@ -122,11 +126,15 @@ def get_logprobs_from_vocab_parallel_logits(
             raise NotImplementedError("the logits are split over several processes; gather them first")
         logits = logits.to_local()
     ids = input_ids.to_local() if hasattr(input_ids, "to_local") else input_ids
-    return get_next_token_logprobs_from_logits(ids, logits, seq_index, chunk_size=chunk_size, sampling_params=sampling_params)
+    return get_next_token_logprobs_from_logits(
+        ids, logits, seq_index, chunk_size=chunk_size, sampling_params=sampling_params
+    )
 
 
 def _whole_vocabulary(logits: Tensor, start: int, end: int, tp_group: Any, cp_group: Any) -> None:
     require_single_process(tp_group, "tp_group")
     require_single_process(cp_group, "cp_group")
     if start != 0 or end != logits.shape[-1]:
-        raise ValueError(f"vocabulary range [{start}, {end}) with logits of {logits.shape[-1]} columns; expected the whole vocabulary")
+        raise ValueError(
+            f"vocabulary range [{start}, {end}) with logits of {logits.shape[-1]} columns; expected the whole vocabulary"
+        )

@@ -62,7 +62,11 @@ class RayWorkerGroup:
                 raise ValueError(f"{method_name} needs one entry a worker ({self.dp_size}), but got {len(values)}")
         return [
             self.run_single_worker_single_data(
-                method_name, i, *(values[i] for values in args), **{k: v[i] for k, v in kwargs.items()}, **(common_kwargs or {})
+                method_name,
+                i,
+                *(values[i] for values in args),
+                **{k: v[i] for k, v in kwargs.items()},
+                **(common_kwargs or {}),
             )
             for i in range(self.dp_size)
         ]

@@ -29,7 +29,9 @@ def _expected(info: dict[str, Any]) -> Decimal:
     try:
         return Decimal(str(info["ground_truth"]).strip().replace(",", ""))
     except InvalidOperation:
-        raise ValueError(f"ground_truth is {info['ground_truth']!r}; the arithmetic environment needs a number") from None
+        raise ValueError(
+            f"ground_truth is {info['ground_truth']!r}; the arithmetic environment needs a number"
+        ) from None
 
 
 class ArithmeticEnvironment(SingleTurnEnvironment):
@@ -42,9 +44,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
         as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # which has no keys
         self._responses = self._well_formed = self._right = 0
 
-    def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
-    ) -> EnvironmentReturn:
+    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
         rewards, answers = [], []
         for message_log, info in zip(message_log_batch, metadata):
             text = assistant_text(message_log)

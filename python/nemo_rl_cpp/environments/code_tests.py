@@ -10,7 +10,9 @@ from typing import Any
 
 from nemo_rl_cpp.environments.sandbox import Outcome
 
-_LONGEST_VALUE = 100_000  # characters of a result that are read, by parsers that need 0.2 s and 50 MB for so many at worst
+_LONGEST_VALUE = (
+    100_000  # characters of a result that are read, by parsers that need 0.2 s and 50 MB for so many at worst
+)
 _UNCOMPILED = re.compile(r"(?:SyntaxError|IndentationError|TabError|RecursionError|OverflowError): [^\n]*\s*\Z")
 
 # Runs the solution, then the checks, and writes what came of them to where nothing that the solution prints goes.
@@ -93,11 +95,17 @@ class CodeTests:
         passed, failure = 0, None
         for stdin, wanted in self.pairs:
             outcome = runner(source, stdin=stdin)
-            if outcome.exit_code == 0 and outcome.stopped is None and _lines(outcome.stdout.decode(errors="replace")) == _lines(wanted):
+            if (
+                outcome.exit_code == 0
+                and outcome.stopped is None
+                and _lines(outcome.stdout.decode(errors="replace")) == _lines(wanted)
+            ):
                 passed += 1
             elif failure is None:
                 failure = outcome
-            if outcome.stopped is not None or uncompiled(outcome):  # what endangers the machine or cannot run is not tried again
+            if outcome.stopped is not None or uncompiled(
+                outcome
+            ):  # what endangers the machine or cannot run is not tried again
                 break
         return TestResult(passed, len(self), failure)
 
@@ -107,7 +115,9 @@ class CodeTests:
         files = {"checks.json": plan.encode(), "solution.py": source.encode("utf-8", "surrogatepass")}
         outcome = runner(HARNESS, files=files)
         found = _results(outcome, len(self.checks))
-        good = [_fulfils(check, wanted, result, token) for check, wanted, result in zip(self.checks, self.expected, found)]
+        good = [
+            _fulfils(check, wanted, result, token) for check, wanted, result in zip(self.checks, self.expected, found)
+        ]
         detail = next((result.get("error", "") for result, right in zip(found, good) if not right), "")
         return TestResult(sum(good), len(self), None if all(good) else outcome, detail)
 
@@ -131,7 +141,11 @@ def _results(outcome: Outcome, count: int) -> list[dict[str, Any]]:
         found = json.loads(outcome.stdout)
     except (ValueError, RecursionError):
         return nothing
-    return found if isinstance(found, list) and len(found) == count and all(isinstance(one, dict) for one in found) else nothing
+    return (
+        found
+        if isinstance(found, list) and len(found) == count and all(isinstance(one, dict) for one in found)
+        else nothing
+    )
 
 
 def _fulfils(check: dict[str, Any], wanted: Any, result: dict[str, Any], token: str) -> bool:
@@ -166,7 +180,9 @@ def parse_tests(ground_truth: Any) -> CodeTests:
     if isinstance(truth, list):
         truth = {"asserts": truth}
     if not isinstance(truth, dict) or not ({"inputs", "outputs"} <= set(truth) or "asserts" in truth):
-        raise ValueError(f"ground_truth of a code problem needs inputs and outputs, or asserts, not {str(truth)[:80]!r}")
+        raise ValueError(
+            f"ground_truth of a code problem needs inputs and outputs, or asserts, not {str(truth)[:80]!r}"
+        )
     if "asserts" in truth:
         checks, expected = zip(*(_assert(text) for text in truth["asserts"])) if truth["asserts"] else ((), ())
         tests = CodeTests(checks=list(checks), expected=list(expected))
@@ -188,7 +204,11 @@ def _assert(statement: str) -> tuple[dict[str, Any], Any]:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError):
         raise ValueError(f"ground_truth has the assert {statement!r}, which is not one Python statement") from None
-    if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and [type(op) for op in node.test.ops] == [ast.Eq]:
+    if (
+        isinstance(node, ast.Assert)
+        and isinstance(node.test, ast.Compare)
+        and [type(op) for op in node.test.ops] == [ast.Eq]
+    ):
         try:
             return {"expression": ast.unparse(node.test.left)}, ast.literal_eval(node.test.comparators[0])
         except ValueError:

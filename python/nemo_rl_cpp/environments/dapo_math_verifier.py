@@ -111,9 +111,7 @@ def is_correct_minerva(
     return answer == normalize_final_answer(gt), answer
 
 
-def is_correct_strict_box(
-    pred: str, gt: str, pause_tokens_index: list[int] | None = None
-) -> tuple[int, str | None]:
+def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
     r"""(1 or -1, content of the last `\boxed{...}` among the last 100 characters); compared as it is written.
 
     `pause_tokens_index`: four positions; the text from 100 characters before the last of them counts.
@@ -140,10 +138,7 @@ def verify(
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: str,
-    strict_box_verify: bool = False,
-    pause_tokens_index: list[int] | None = None,
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
     """{"score": 1.0 or 0.0, "acc": bool, "pred": the answer found}, from the last 300 characters of the response."""
     right, found = verify(solution_str[-_LOOKED_AT:], ground_truth, strict_box_verify, pause_tokens_index)

@@ -40,7 +40,9 @@ def checked_return(answer: Any, size: int, task: str) -> EnvironmentReturn:
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__
-        raise ValueError(f"the environment of task {task} returned {given} from step: expected an EnvironmentReturn ({', '.join(fields)})")
+        raise ValueError(
+            f"the environment of task {task} returned {given} from step: expected an EnvironmentReturn ({', '.join(fields)})"
+        )
     checked = EnvironmentReturn(*answer)
     each = [*checked.rewards.items()] if isinstance(checked.rewards, dict) else [("rewards", checked.rewards)]
     each += [(name, value) for name in fields if name != "rewards" and (value := getattr(checked, name)) is not None]
@@ -48,9 +50,13 @@ def checked_return(answer: Any, size: int, task: str) -> EnvironmentReturn:
         try:
             number = len(values)
         except TypeError:
-            raise ValueError(f"the environment of task {task} returned {type(values).__name__} as {name}: expected one entry a conversation") from None
+            raise ValueError(
+                f"the environment of task {task} returned {type(values).__name__} as {name}: expected one entry a conversation"
+            ) from None
         if number != size:
-            raise ValueError(f"the environment of task {task} returned {number} {name} for {size} conversations: expected one entry each")
+            raise ValueError(
+                f"the environment of task {task} returned {number} {name} for {size} conversations: expected one entry each"
+            )
     return checked
 
 

@@ -23,7 +23,9 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
     "math_default": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": "nemo_rl_cpp.environments.multi_reward.MathMultiRewardEnvironment"},
     "arithmetic": {"actor_class_fqn": "nemo_rl_cpp.environments.arithmetic_environment.ArithmeticEnvironment"},
-    "reverse_digits": {"actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"},
+    "reverse_digits": {
+        "actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"
+    },
     "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},
     "reward_functions": {"actor_class_fqn": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment"},
     "guess_number": {"actor_class_fqn": "nemo_rl_cpp.environments.games.guess_number.GuessNumberEnv"},
@@ -76,11 +78,15 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[Any, list[st
             raise
         except BaseException as error:  # SystemExit too: nothing in a module may end the program
             told = in_user_code(error, f"importing {module}")
-            raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}") from error
+            raise LoadingError(
+                f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}"
+            ) from error
     folders = ", ".join(dict.fromkeys(["the working folder", *_searched[1:]])) if _searched else "sys.path"
     near = difflib.get_close_matches(parts[0], _modules_beside(), 1, 0.6)
     hint = f"; did you mean {near[0]}?" if near else f": put {parts[0]}.py into the working folder, or set PYTHONPATH"
-    raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}")
+    raise LoadingError(
+        f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"
+    )
 
 
 def _modules_beside() -> list[str]:
@@ -126,16 +132,22 @@ def check_environment_class(found: Any, name: str) -> None:
     """LoadingError for what is no environment: `Class.remote`, `step` and `global_post_process_and_metrics` are needed."""
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
-        raise LoadingError(f"environment {name!r} is {kind}, without the interface of environments: derive the class from {INTERFACE}")
+        raise LoadingError(
+            f"environment {name!r} is {kind}, without the interface of environments: derive the class from {INTERFACE}"
+        )
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise LoadingError(f"environment {name!r} lacks {' and '.join(missing)}, which {INTERFACE} asks for")
     if inspect.isclass(found) and found.remote.__qualname__ == "Remotable.remote" and not _takes(found, {}):
-        raise LoadingError(f"environment {name!r} takes {inspect.signature(found)}: its __init__ must take (self, cfg), where cfg is its section of env")
+        raise LoadingError(
+            f"environment {name!r} takes {inspect.signature(found)}: its __init__ must take (self, cfg), where cfg is its section of env"
+        )
     step = getattr(found, "step", None)
     if step is not None and inspect.isfunction(step):
         if not _takes(step, None, [], []):
-            raise LoadingError(f"environment {name!r}: step{inspect.signature(step)} must take (self, message_log_batch, metadata)")
+            raise LoadingError(
+                f"environment {name!r}: step{inspect.signature(step)} must take (self, message_log_batch, metadata)"
+            )
 
 
 def _takes(function: Any, *arguments: Any) -> bool:
@@ -156,7 +168,9 @@ def own_dataset_class(name: str) -> Any:
     found = import_object(name, "data set class")
     lacking = [method for method in ("set_task_spec", "set_processor") if not callable(getattr(found, method, None))]
     if not callable(found) or lacking:
-        raise LoadingError(f"data set class {name!r} lacks {' and '.join(lacking) or 'a constructor'}: derive it from {DATASET_BASE}")
+        raise LoadingError(
+            f"data set class {name!r} lacks {' and '.join(lacking) or 'a constructor'}: derive it from {DATASET_BASE}"
+        )
     return found
 
 
@@ -164,7 +178,9 @@ def reward_function(name: Any) -> Any:
     """A reward function of a dotted name, or the function itself; LoadingError for what cannot be called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
-        raise LoadingError(f"reward function {in_a_line(name)} is of type {type(found).__name__}, which cannot be called: give a function")
+        raise LoadingError(
+            f"reward function {in_a_line(name)} is of type {type(found).__name__}, which cannot be called: give a function"
+        )
     return found
 
 
@@ -172,13 +188,19 @@ def check_reward_section(section: Mapping[str, Any]) -> None:
     """LoadingError for a section env.reward_functions whose functions cannot be used."""
     unknown = sorted(set(section) - {"functions", "weights"})
     if unknown or "functions" not in section:
-        raise LoadingError(f"it takes functions (dotted names) and weights, but has {', '.join(sorted(section)) or 'nothing'}")
+        raise LoadingError(
+            f"it takes functions (dotted names) and weights, but has {', '.join(sorted(section)) or 'nothing'}"
+        )
     functions, weights = section["functions"], section.get("weights")
     functions = [functions] if isinstance(functions, str) else functions
     if not isinstance(functions, list) or not functions:
-        raise LoadingError(f"functions is {section['functions']!r}: expected a list of dotted names, as [my_rewards.right]")
+        raise LoadingError(
+            f"functions is {section['functions']!r}: expected a list of dotted names, as [my_rewards.right]"
+        )
     if weights is not None and (not isinstance(weights, list) or len(weights) != len(functions)):
-        raise LoadingError(f"functions has {len(functions)} names and weights is {weights!r}: one number a function is expected")
+        raise LoadingError(
+            f"functions has {len(functions)} names and weights is {weights!r}: one number a function is expected"
+        )
     for name in functions:
         reward_function(name)
 

@@ -49,7 +49,9 @@ class BaseMathEnvironment(VerifyingEnvironment):
             raise ValueError(f"env.math.verifier_type is {kind!r}; it must be one of {sorted(self.WORKER_CLASS_DICT)}")
         implementation = cfg.get("math_verify_impl") or "hf_math_verify"
         if implementation not in self._IMPLEMENTATIONS:
-            raise ValueError(f"env.math.math_verify_impl is {implementation!r}; it must be one of {self._IMPLEMENTATIONS}")
+            raise ValueError(
+                f"env.math.math_verify_impl is {implementation!r}; it must be one of {self._IMPLEMENTATIONS}"
+            )
         self._verify_kwargs = {"math_verify_impl": implementation} if kind == "math" else {}
         super().__init__(self.WORKER_CLASS_DICT[kind], cfg, warm_up=self._verify_kwargs)
 

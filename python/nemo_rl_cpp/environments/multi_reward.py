@@ -36,10 +36,12 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment):
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [extract_answer(response) for response in responses]
         scores = [
-            self._scores(response, answer, str(info["ground_truth"])) for response, answer, info in zip(responses, answers, metadata)
+            self._scores(response, answer, str(info["ground_truth"]))
+            for response, answer, info in zip(responses, answers, metadata)
         ]
         observations = [
-            {"role": "environment", "content": "Environment: correct" if correct else "Environment: incorrect"} for correct, _, _ in scores
+            {"role": "environment", "content": "Environment: correct" if correct else "Environment: incorrect"}
+            for correct, _, _ in scores
         ]
         parts = torch.tensor(scores, dtype=torch.float32).reshape(len(scores), 3)
         result = self._finish(parts[:, 0], metadata, observations, answers if return_extracted_answer else None)

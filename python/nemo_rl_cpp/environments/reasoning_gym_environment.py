@@ -50,9 +50,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
             raise ValueError(f"env.reasoning_gym.answer_format is {self._format!r}; it must be auto, tag or line")
         super().__init__(ReasoningGymVerifyWorker, self.cfg)
 
-    def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
-    ) -> EnvironmentReturn:
+    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
         rows_of: dict[str, list[int]] = {}
         texts = []
         for row, info in enumerate(metadata):

@@ -87,7 +87,9 @@ class Remotable:
         Raises ValueError for an option that asks for GPUs, which this process cannot set aside.
         """
         if options.get("num_gpus"):
-            raise ValueError(f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments run without GPUs here")
+            raise ValueError(
+                f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments run without GPUs here"
+            )
         return cls
 
 

@@ -22,9 +22,7 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment):
         as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # which has no keys
         self._responses = self._exact = 0
 
-    def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
-    ) -> EnvironmentReturn:
+    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
         texts = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [fraction_right(text, str(info["ground_truth"])) for text, info in zip(texts, metadata)]
         self._responses += len(rewards)

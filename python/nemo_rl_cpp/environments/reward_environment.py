@@ -48,13 +48,17 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         if isinstance(reward_funcs, Mapping):
             unknown = set(reward_funcs) - {"functions", "weights", "as_parts"}
             if unknown or "functions" not in reward_funcs:
-                raise ValueError(f"env.reward_functions takes functions, weights and as_parts, but got {sorted(map(str, reward_funcs))}")
+                raise ValueError(
+                    f"env.reward_functions takes functions, weights and as_parts, but got {sorted(map(str, reward_funcs))}"
+                )
             weights = reward_funcs.get("weights") if weights is None else weights
             as_parts = as_parts or bool(reward_funcs.get("as_parts", False))
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
         if not single and (isinstance(reward_funcs, (bytes, set, frozenset)) or not is_iterable(reward_funcs)):
-            raise ValueError(f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these")
+            raise ValueError(
+                f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these"
+            )
         self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
         for function in self._functions:
             check_signature(function)
@@ -67,11 +71,10 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
-    def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]
-    ) -> EnvironmentReturn:
+    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
         columns: dict[str, list[Any]] = {
-            key: [(info or {}).get(key) for info in metadata] for key in {k: None for info in metadata for k in info or {}}
+            key: [(info or {}).get(key) for info in metadata]
+            for key in {k: None for info in metadata for k in info or {}}
         }
         columns["prompts"] = [prompt_text(message_log) for message_log in message_log_batch]
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
@@ -113,7 +116,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
 def _numbers(weights: Any) -> list[float]:
     several = [weights] if isinstance(weights, (int, float)) else weights
     if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
-        raise ValueError(f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}")
+        raise ValueError(
+            f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}"
+        )
     found = []
     for weight in several:
         found.append(number("a weight of a reward function", weight, -LARGEST, LARGEST))
@@ -129,9 +134,15 @@ def _call(function: RewardFunction, name: str, columns: dict[str, list[Any]], ro
 def _asked_for(function: RewardFunction, name: str, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The columns that a function takes; ValueError where it asks for one that is not there."""
     parameters = inspect.signature(function).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in columns]
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in columns
+    ]
     if missing:
-        raise ValueError(f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}")
+        raise ValueError(
+            f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}"
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return columns
     names = {p.name for p in parameters}

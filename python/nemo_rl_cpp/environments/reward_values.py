@@ -41,10 +41,14 @@ def check_signature(function: Callable[..., Any]) -> None:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
-        raise ValueError(f"reward function {name} has no signature that Python knows: wrap it in a function of (completions)") from None
+        raise ValueError(
+            f"reward function {name} has no signature that Python knows: wrap it in a function of (completions)"
+        ) from None
     unnamed = next((p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty), None)
     if unnamed is not None:
-        raise ValueError(f"reward function {name} takes {unnamed!r} by position only: it is called with keywords (completions=...)")
+        raise ValueError(
+            f"reward function {name} takes {unnamed!r} by position only: it is called with keywords (completions=...)"
+        )
 
 
 def awaited(returned: Any) -> Any:
@@ -77,10 +81,18 @@ def rewards_of(name: str, returned: Any, rows: int) -> list[float | None]:
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
-    if getattr(returned, "ndim", 1) == 0 or isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not isinstance(returned, Iterable):
+    if (
+        getattr(returned, "ndim", 1) == 0
+        or isinstance(returned, (str, bytes, Mapping, set, frozenset))
+        or not isinstance(returned, Iterable)
+    ):
         raise ValueError(f"{wanted}, but returned {_described(returned)}")
     # no more is asked of an iterator than shows that it is too long
-    values = returned.tolist() if hasattr(returned, "tolist") else list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
+    values = (
+        returned.tolist()
+        if hasattr(returned, "tolist")
+        else list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
+    )
     if len(values) != rows:
         raise ValueError(f"reward function {name} returned {len(values)} rewards for {rows} completions")
     return [_number(name, value, row) for row, value in enumerate(values)]
@@ -94,10 +106,18 @@ def _number(name: str, value: Any, row: int) -> float | None:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"reward function {name} returned {_described(value)} for completion {row}; it must be a finite number or None")
+        raise ValueError(
+            f"reward function {name} returned {_described(value)} for completion {row}; it must be a finite number or None"
+        )
     return number
 
 
 def _described(value: Any) -> str:
     kind = type(value).__name__
-    return f"{value}" if value is None or isinstance(value, float) else f"{kind} {in_a_line(value, 40)}" if isinstance(value, (bool, int, str, bytes)) else f"a {kind}"
+    return (
+        f"{value}"
+        if value is None or isinstance(value, float)
+        else f"{kind} {in_a_line(value, 40)}"
+        if isinstance(value, (bool, int, str, bytes))
+        else f"a {kind}"
+    )

@@ -230,11 +230,7 @@ class RemoteVerifier:
         self._pool = VerifierPool(verifier, PoolOptions(**options))
 
     def verify(
-        self,
-        pred_responses: list[str],
-        ground_truths: list[Any],
-        return_extracted_answer: bool = False,
-        **kwargs: Any,
+        self, pred_responses: list[str], ground_truths: list[Any], return_extracted_answer: bool = False, **kwargs: Any
     ) -> list[float] | tuple[list[float], list[str | None]]:
         """As the verifier's; a response that takes too long scores 0."""
         verdicts = self._pool.verify(pred_responses, ground_truths, **kwargs)

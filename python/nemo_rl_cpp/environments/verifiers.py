@@ -50,11 +50,7 @@ class VerifierBase:
         raise NotImplementedError
 
     def verify(
-        self,
-        pred_responses: list[str],
-        ground_truths: list[str],
-        return_extracted_answer: bool = False,
-        **kwargs: Any,
+        self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: Any
     ) -> list[float] | tuple[list[float], list[str | None]]:
         """Scores [B], and with `return_extracted_answer` also the answers found [B] (None where there is none)."""
         verdicts = []
@@ -177,14 +173,23 @@ class MultilingualMultichoiceVerifyWorker(VerifierBase):
         return float(answer == _letter(ground_truth)), answer
 
 
-_DRESS = ["**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"]
+_DRESS = [
+    "**",
+    "$\\boxed{",
+    "}$",
+    "\\$",
+    "$\\text{",
+    "$",
+    "\\mathrm{",
+    "\\{",
+    "\\text",
+    "\\(",
+    "\\mathbf{",
+    "{",
+    "\\boxed",
+]
 
-_LETTERS = {
-    "A": "أاঅＡ",
-    "B": "بবＢ",
-    "C": "جসＣ",
-    "D": "دডＤ",
-}
+_LETTERS = {"A": "أاঅＡ", "B": "بবＢ", "C": "جসＣ", "D": "دডＤ"}
 _TO_LATIN = {foreign: latin for latin, others in _LETTERS.items() for foreign in others}
 
 # "answer" with its colon; the first one that is found decides, so longer forms stand before their parts

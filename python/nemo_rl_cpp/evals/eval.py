@@ -64,13 +64,24 @@ def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDatase
     """The section `data`, tokenised."""
     raw = load_eval_dataset(config.data)
     limit = config.data.max_input_seq_length
-    say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", (config.data.env_name, config.env.get(config.data.env_name))))
+    say(
+        inspect_rows(
+            raw,
+            raw.dataset,
+            tokenizer,
+            Limits(limit),
+            "data",
+            (config.data.env_name, config.env.get(config.data.env_name)),
+        )
+    )
     return AllTaskProcessedDataset(
         raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=config.data.max_input_seq_length
     )
 
 
-def setup(master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessedDataset) -> tuple[Any, Any, MasterConfig]:
+def setup(
+    master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessedDataset
+) -> tuple[Any, Any, MasterConfig]:
     """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
     master_config = checked(master_config, MasterConfig)
     size = master_config.generation.num_prompts_per_step
@@ -91,7 +102,10 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
     folder = open_model_folder(
-        find_policy_weights(config.generation.model_name), max_length=given, length_key="generation.vllm_cfg.max_model_len", key="generation.model_name"
+        find_policy_weights(config.generation.model_name),
+        max_length=given,
+        length_key="generation.vllm_cfg.max_model_len",
+        key="generation.model_name",
     )
     if given is None:
         length = max_sequence_length(folder.config)
@@ -165,11 +179,15 @@ class _Run:
         self._keep(texts, batch, answers)
 
     def _score(self, active: BatchedDataDict) -> EnvironmentReturn:
-        logs = [[{key: message[key] for key in ("role", "content")} for message in log] for log in active["message_log"]]
+        logs = [
+            [{key: message[key] for key in ("role", "content")} for message in log] for log in active["message_log"]
+        ]
         options = {"return_extracted_answer": True} if _takes(self.env, "return_extracted_answer") else {}
         scored = get(call_remote(self.env, "step", logs, active["extra_env_info"], **options))
         if isinstance(scored.rewards, dict):  # components count together
-            return scored._replace(rewards=sum(torch.as_tensor(values, dtype=torch.float32) for values in scored.rewards.values()))
+            return scored._replace(
+                rewards=sum(torch.as_tensor(values, dtype=torch.float32) for values in scored.rewards.values())
+            )
         return scored
 
     def _keep(self, texts: list[str], batch: BatchedDataDict, answers: list[str | None]) -> None:
@@ -219,5 +237,5 @@ class _Run:
 
 
 def _takes(env: Any, parameter: str) -> bool:
-    step = getattr(getattr(env, "_instance", env), "step")
+    step = getattr(env, "_instance", env).step
     return parameter in inspect.signature(step).parameters

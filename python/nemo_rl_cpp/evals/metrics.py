@@ -62,7 +62,9 @@ def eval_pass_k(rewards: Tensor, num_tests_per_prompt: int, k: int) -> float:
 
     Divide by the number of prompts for the score. The number of right responses is the sum of a prompt's rewards.
     """
-    return math.fsum(pass_at_k(num_tests_per_prompt, math.fsum(own), k) for own in _per_prompt(rewards, num_tests_per_prompt))
+    return math.fsum(
+        pass_at_k(num_tests_per_prompt, math.fsum(own), k) for own in _per_prompt(rewards, num_tests_per_prompt)
+    )
 
 
 def eval_cons_k(rewards: Tensor, num_tests_per_prompt: int, k: int, extracted_answers: list[str | None]) -> float:

@@ -67,7 +67,9 @@ async def async_generate_response_for_sample_turn(
     """
     if sample_multimodal_data:
         raise ValueError("multimodal samples are not supported: sample_multimodal_data must be empty")
-    sample = BatchedDataDict(message_log=[sample_message_log], stop_strings=[sample_stop_strings], extra_env_info=[None])
+    sample = BatchedDataDict(
+        message_log=[sample_message_log], stop_strings=[sample_stop_strings], extra_env_info=[None]
+    )
     turn = Conversations(sample, tokenizer, max_seq_len).begin()
     lengths = turn.inputs["input_lengths"]
     batch, generated, metrics = await generate_responses_async(
@@ -139,7 +141,8 @@ class _Services:
         # only what environments read: other keys need not agree between samples
         keys = ("message_log", "task_name", "extra_env_info")
         answer = calculate_rewards(
-            BatchedDataDict.from_batches([{key: request[key] for key in keys} for request in requests]), self._task_to_env
+            BatchedDataDict.from_batches([{key: request[key] for key in keys} for request in requests]),
+            self._task_to_env,
         )
         return [_row(answer, i) for i in range(len(requests))]
 
@@ -218,7 +221,8 @@ def run_async_multi_turn_rollout(
 ) -> "tuple[BatchedDataDict[DatumSpec], dict[str, Any]]":
     """As `run_multi_turn_rollout`, every sample at its own pace; the same result, since draws do not depend on the batch."""
     samples = [
-        Conversations(input_batch.select_indices([i]), tokenizer, max_seq_len) for i in range(len(input_batch["message_log"]))
+        Conversations(input_batch.select_indices([i]), tokenizer, max_seq_len)
+        for i in range(len(input_batch["message_log"]))
     ]
 
     async def all_of_them() -> list[BatchedDataDict]:

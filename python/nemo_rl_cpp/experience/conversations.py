@@ -47,7 +47,9 @@ class Conversations:
         from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message
 
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
-        active = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch}).select_indices(self.active)
+        active = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch}).select_indices(
+            self.active
+        )
         active["stop_strings"] = [self.stop_strings[row] for row in self.active]
         active["extra_env_info"] = [self.extra_env_info[row] for row in self.active]
         flat, lengths = batched_message_log_to_flat_message(

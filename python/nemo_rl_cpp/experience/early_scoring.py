@@ -17,7 +17,9 @@ class EarlyScoring:
     results are those of one call at the end. An environment that is at work gets what has ended meanwhile as its next call.
     """
 
-    def __init__(self, active: BatchedDataDict, tokenizer: "TokenizerType", task_to_env: "dict[str, EnvironmentInterface]") -> None:
+    def __init__(
+        self, active: BatchedDataDict, tokenizer: "TokenizerType", task_to_env: "dict[str, EnvironmentInterface]"
+    ) -> None:
         self._active = active
         self._tokenizer = tokenizer
         self._environments = {

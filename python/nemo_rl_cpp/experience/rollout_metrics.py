@@ -62,7 +62,11 @@ def environment_metrics(task_to_env: dict[str, Any]) -> dict[str, Any]:
     environments: dict[int, tuple[str, Any]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))
-    counting = {task: call_remote(environment, "pop_metrics") for task, environment in environments.values() if hasattr(environment, "pop_metrics")}
+    counting = {
+        task: call_remote(environment, "pop_metrics")
+        for task, environment in environments.values()
+        if hasattr(environment, "pop_metrics")
+    }
     gathered = {task: metrics for task, result in counting.items() if (metrics := get(result))}
     if len(environments) == 1:
         return dict(next(iter(gathered.values()), {}))

@@ -32,7 +32,13 @@ class RolloutRunner:
         """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
         as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
         rollouts, metrics = run_multi_turn_rollout(
-            self._generation, prompts, self._tokenizer, self.task_to_env, self._max_seq_len, self._max_turns, greedy=False
+            self._generation,
+            prompts,
+            self._tokenizer,
+            self.task_to_env,
+            self._max_seq_len,
+            self._max_turns,
+            greedy=False,
         )
         rollouts["raw_reward"] = rollouts["total_reward"].clone()
         if self._change_rewards is not None:

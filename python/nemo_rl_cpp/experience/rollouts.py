@@ -50,7 +50,9 @@ def repeat_prompts(
     if num_generations < 1:
         raise ValueError(f"num_generations_per_prompt is {num_generations}; it must be at least 1")
     logs = batch["message_log"]
-    repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(num_generations)
+    repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(
+        num_generations
+    )
     # each copy has messages of its own; their token ids, which nothing writes into, are shared
     repeated["message_log"] = [[dict(message) for message in log] for log in logs for _ in range(num_generations)]
     repeated["group_id"] = torch.arange(batch.size).repeat_interleave(num_generations)
@@ -86,7 +88,11 @@ def run_multi_turn_rollout(
             break
         turn = conversations.begin()
         early = EarlyScoring(turn.active, tokenizer, task_to_env)
-        beside = {"on_finished": early.finished} if early.useful and getattr(policy_generation, "reports_finished", False) else {}
+        beside = (
+            {"on_finished": early.finished}
+            if early.useful and getattr(policy_generation, "reports_finished", False)
+            else {}
+        )
         conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))
         conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))
     batch = conversations.finish()

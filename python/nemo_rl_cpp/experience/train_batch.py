@@ -22,7 +22,9 @@ def spoken_by_assistant(message: Message) -> bool:
     return message["role"] == "assistant"
 
 
-def add_token_loss_masks(message_logs: list[MessageLog], is_trained: Callable[[Message], bool] = sampled_by_policy) -> None:
+def add_token_loss_masks(
+    message_logs: list[MessageLog], is_trained: Callable[[Message], bool] = sampled_by_policy
+) -> None:
     """Adds to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
     and `generation_logprobs` of zeros where there are none."""
     for message_log in message_logs:
@@ -82,7 +84,9 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
     return mask
 
 
-def extract_initial_prompt_messages(message_logs: list[MessageLog], original_prompt_lengths: torch.Tensor) -> list[MessageLog]:
+def extract_initial_prompt_messages(
+    message_logs: list[MessageLog], original_prompt_lengths: torch.Tensor
+) -> list[MessageLog]:
     """The messages of each conversation that make up its prompt: those before `original_prompt_lengths` [B] tokens.
 
     An empty prompt has none. ValueError when a message straddles the length, which then is not that of the prompt.
@@ -96,6 +100,8 @@ def extract_initial_prompt_messages(message_logs: list[MessageLog], original_pro
             prompt.append(message)
             tokens += len(message["token_ids"])
         if tokens > length and prompt and prompt[-1]["role"] == "assistant":
-            raise ValueError(f"conversation {row}: its prompt is said to have {length} tokens, which ends inside a response")
+            raise ValueError(
+                f"conversation {row}: its prompt is said to have {length} tokens, which ends inside a response"
+            )
         prompts.append(prompt)
     return prompts

@@ -81,7 +81,9 @@ def calculate_rewards(
     asked = {row for rows, _ in begun for row in rows}
     for row, task in enumerate(batch["task_name"]):
         if task not in task_to_env:
-            raise ValueError(f"No environment found for task type: {task}; there are environments for {sorted(map(str, task_to_env))}")
+            raise ValueError(
+                f"No environment found for task type: {task}; there are environments for {sorted(map(str, task_to_env))}"
+            )
         if row not in asked:
             rows_of.setdefault(task, []).append(row)
     started = list(begun)
@@ -90,7 +92,10 @@ def calculate_rewards(
         infos = [batch["extra_env_info"][row] for row in rows]
         started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
     # an environment may answer with a plain tuple of the same six things
-    answers = [(rows, checked_return(get(result), len(rows), batch["task_name"][rows[0]] if rows else "")) for rows, result in started]
+    answers = [
+        (rows, checked_return(get(result), len(rows), batch["task_name"][rows[0]] if rows else ""))
+        for rows, result in started
+    ]
     return _merge(answers, len(batch["message_log"]))
 
 

@@ -22,7 +22,6 @@ from nemo_rl_cpp.models.rope import (
 )
 from nemo_rl_cpp.models.sources import ModelFolderError, find_policy_weights
 
-
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -53,7 +52,14 @@ _QWEN = {
     **_EVERY, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
 }  # fmt: skip
-_LLAMA = {**_EVERY, "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+_LLAMA = {
+    **_EVERY,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 _MISTRAL = {
     **_EVERY, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
 }  # fmt: skip
@@ -76,7 +82,12 @@ _SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # two names of each function
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}  # two names of each function
 
 
 def read_config_file(folder: str | Path) -> dict[str, Any]:
@@ -89,9 +100,13 @@ def read_config_file(folder: str | Path) -> dict[str, Any]:
                 "(merge_and_unload, save_pretrained) and give that folder as policy.model_name"
             )
         if (inner := find_policy_weights(str(folder))) != str(folder):
-            raise ModelFolderError(f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?")
+            raise ModelFolderError(
+                f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?"
+            )
         what = "is not a file" if path.exists() else "is missing"
-        raise ModelFolderError(f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} {what})")
+        raise ModelFolderError(
+            f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} {what})"
+        )
     return read_json(path)
 
 
@@ -107,7 +122,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ModelFolderError(f"{path} holds {type(content).__name__} {str(content)[:40]!r}, but a JSON mapping was expected")
+        raise ModelFolderError(
+            f"{path} holds {type(content).__name__} {str(content)[:40]!r}, but a JSON mapping was expected"
+        )
     return content
 
 
@@ -141,13 +158,21 @@ def canonical_config(config: Mapping[str, Any], overrides: Mapping[str, Any] | N
     positions = SUPPORTED_ARCHITECTURES[kind].defaults["max_position_embeddings"]
     form = respell(config, positions)
     if overrides:
-        rope_keys = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        rope_keys = (
+            "rope_scaling",
+            "rope_parameters",
+            "rope_theta",
+            "partial_rotary_factor",
+            "original_max_position_embeddings",
+        )
         form.update({key: value for key, value in overrides.items() if key not in rope_keys})
         form = respell(lay_rope_over(form, overrides), positions)
     form = {**SUPPORTED_ARCHITECTURES[kind].defaults, **form}
     _derive(form)
     _check(form)
-    check_rope(form, section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config))
+    check_rope(
+        form, section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
+    )
     return form
 
 
@@ -159,11 +184,17 @@ def _derive(form: dict[str, Any]) -> None:
     if form.get("head_dim") is None and _is_size(heads) and _is_size(hidden):
         form["head_dim"] = hidden // heads
     if form["max_position_embeddings"] is None:
-        form["max_position_embeddings"] = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults["max_position_embeddings"]
+        form["max_position_embeddings"] = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults[
+            "max_position_embeddings"
+        ]
     if not form.get("quantization_config"):
         form.pop("quantization_config", None)  # transformers 4 fails on one that is null
-    if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):  # transformers 5 fails on layers without a window
-        form["layer_types"] = ["full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]]
+    if form.get("use_sliding_window") is False and isinstance(
+        form.get("layer_types"), list
+    ):  # transformers 5 fails on layers without a window
+        form["layer_types"] = [
+            "full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]
+        ]
 
 
 def _is_size(value: Any) -> bool:
@@ -185,9 +216,13 @@ def _check(form: Mapping[str, Any]) -> None:
             f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
         )
     if not isinstance(form["hidden_act"], str) or form["hidden_act"] not in _ACTIVATIONS:
-        raise ModelFolderError(f"hidden_act {form['hidden_act']!r} is not supported: the native decoder computes silu and gelu_pytorch_tanh")
+        raise ModelFolderError(
+            f"hidden_act {form['hidden_act']!r} is not supported: the native decoder computes silu and gelu_pytorch_tanh"
+        )
     if form.get("quantization_config"):
-        raise ModelFolderError("quantization_config: quantized checkpoints are not supported: use the float32, float16 or bfloat16 weights")
+        raise ModelFolderError(
+            "quantization_config: quantized checkpoints are not supported: use the float32, float16 or bfloat16 weights"
+        )
     if form.get("transformers_weights"):
         raise ModelFolderError(
             f"transformers_weights names the weights {form['transformers_weights']!r}, which is not supported: name the file model.safetensors"
@@ -206,14 +241,22 @@ def _check_layers(form: Mapping[str, Any]) -> None:
     for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
         value = form[key]
         absent = value is None and key == "sliding_window"
-        if form["use_sliding_window"] and not absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if (
+            form["use_sliding_window"]
+            and not absent
+            and (isinstance(value, bool) or not isinstance(value, int) or value < least)
+        ):
             raise ModelFolderError(f"{key} is {value!r}, but a whole number from {least} was expected")
     kinds = form.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]):
-        raise ModelFolderError(f"layer_types is {kinds!r}, but a list of num_hidden_layers {form['num_hidden_layers']} kinds was expected")
+        raise ModelFolderError(
+            f"layer_types is {kinds!r}, but a list of num_hidden_layers {form['num_hidden_layers']} kinds was expected"
+        )
     other = {kind for kind in kinds or () if kind not in ("full_attention", "attention", "sliding_attention")}
     if other:
-        raise ModelFolderError(f"layer_types has {sorted(map(str, other))}, which is not supported: full_attention in every layer was expected")
+        raise ModelFolderError(
+            f"layer_types has {sorted(map(str, other))}, which is not supported: full_attention in every layer was expected"
+        )
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -228,7 +271,9 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     if not config["use_sliding_window"]:
         return None
     kinds = config.get("layer_types")
-    slides = "sliding_attention" in kinds if kinds is not None else config["max_window_layers"] < config["num_hidden_layers"]
+    slides = (
+        "sliding_attention" in kinds if kinds is not None else config["max_window_layers"] < config["num_hidden_layers"]
+    )
     return config["sliding_window"] if slides else None
 
 
@@ -253,7 +298,9 @@ def check_length(config: Mapping[str, Any], length: int, key: str, model: str) -
     messages call `model`. The rule is vLLM's."""
     positions, window = max_positions(config), sliding_window(config)
     section, _, name = key.partition(".")
-    overrides = f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None  # an evaluation has none
+    overrides = (
+        f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None
+    )  # an evaluation has none
     stated = config.get("model_max_length")  # a length that the model's makers allow beyond, as in vLLM
     if length > max(positions, stated if _is_size(stated) else 0):
         of_pretraining, factor = position_factor(config)
@@ -283,14 +330,31 @@ def config_remarks(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-_ARCHITECTURE = ("model_type", *_SIZES[:-1], "rms_norm_eps", "hidden_act", *_FLAGS[:-1], "rope_theta", "rope_scaling", *_WINDOW)
+_ARCHITECTURE = (
+    "model_type",
+    *_SIZES[:-1],
+    "rms_norm_eps",
+    "hidden_act",
+    *_FLAGS[:-1],
+    "rope_theta",
+    "rope_scaling",
+    *_WINDOW,
+)
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration (in any form) that decide what the model computes, in the one form. Two models compute the same
     function of the same weights where these are equal; max_position_embeddings and names of tokens do not count."""
     form = canonical_config(config)
-    known = {*SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, "model_type", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "layer_types"}
+    known = {
+        *SUPPORTED_ARCHITECTURES[form["model_type"]].defaults,
+        "model_type",
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "layer_types",
+    }
     kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
     kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {"hidden_act": _ACTIVATIONS[form["hidden_act"]]}
     if sliding_window(form) is None:
@@ -305,7 +369,9 @@ def architecture_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list
     return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}" for key in keys]
 
 
-def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_length: int | None = None) -> dict[str, Any]:
+def native_config(
+    config: Mapping[str, Any], *, value_head: bool = False, max_length: int | None = None
+) -> dict[str, Any]:
     """The keyword dictionary of the native `DecoderModel`.
 
     Args:
@@ -320,7 +386,9 @@ def native_config(config: Mapping[str, Any], *, value_head: bool = False, max_le
     form = canonical_config(config)
     kind, head_dim = form["model_type"], form["head_dim"]
     if head_dim % 8 or head_dim > 256:
-        raise ModelFolderError(f"head_dim {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256")
+        raise ModelFolderError(
+            f"head_dim {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256"
+        )
     window = sliding_window(form)
     if window is not None and window < (max_length or max_positions(form)):
         raise ModelFolderError(
@@ -360,8 +428,15 @@ def parameter_shapes(native: Mapping[str, Any]) -> dict[str, list[int]]:
         "self_attn.q": (query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
         "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
     }  # fmt: skip
-    normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[native["qk_norm"]]
-    biased = {"self_attn.q": "qkv_bias", "self_attn.k": "qkv_bias", "self_attn.v": "qkv_bias", "self_attn.o": "output_bias"}
+    normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[
+        native["qk_norm"]
+    ]
+    biased = {
+        "self_attn.q": "qkv_bias",
+        "self_attn.k": "qkv_bias",
+        "self_attn.v": "qkv_bias",
+        "self_attn.o": "output_bias",
+    }
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(native["num_layers"]):
         prefix = f"model.layers.{layer}."

@@ -83,7 +83,9 @@ def open_model_folder(
     else:
         from nemo_rl_cpp.models.sources import resolve_model
 
-        folder = read_model_folder(resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length)
+        folder = read_model_folder(
+            resolve_model(name, key=key), overrides, value_head=value_head, max_length=max_length
+        )
     if max_length is not None:
         check_length(folder.config, max_length, length_key, name)
     folder.print_remarks()
@@ -107,7 +109,9 @@ def read_model_folder(path: Path, overrides: Mapping[str, Any] | None = None, **
     config = read_config(path, overrides)
     remarks = [f"{path / 'config.json'}: {remark}" for remark in config_remarks(read_config_file(path))]
     if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
-        remarks.append(f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index")
+        remarks.append(
+            f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index"
+        )
     if config["tie_word_embeddings"] and not fields.get("value_head") and _has_own_head(path):
         config["tie_word_embeddings"] = False
         remarks.append(
@@ -121,4 +125,6 @@ def _has_own_head(path: Path) -> bool:
     try:
         return head_differs(path)
     except ModelFolderError:
-        return False  # a run that goes on from a checkpoint needs no weights here; one that loads them says what is wrong
+        return (
+            False  # a run that goes on from a checkpoint needs no weights here; one that loads them says what is wrong
+        )

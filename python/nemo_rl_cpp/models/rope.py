@@ -36,10 +36,16 @@ def respell(config: Mapping[str, Any], default_positions: int) -> dict[str, Any]
         kind = _kind(section)
         form["rope_theta"] = _first(section.get("rope_theta"), form["rope_theta"])
         partial = _first(section.get("partial_rotary_factor"), partial)
-        scaling = {name: value for name, value in section.items() if name not in ("type", "rope_theta", "partial_rotary_factor")}
+        scaling = {
+            name: value
+            for name, value in section.items()
+            if name not in ("type", "rope_theta", "partial_rotary_factor")
+        }
         form["rope_scaling"] = None if kind == "default" and not _nested(section) else {**scaling, "rope_type": kind}
         if kind in _REMEMBERS_ORIGINAL:
-            _settle_positions(form, form["rope_scaling"], _first(form.get("max_position_embeddings"), default_positions))
+            _settle_positions(
+                form, form["rope_scaling"], _first(form.get("max_position_embeddings"), default_positions)
+            )
     if partial is not None:
         form["partial_rotary_factor"] = partial
     return form
@@ -48,7 +54,12 @@ def respell(config: Mapping[str, Any], default_positions: int) -> dict[str, Any]
 def _settle_positions(form: dict[str, Any], scaling: dict[str, Any], positions: Any) -> None:
     """Writes into the section what transformers derives from `positions` and from keys beside it."""
     scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
-    if scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None and _is_number(positions) and _is_number(scaling[_ORIGINAL]):
+    if (
+        scaling["rope_type"] == "yarn"
+        and scaling.get("factor", 0) is None
+        and _is_number(positions)
+        and _is_number(scaling[_ORIGINAL])
+    ):
         scaling["factor"] = positions / scaling[_ORIGINAL]
 
 
@@ -83,7 +94,13 @@ def lay_rope_over(form: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 def section_name(config: Mapping[str, Any]) -> str:
     """The name of the section that counts."""
     named = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
-    return named[0] if named else "rope_scaling" if "rope_scaling" in config or "rope_parameters" not in config else "rope_parameters"
+    return (
+        named[0]
+        if named
+        else "rope_scaling"
+        if "rope_scaling" in config or "rope_parameters" not in config
+        else "rope_parameters"
+    )
 
 
 def check_rope(form: Mapping[str, Any], key: str) -> None:
@@ -97,20 +114,26 @@ def check_rope(form: Mapping[str, Any], key: str) -> None:
     if not isinstance(scaling, Mapping):
         raise ModelFolderError(f"{key} is {scaling!r}, but a section with rope_type and its numbers was expected")
     if nested := _nested(scaling):
-        raise ModelFolderError(f"{key} has a section for each kind of layer ({', '.join(nested)}): one for all layers was expected")
+        raise ModelFolderError(
+            f"{key} has a section for each kind of layer ({', '.join(nested)}): one for all layers was expected"
+        )
     kind = scaling["rope_type"]
     if kind not in SUPPORTED:
         raise ModelFolderError(f"{key}.rope_type {kind!r} is not supported; supported: {', '.join(SUPPORTED)}")
     for name in _NEEDED[kind]:
         if scaling.get(name) is None:
-            raise ModelFolderError(f"{key} is of type {kind} but has no {name}: add it (hf_config_overrides.{key}.{name})")
+            raise ModelFolderError(
+                f"{key} is of type {kind} but has no {name}: add it (hf_config_overrides.{key}.{name})"
+            )
     for name in _NEEDED[kind] + ((_ORIGINAL,) if kind in _REMEMBERS_ORIGINAL else ()):
         _number(f"{key}.{name}", scaling[name])
     for name in _CHOICES if kind == "yarn" else ():
         if scaling.get(name):  # transformers takes 0 for left out
             _number(f"{key}.{name}", scaling[name])
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ModelFolderError(f"{key}.low_freq_factor {scaling['low_freq_factor']} is not below high_freq_factor {scaling['high_freq_factor']}")
+        raise ModelFolderError(
+            f"{key}.low_freq_factor {scaling['low_freq_factor']} is not below high_freq_factor {scaling['high_freq_factor']}"
+        )
     if kind == "yarn" and form["rope_theta"] == 1:
         raise ModelFolderError("rope_theta is 1, with which yarn has no frequencies: a number above 1 was expected")
 
@@ -199,7 +222,9 @@ def _llama3(frequency: float, scaling: Mapping[str, Any], factor: float) -> floa
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn(inv_freq: list[float], scaling: Mapping[str, Any], theta: float, head_dim: int, factor: float) -> tuple[list[float], float]:
+def _yarn(
+    inv_freq: list[float], scaling: Mapping[str, Any], theta: float, head_dim: int, factor: float
+) -> tuple[list[float], float]:
     original = float(scaling[_ORIGINAL])
 
     def scale(m: float = 1.0) -> float:

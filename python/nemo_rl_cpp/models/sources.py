@@ -143,7 +143,7 @@ def is_cached(folder: Path) -> bool:
 
 
 def did_you_mean(name: str) -> str:
-    """"; did you mean ...?" where a packaged model, or a model folder beside the one that is named, has nearly that name."""
+    """ "; did you mean ...?" where a packaged model, or a model folder beside the one that is named, has nearly that name."""
     near = nearest_model(name)
     return "" if near is None else f"; did you mean {near}?"
 
@@ -155,7 +155,10 @@ def nearest_model(name: str) -> str | None:
         folders = [str(file.parent) for file in beside.glob("*/config.json")]
     except (OSError, ValueError):
         folders = []
-    known = {_plain(candidate): candidate for candidate in [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]}
+    known = {
+        _plain(candidate): candidate
+        for candidate in [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]
+    }
     near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.8)
     return known[near[0]] if near else None
 

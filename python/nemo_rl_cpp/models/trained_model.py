@@ -41,7 +41,9 @@ class TrainedModel:
         total_steps: int | None, seed: int,
     ):  # fmt: skip
         if cluster is not None and cluster.world_size() != 1:
-            raise ValueError(f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)")
+            raise ValueError(
+                f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)"
+            )
         self.section, self.config, self.tokenizer = section, config, tokenizer
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = open_model_folder(
@@ -96,7 +98,9 @@ class TrainedModel:
             checkpoint=config.activation_checkpointing,
         )  # fmt: skip
 
-    def _score(self, model: Any, data: Mapping[str, Any], micro_batch_size: int | None, scoring: Scoring = Scoring()) -> Tensor:
+    def _score(
+        self, model: Any, data: Mapping[str, Any], micro_batch_size: int | None, scoring: Scoring = Scoring()
+    ) -> Tensor:
         """What the model's head says of each wanted token, [B, S]; 0 elsewhere."""
         trainer = self.trainer if model is self.model else C.Trainer(model)
         wanted = wanted_tokens(data)
@@ -104,13 +108,25 @@ class TrainedModel:
         batch, micro_batches = plan(data, wanted, 0, len(wanted), batching)
         out = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
         for rows in micro_batches:
-            trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, False, False, out, top_p=scoring.top_p, top_k=scoring.top_k)
+            trainer.forward(
+                batch,
+                rows,
+                scoring.temperature,
+                batching.share_prefix,
+                False,
+                False,
+                out,
+                top_p=scoring.top_p,
+                top_k=scoring.top_k,
+            )
         return without_removed_tokens(out)[0] if scoring.filters else out
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
         gbs = gbs or self.config.train_global_batch_size
         if size % gbs:
-            raise ValueError(f"the batch of {size} samples is not a multiple of {self.section}.train_global_batch_size={gbs}")
+            raise ValueError(
+                f"the batch of {size} samples is not a multiple of {self.section}.train_global_batch_size={gbs}"
+            )
         return gbs
 
     def _step(self, data: Mapping[str, Any], lr: float, weight_decay: float) -> float:
@@ -121,7 +137,9 @@ class TrainedModel:
             max_grad_norm=self.config.effective_max_grad_norm() or 0.0,
         )  # fmt: skip
         if not result.finite:
-            names = [n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()]
+            names = [
+                n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
+            ]
             error = NonFiniteError(
                 f"{self.section}: the gradient norm is {result.grad_norm}; first bad parameters: {', '.join(names[:4])}; the weights were not updated"
             )
@@ -180,7 +198,9 @@ class TrainedModel:
             for name, tensor in self._optimizer_tensors().items():
                 value = saved.get_tensor(name)
                 if value.shape != tensor.shape:
-                    raise ValueError(f"{folder}: {name} has {value.numel()} elements, this model {tensor.numel()}: not this model's checkpoint")
+                    raise ValueError(
+                        f"{folder}: {name} has {value.numel()} elements, this model {tensor.numel()}: not this model's checkpoint"
+                    )
                 tensor.copy_(value)
         self.model.masters_changed()
         state = json.loads((folder / "optimizer.json").read_text())

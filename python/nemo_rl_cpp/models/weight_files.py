@@ -58,16 +58,26 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [_inside(folder, SINGLE_FILE, str(folder))]
     if single.is_symlink():
-        raise ModelFolderError(f"{single} is a link to {single.readlink()}, which is not there: copy or download the file again")
+        raise ModelFolderError(
+            f"{single} is a link to {single.readlink()}, which is not there: copy or download the file again"
+        )
     if index.is_file():
         return _shards(folder, index)
-    raise ModelFolderError(f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}")
+    raise ModelFolderError(
+        f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}"
+    )
 
 
 def _shards(folder: Path, index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelFolderError(f"{index} has no weight_map that names a file for each tensor: copy or download it again")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise ModelFolderError(
+            f"{index} has no weight_map that names a file for each tensor: copy or download it again"
+        )
     names = sorted(set(weight_map.values()))
     files = [_inside(folder, name, str(index)) for name in names]
     absent = [name for name, file in zip(names, files) if not isfile(file)]
@@ -120,7 +130,9 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
         with file.open("rb") as handle:
             start = handle.read(64)
             if start.startswith(b"version https://git-lfs"):
-                raise ModelFolderError(f"{file} is a git-lfs pointer, not the weights: fetch the file itself with `git lfs pull`")
+                raise ModelFolderError(
+                    f"{file} is a git-lfs pointer, not the weights: fetch the file itself with `git lfs pull`"
+                )
             length, size = int.from_bytes(start[:8], "little"), file.stat().st_size
             if len(start) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"its header of {length} bytes does not fit its {size} bytes")
@@ -145,10 +157,14 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(name: str, said: Mapping[str, Any], begins: int) -> TensorEntry:
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(dtype, str) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)):
+    if not isinstance(dtype, str) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)
+    ):
         raise ValueError(f"its header describes {name} by {str(said)[:80]}")
     if dtype in _BYTES and end - begin != math.prod(shape) * _BYTES[dtype]:
-        raise ValueError(f"its header gives {name} {end - begin} bytes, but {dtype} {shape} takes {math.prod(shape) * _BYTES[dtype]}")
+        raise ValueError(
+            f"its header gives {name} {end - begin} bytes, but {dtype} {shape} takes {math.prod(shape) * _BYTES[dtype]}"
+        )
     return TensorEntry(dtype, shape, begins + begin, begins + end)
 
 
@@ -178,7 +194,9 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
     for file in files:
         for name, entry in tensor_entries(file).items():
             if name in places:
-                raise ModelFolderError(f"{places[name]} and {file} both hold {name}: remove the file that is not of this model")
+                raise ModelFolderError(
+                    f"{places[name]} and {file} both hold {name}: remove the file that is not of this model"
+                )
             places[name] = file
             yield file, name, entry
 
@@ -190,7 +208,11 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
         by_file.setdefault(file, []).append((name, entry))
     for file, entries in by_file.items():
         try:
-            with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as data:
+            with (
+                file.open("rb") as handle,
+                mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content,
+                memoryview(content) as data,
+            ):
                 for name, (dtype, shape, begin, end) in entries:
                     with data[begin:end] as tensor:
                         yield name, RawTensor(dtype, shape, tensor)
@@ -236,9 +258,20 @@ def fill_parameters(
             put(name, tensor)
     missing -= {VALUE_HEAD, *([EMBEDDING] if stood_in else [])}
     if missing or wrong or foreign or extra:
-        parts = [("missing", sorted(missing)), ("of the wrong shape", wrong), ("of a dtype that is not read", foreign), ("unexpected", sorted(extra))]
-        listed = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" for what, names in parts if names)
-        advice = "; if the head is the embedding, set hf_config_overrides.tie_word_embeddings=true" if missing == {HEAD} else ""
+        parts = [
+            ("missing", sorted(missing)),
+            ("of the wrong shape", wrong),
+            ("of a dtype that is not read", foreign),
+            ("unexpected", sorted(extra)),
+        ]
+        listed = "; ".join(
+            f"{what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" for what, names in parts if names
+        )
+        advice = (
+            "; if the head is the embedding, set hf_config_overrides.tie_word_embeddings=true"
+            if missing == {HEAD}
+            else ""
+        )
         raise ModelFolderError(f"the weights in {folder} do not fit its config.json: {listed}{advice}")
 
 
@@ -254,7 +287,12 @@ def _is_harmless(name: str, shapes: Mapping[str, Any]) -> bool:
 
 def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises what loading the weights would raise, by the files' headers alone."""
-    fill_parameters(folder, shapes, ((name, entry) for _, name, entry in all_entries(weight_files(folder))), lambda name, entry: None)
+    fill_parameters(
+        folder,
+        shapes,
+        ((name, entry) for _, name, entry in all_entries(weight_files(folder))),
+        lambda name, entry: None,
+    )
 
 
 # -- tied weights -----------------------------------------------------------------------------------------------------------

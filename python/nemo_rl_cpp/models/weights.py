@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, RawTensor, fill_parameters, raw_tensors, weight_files
+from nemo_rl_cpp.models.weight_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    RawTensor,
+    fill_parameters,
+    raw_tensors,
+    weight_files,
+)
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,7 +44,9 @@ def load_weights(model: Any, folder: str | Path) -> None:
     shapes = {name: view.shape for name, view in target.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is only read
-        fill_parameters(folder, shapes, raw_tensors(weight_files(folder)), lambda name, raw: target[name].copy_(_tensor(raw)))
+        fill_parameters(
+            folder, shapes, raw_tensors(weight_files(folder)), lambda name, raw: target[name].copy_(_tensor(raw))
+        )
     model.masters_changed()
 
 
@@ -46,7 +55,9 @@ def _tensor(raw: RawTensor) -> torch.Tensor:
     return torch.frombuffer(raw.data, dtype=_DTYPES[raw.dtype]).view(raw.shape)
 
 
-def save_weights(model: Any, folder: str | Path, config: dict[str, Any], max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+def save_weights(
+    model: Any, folder: str | Path, config: dict[str, Any], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> None:
     """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large.
 
     Weights of an earlier save in the folder are removed: two sets of files would leave it open which of them counts."""
@@ -75,9 +86,11 @@ def save_weights(model: Any, folder: str | Path, config: dict[str, Any], max_sha
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= {name: file for name in shard}
+        weight_map |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for t in tensors.values())
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    (folder / INDEX_FILE).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
 
 
 def initialize_weights(model: Any, seed: int, std: float = 0.02) -> None:

@@ -187,7 +187,12 @@ def calculate_kl(
     inputs = [t for t in (logprobs, logprobs_reference, weights) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return _CalculateKl.apply(
-            logprobs, logprobs_reference, weights if weights is None else weights.expand_as(logprobs), kl_type, input_clamp, output_clamp
+            logprobs,
+            logprobs_reference,
+            weights if weights is None else weights.expand_as(logprobs),
+            kl_type,
+            input_clamp,
+            output_clamp,
         )
     return C.calculate_kl(logprobs, logprobs_reference, kl_type, input_clamp, output_clamp, weights, False)[0]
 
@@ -223,7 +228,14 @@ def mse_value_loss(
     if cliprange and cliprange > 0 and old_values is None:
         raise ValueError("cliprange is set but the old values are missing: give `values` in the data")
     loss, grad, numbers = C.mse_value_loss(
-        values, returns, old_values, token_mask, sample_mask, _scalar(global_valid_toks), scale, max(cliprange or 0.0, 0.0)
+        values,
+        returns,
+        old_values,
+        token_mask,
+        sample_mask,
+        _scalar(global_valid_toks),
+        scale,
+        max(cliprange or 0.0, 0.0),
     )
     metrics = dict(zip(_VALUE_METRIC_NAMES, numbers.tolist(), strict=True))
     sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))

@@ -55,7 +55,13 @@ def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[F
         plain = {"name": str(folder), "chat_template_kwargs": section.chat_template_kwargs}
         return get_tokenizer({**plain, "chat_template": value}), []
     except (ChatTemplateError, FileNotFoundError) as error:
-        return None, [Finding("error", key, str(error).removeprefix(f"{key} ").removeprefix("policy.tokenizer.chat_template").lstrip(": "))]
+        return None, [
+            Finding(
+                "error",
+                key,
+                str(error).removeprefix(f"{key} ").removeprefix("policy.tokenizer.chat_template").lstrip(": "),
+            )
+        ]
     except Exception:  # noqa: BLE001 - damaged model files are found by the check of the model's files
         return None, []
 
@@ -99,7 +105,9 @@ def _sections(data: Any, evaluation: bool) -> Iterator[tuple[str, dict[str, Any]
             yield (f"data.{side}.{i}" if isinstance(several, list) else f"data.{side}"), section
 
 
-def _check_section(config: Any, where: str, section: dict[str, Any], tokenizer: Any, evaluation: bool) -> Iterator[Finding]:
+def _check_section(
+    config: Any, where: str, section: dict[str, Any], tokenizer: Any, evaluation: bool
+) -> Iterator[Finding]:
     from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
     from nemo_rl_cpp.data.inspection import Limits, inspect_rows, note_as_said
 

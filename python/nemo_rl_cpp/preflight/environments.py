@@ -39,7 +39,11 @@ def check(config: Any) -> Iterator[Finding]:
             elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
                 environment_class(name)
             elif (package := needed_package(name)) is not None:
-                yield Finding("error", key, f"needs the package {package}, which is not installed: run `{install_command(package)}`")
+                yield Finding(
+                    "error",
+                    key,
+                    f"needs the package {package}, which is not installed: run `{install_command(package)}`",
+                )
         except LoadingError as error:
             yield Finding("error", key, f"cannot be used: {error}")
 
@@ -55,4 +59,6 @@ def _datasets(config: Any) -> list[tuple[str, Any]]:
     """(dotted key, section) of every data set."""
     if not hasattr(config, "policy"):
         return [("data", config.data)]
-    return [found for side in ("train", "validation") for found in datasets_of(getattr(config.data, side), f"data.{side}")]
+    return [
+        found for side in ("train", "validation") for found in datasets_of(getattr(config.data, side), f"data.{side}")
+    ]

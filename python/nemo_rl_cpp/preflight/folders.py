@@ -36,7 +36,9 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
     try:
         return list(question(Path(folder)))
     except OSError as error:
-        return [Finding("error", key, f"is {folder}, which cannot be used ({error.strerror or error}): give another folder")]
+        return [
+            Finding("error", key, f"is {folder}, which cannot be used ({error.strerror or error}): give another folder")
+        ]
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:
@@ -52,15 +54,23 @@ def _writable(folder: Path, key: str) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        yield Finding("error", key, f"is {folder}, which cannot be written ({place}: {error.strerror}): give a folder that can be written")
+        yield Finding(
+            "error",
+            key,
+            f"is {folder}, which cannot be written ({place}: {error.strerror}): give a folder that can be written",
+        )
 
 
 def _lock(folder: Path) -> Iterator[Finding]:
     holder = holder_of(folder)
     if holder is not None:
-        yield Finding("error", _DIR, f"is {folder}, which {held_by(holder)}: end that run, or give this one a folder of its own")
+        yield Finding(
+            "error", _DIR, f"is {folder}, which {held_by(holder)}: end that run, or give this one a folder of its own"
+        )
     elif (folder / LOCK).is_symlink() or ((folder / LOCK).exists() and not (folder / LOCK).is_file()):
-        yield Finding("error", _DIR, f"is {folder}, whose {LOCK} is not a file: a run keeps its lock there, so remove it")
+        yield Finding(
+            "error", _DIR, f"is {folder}, whose {LOCK} is not a file: a run keeps its lock there, so remove it"
+        )
 
 
 def _space(config: Any, folder: Path) -> Iterator[Finding]:

@@ -62,9 +62,19 @@ def _uses(config: Any) -> Iterator[_Use]:
     if not hasattr(config, "policy"):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
-        length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None  # else it follows the model
+        length = (
+            engine.max_model_len if "max_model_len" in engine.model_fields_set else None
+        )  # else it follows the model
         tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
-        yield _Use("generation.model_name", name, None, length, "generation.vllm_cfg.max_model_len", tokenizer, "tokenizer.name")
+        yield _Use(
+            "generation.model_name",
+            name,
+            None,
+            length,
+            "generation.vllm_cfg.max_model_len",
+            tokenizer,
+            "tokenizer.name",
+        )
         return
     yield _trained("policy", config.policy)
     if hasattr(config, "ppo") and config.ppo.adv_estimator.name == "gae":
@@ -169,7 +179,11 @@ def _one_sentence(folder: Path, error: Exception) -> str:
     file = folder / "tokenizer.json"
     if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
         return f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`"
-    return str(error) if isinstance(error, SourceError) or str(folder) in str(error) else f"the tokenizer in {folder} cannot be read ({error})"
+    return (
+        str(error)
+        if isinstance(error, SourceError) or str(folder) in str(error)
+        else f"the tokenizer in {folder} cannot be read ({error})"
+    )
 
 
 # -- lengths ------------------------------------------------------------------------------------------------------------
@@ -178,7 +192,12 @@ def _one_sentence(folder: Path, error: Exception) -> str:
 def _check_new_tokens(config: Any) -> Iterator[Finding]:
     """Responses that could never become as long as is allowed."""
     if hasattr(config, "policy"):
-        generation, limit, key, limit_key = config.policy.generation, config.policy.max_total_sequence_length, "policy.generation", _LIMIT
+        generation, limit, key, limit_key = (
+            config.policy.generation,
+            config.policy.max_total_sequence_length,
+            "policy.generation",
+            _LIMIT,
+        )
         shorter = generation.vllm_cfg.max_model_len
         if shorter is not None and shorter < limit:
             limit, limit_key = shorter, f"{key}.vllm_cfg.max_model_len"

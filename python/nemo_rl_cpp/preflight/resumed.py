@@ -25,7 +25,9 @@ from nemo_rl_cpp.utils.durable import MANIFEST, manifest_facts, read_text
 from nemo_rl_cpp.utils.log_interface import flatten_dict
 
 IDENTITY = Path("trainer_state") / "identity.json"
-_OWN_LINE = re.compile(r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII)  # what `dump_yaml` writes of a configuration
+_OWN_LINE = re.compile(
+    r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII
+)  # what `dump_yaml` writes of a configuration
 _HF_NAMES = {
     "num_layers": ("num_hidden_layers",),
     "num_heads": ("num_attention_heads",),
@@ -66,7 +68,9 @@ class Change(NamedTuple):
 def read_saved(folder: Path) -> Saved:
     """What a checkpoint says of the run that wrote it."""
     try:
-        when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST).stat().st_mtime))
+        when = manifest_facts(folder).get("saved") or time.strftime(
+            "%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST).stat().st_mtime)
+        )
     except OSError:
         when = "at a time that is not known"
     try:
@@ -83,7 +87,9 @@ def _saved_config(file: Path) -> dict[str, Any] | None:
     another may name further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in read_text(file).splitlines()):
-            return {name: section for name, section in _config.load_file(str(file)).items() if isinstance(section, dict)}
+            return {
+                name: section for name, section in _config.load_file(str(file)).items() if isinstance(section, dict)
+            }
     except (OSError, ValueError):
         pass
     return None
@@ -102,7 +108,9 @@ def changes(saved: Saved, config: Any) -> list[Change]:
         old, new = before.get(key), now.get(key)
         if old == new or key in _NOT_OF_THE_RUN or (key not in before and key not in positions):
             continue
-        found.append(Change(key, shown(old) if key in before else "(not set)", shown(new) if key in now else "(not set)"))
+        found.append(
+            Change(key, shown(old) if key in before else "(not set)", shown(new) if key in now else "(not set)")
+        )
     return found
 
 
@@ -111,7 +119,9 @@ def headline(saved: Saved, changed: list[Change]) -> str:
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
-    return f"{begin} " + (f"Changed since: {', '.join(map(str, changed))}" if changed else "Nothing in the configuration has changed.")
+    return f"{begin} " + (
+        f"Changed since: {', '.join(map(str, changed))}" if changed else "Nothing in the configuration has changed."
+    )
 
 
 def environment_keys(config: Any) -> list[str]:
@@ -183,7 +193,9 @@ def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[s
     yield from architecture_refusals(saved, section, config, model.config)
 
 
-def architecture_refusals(saved: Saved, section: str, config: Any, model_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def architecture_refusals(
+    saved: Saved, section: str, config: Any, model_config: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """(key, why) where the native decoder would compute something else: `model_config` is the model's config.json with
     the overrides laid over it."""
     value_head = section == "value"

@@ -12,7 +12,9 @@ from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, m
 
 from .finding import Finding
 
-_EXPERTS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB](?![a-zA-Z0-9])")  # 30B-A3B: so many parameters, so many of them active
+_EXPERTS = re.compile(
+    r"\d[bB]-?[aA]\d+(\.\d+)?[bB](?![a-zA-Z0-9])"
+)  # 30B-A3B: so many parameters, so many of them active
 
 
 def check(config: Any) -> Iterator[Finding]:

@@ -99,7 +99,11 @@ def _put(node: Any, path: list[str], value: Any) -> Any:
     """Puts `value` at a place that is there, and returns what it held; nothing where the place is not there."""
     for i, part in enumerate(path):
         index: Any = int(part) if isinstance(node, list) and part.isdigit() else part
-        if not (index in node if isinstance(node, dict) else isinstance(node, list) and isinstance(index, int) and index < len(node)):
+        if not (
+            index in node
+            if isinstance(node, dict)
+            else isinstance(node, list) and isinstance(index, int) and index < len(node)
+        ):
             return None
         if i + 1 == len(path):
             node[index], old = value, node[index]

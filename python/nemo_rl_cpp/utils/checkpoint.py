@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_rl_cpp.utils import durable
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig  # noqa: F401  (NeMo RL's place for it)
+from nemo_rl_cpp.utils import durable
 from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, written
 from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
 from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
@@ -88,7 +88,13 @@ class CheckpointManager:
     # ---------------------------------------------------------------- when to save, and by what metric
 
     def save_reason(
-        self, step: int, *, is_last: bool = False, early_stop: bool = False, timeout: bool = False, interrupted: bool = False
+        self,
+        step: int,
+        *,
+        is_last: bool = False,
+        early_stop: bool = False,
+        timeout: bool = False,
+        interrupted: bool = False,
     ) -> str | None:
         """Why a checkpoint is due after `step` (1-based), or None. Nothing is due when checkpointing is off."""
         reasons = {
@@ -144,7 +150,9 @@ class CheckpointManager:
         except BaseException as error:
             self.abandon(folder)
             if isinstance(error, OSError):
-                error.add_note(f"saving step {step} into {self.checkpoint_dir} failed; earlier checkpoints are untouched")
+                error.add_note(
+                    f"saving step {step} into {self.checkpoint_dir} failed; earlier checkpoints are untouched"
+                )
             raise
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
@@ -310,7 +318,8 @@ class CheckpointManager:
             )
         if self.metric_name and missing and not ranked:
             warnings.warn(
-                f"No checkpoints contain metric '{self.metric_name}'. Returning latest checkpoint: {advice}", stacklevel=2
+                f"No checkpoints contain metric '{self.metric_name}'. Returning latest checkpoint: {advice}",
+                stacklevel=2,
             )
         whole = (record for record in self._best_first(ranked) if self._store.problem(record.path) is None)
         best = next(whole, None)

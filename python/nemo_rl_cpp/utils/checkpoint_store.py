@@ -53,7 +53,9 @@ class CheckpointStore:
                 self._made = make_folder(self.root, _KEY)
                 self._lock = self._lock or FolderLock(self.root, _KEY)
             except OSError as error:
-                raise FolderError(f"{_KEY}={self.root}: the run cannot have this folder ({error.strerror or error})") from error
+                raise FolderError(
+                    f"{_KEY}={self.root}: the run cannot have this folder ({error.strerror or error})"
+                ) from error
             self._claimed = True
 
     def close(self) -> None:
@@ -169,8 +171,16 @@ class CheckpointStore:
 
     def unusable(self) -> list[str]:
         """Names of the checkpoint folders that cannot be resumed from: damaged, set aside, or another program's."""
-        found = [path.name for prefix, _, path in self.folders() if prefix == "" and (self.quick_problem(path) or self.problem(path))]
-        aside = sorted(path.name for path in self.root.iterdir() if _ASIDE.fullmatch(path.name)) if self.root.is_dir() else []
+        found = [
+            path.name
+            for prefix, _, path in self.folders()
+            if prefix == "" and (self.quick_problem(path) or self.problem(path))
+        ]
+        aside = (
+            sorted(path.name for path in self.root.iterdir() if _ASIDE.fullmatch(path.name))
+            if self.root.is_dir()
+            else []
+        )
         return found + aside
 
     def problem(self, folder: Path) -> str | None:

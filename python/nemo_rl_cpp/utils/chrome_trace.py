@@ -43,7 +43,10 @@ class ChromeTrace:
         if started is None:
             return
         seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
-        arguments = {"busy_cores": round(cpu / seconds, 2) if seconds > 0 else 0.0, "rss_gb": round(rss_bytes() / GIB, 3)}
+        arguments = {
+            "busy_cores": round(cpu / seconds, 2) if seconds > 0 else 0.0,
+            "rss_gb": round(rss_bytes() / GIB, 3),
+        }
         self._append(
             {"name": label, "ph": "X", "ts": round((self._epoch + started[0]) * 1e6), "dur": round(seconds * 1e6), "pid": self._pid,
              "tid": threading.get_native_id(), "args": arguments}

@@ -39,14 +39,18 @@ class ConfigDict(dict[str, Any]):
     Read by attribute, an interpolation gives its value; as an item, its text.
     """
 
-    def __init__(self, content: dict[str, Any], _root: ConfigDict | None = None, _path: tuple[str | int, ...] = ()) -> None:
+    def __init__(
+        self, content: dict[str, Any], _root: ConfigDict | None = None, _path: tuple[str | int, ...] = ()
+    ) -> None:
         root = self if _root is None else _root
         object.__setattr__(self, "_place", (root, _path))
         super().__init__({key: _with_attributes(value, root, (*_path, key)) for key, value in content.items()})
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"the configuration has no key {name!r} here; known: {', '.join(map(str, self)) or 'none'}")
+            raise AttributeError(
+                f"the configuration has no key {name!r} here; known: {', '.join(map(str, self)) or 'none'}"
+            )
         value = self[name]
         if not (isinstance(value, str) and "${" in value):
             return value
@@ -84,7 +88,9 @@ def _tree(config: Any, name: str = "cfg") -> dict[str, Any]:
     if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
         config = omegaconf.OmegaConf.to_container(config, resolve=False)
     if not isinstance(config, Mapping):
-        raise ValueError(f"{name} must be a mapping (a dictionary, or OmegaConf's), not {type(config).__name__} ({in_a_line(config)})")
+        raise ValueError(
+            f"{name} must be a mapping (a dictionary, or OmegaConf's), not {type(config).__name__} ({in_a_line(config)})"
+        )
     tree = plain(config)
     if too_large := next(_beyond_64_bits(tree, ""), None):
         raise ValueError(f"{name}: {too_large} is an integer of more than 64 bits")
@@ -141,7 +147,9 @@ def parse_hydra_overrides(cfg: dict[str, Any], overrides: list[str]) -> ConfigDi
     texts = [overrides] if isinstance(overrides, str) else list(overrides)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
-        raise OverridesError(f"Failed to parse Hydra overrides: an override is a text such as 'grpo.seed=1', not {in_a_line(wrong)}")
+        raise OverridesError(
+            f"Failed to parse Hydra overrides: an override is a text such as 'grpo.seed=1', not {in_a_line(wrong)}"
+        )
     config, problems = _config.apply_overrides(_tree(cfg), texts)
     if problems:
         lines = "\n".join(f"{where}: {key} {message}".replace(":  ", ": ") for _, key, where, message in problems)

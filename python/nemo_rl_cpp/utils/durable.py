@@ -72,7 +72,10 @@ def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
     paths = sorted(_files(root))
     with ThreadPoolExecutor(max_workers=1) as disk:  # it writes while this thread computes
         synced = [disk.submit(fsync_path, path) for path in paths]
-        files = {path.relative_to(root).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
+        files = {
+            path.relative_to(root).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in paths
+        }
         for file in synced:
             file.result()
     for folder, _, _ in os.walk(root, topdown=False):
@@ -128,7 +131,11 @@ def manifest_facts(root: Path) -> dict[str, Any]:
         manifest = json.loads(read_text(root / MANIFEST))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {key: value for key, value in manifest.items() if key not in ("files", "digest")} if isinstance(manifest, dict) else {}
+    return (
+        {key: value for key, value in manifest.items() if key not in ("files", "digest")}
+        if isinstance(manifest, dict)
+        else {}
+    )
 
 
 def read_text(path: Path) -> str:

@@ -14,7 +14,17 @@ from typing import Any
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_MISTAKES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EEXIST)
+_MISTAKES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENXIO,
+    errno.EEXIST,
+)
 _TRIES, _PAUSE = 5, 0.02  # a reader may hold the lock for a moment
 
 
@@ -47,7 +57,10 @@ class FolderLock:
                     holder = _read(self._descriptor)
                     self._drop()
                     continue
-                warnings.warn(f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})", stacklevel=3)
+                warnings.warn(
+                    f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})",
+                    stacklevel=3,
+                )
             if self._is_the_file_on_disk():
                 break
             self._drop()  # the last holder removed the file
@@ -62,7 +75,9 @@ class FolderLock:
             self._descriptor = os.open(self._path, flags, 0o666)
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-                raise FolderError(f"{self._path} is not a file: a run keeps its lock there, so remove it, or change {key}") from error
+                raise FolderError(
+                    f"{self._path} is not a file: a run keeps its lock there, so remove it, or change {key}"
+                ) from error
             raise folder_error(self._path.parent, key, error) from error
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self._drop()
@@ -75,7 +90,9 @@ class FolderLock:
             return False
 
     def _write_holder(self) -> None:
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        text = json.dumps(
+            {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        )
         try:  # the lock holds without it, on a full disk too
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, (text + "\n").encode(), 0)

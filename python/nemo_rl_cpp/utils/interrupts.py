@@ -142,8 +142,13 @@ class GracefulStop:
     def __enter__(self) -> "GracefulStop":
         raise_if_interrupted()
         if _in_main_thread():
-            asked = (signal.SIGINT, signal.SIGTERM)  # a shell's background jobs ignore SIGINT without having been asked to
-            heard = [number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN]
+            asked = (
+                signal.SIGINT,
+                signal.SIGTERM,
+            )  # a shell's background jobs ignore SIGINT without having been asked to
+            heard = [
+                number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
+            ]
             self._previous = {number: signal.signal(number, self._handle) for number in heard}
             self._watch = _Watch(self.signals)
         return self
@@ -156,7 +161,9 @@ class GracefulStop:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self._count:  # a terminal that closes may send several: none of them says "at once"
+        if (
+            number == signal.SIGHUP and self._count
+        ):  # a terminal that closes may send several: none of them says "at once"
             return
         self._count += 1
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

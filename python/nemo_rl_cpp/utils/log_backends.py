@@ -190,7 +190,9 @@ class MLflowLogger(LoggerInterface):
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """MLflow has no histograms: the summary of the values is logged."""
         self._mlflow.log_metrics(
-            {f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step, run_id=self.run_id
+            {f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()},
+            step=step,
+            run_id=self.run_id,
         )
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
@@ -272,7 +274,9 @@ class TrackioLogger(LoggerInterface):
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """The summary of the values is logged."""
-        self._trackio.log({f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step)
+        self._trackio.log(
+            {f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step
+        )
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         """Plots are files of the run only."""
@@ -302,7 +306,9 @@ def _merge_generation_logger_workers(metrics: Mapping[str, Any]) -> dict[str, An
 
 def _summarize_list(values: list[Any]) -> dict[str, float]:
     kinds = (int, float, np.integer, np.floating)
-    numbers = np.asarray([value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float)
+    numbers = np.asarray(
+        [value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float
+    )
     if not numbers.size:
         return {}
     p50, p90 = np.percentile(numbers, [50, 90])

@@ -36,21 +36,27 @@ def print_message_log_samples(
     console.print(Panel(_reward_bars(values), title=f"Rewards of step {step}", border_style="cyan"))
     for number, index in enumerate(choose_samples(values, num_samples), start=1):
         body = [
-            Text.assemble((f"{message['role'].upper()}: ", f"bold {_ROLE_COLORS.get(message['role'], 'white')}"),
-                          str(message["content"]))
+            Text.assemble(
+                (f"{message['role'].upper()}: ", f"bold {_ROLE_COLORS.get(message['role'], 'white')}"),
+                str(message["content"]),
+            )
             for message in message_logs[index]
             if isinstance(message, dict) and "role" in message and "content" in message
         ]
         title = f"Sample {number} | Reward: {values[index]:.4f} | row {index}"
-        console.print(Panel(Group(*body) if body else Text("(no text)"), title=title, border_style=_color(values[index])))
+        console.print(
+            Panel(Group(*body) if body else Text("(no text)"), title=title, border_style=_color(values[index]))
+        )
 
 
 def _reward_bars(values: list[float]) -> Any:
     from rich.text import Text
 
     counts = Counter(values)
-    text = Text(f"{len(values)} samples, mean {sum(values) / len(values):.4g}, "
-                f"lowest {min(values):.4g}, highest {max(values):.4g}\n")
+    text = Text(
+        f"{len(values)} samples, mean {sum(values) / len(values):.4g}, "
+        f"lowest {min(values):.4g}, highest {max(values):.4g}\n"
+    )
     # many different rewards (length penalties, mixed scores) would fill the screen
     shown = sorted(counts, reverse=True)[:12]
     for reward in shown:

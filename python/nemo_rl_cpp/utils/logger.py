@@ -30,9 +30,23 @@ from nemo_rl_cpp.utils.plots import logprob_error_plot, timeline_plots
 from nemo_rl_cpp.utils.tb_events import SummaryWriter
 
 __all__ = [
-    "GPUMonitoringConfig", "Logger", "LoggerConfig", "LoggerInterface", "MLflowLogger", "RayGpuMonitorLogger", "SummaryWriter",
-    "SwanlabLogger", "TensorboardLogger", "TrackioLogger", "WandbLogger", "_merge_generation_logger_workers",
-    "_summarize_list", "flatten_dict", "get_experiment_dir", "get_next_experiment_dir", "log_container_init_timing",
+    "GPUMonitoringConfig",
+    "Logger",
+    "LoggerConfig",
+    "LoggerInterface",
+    "MLflowLogger",
+    "RayGpuMonitorLogger",
+    "SummaryWriter",
+    "SwanlabLogger",
+    "TensorboardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "_merge_generation_logger_workers",
+    "_summarize_list",
+    "flatten_dict",
+    "get_experiment_dir",
+    "get_next_experiment_dir",
+    "log_container_init_timing",
     "print_message_log_samples",
 ]
 
@@ -178,6 +192,7 @@ class Logger(LoggerInterface):
 
     def log_string_list_as_jsonl(self, to_log: list[str], filename: str) -> None:
         """Appends strings, which are JSON already, as lines to a file of the log folder."""
+
         def append(path: Path) -> None:
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in to_log)
@@ -212,7 +227,10 @@ class Logger(LoggerInterface):
             raise error
         if name not in self._failed:
             self._failed.add(name)
-            warnings.warn(f"{self.log_dir}: {trouble}: {name} cannot be written; the run goes on, later failures are not shown", stacklevel=4)
+            warnings.warn(
+                f"{self.log_dir}: {trouble}: {name} cannot be written; the run goes on, later failures are not shown",
+                stacklevel=4,
+            )
 
     def flush(self) -> None:
         """Syncs the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
@@ -251,7 +269,9 @@ class Logger(LoggerInterface):
                 name = type(logger).__name__
                 if name not in self._failed:
                     self._failed.add(name)
-                    warnings.warn(f"{name} failed ({error}): the run goes on, later failures are not shown", stacklevel=3)
+                    warnings.warn(
+                        f"{name} failed ({error}): the run goes on, later failures are not shown", stacklevel=3
+                    )
 
     def __enter__(self) -> "Logger":
         return self
@@ -308,6 +328,14 @@ def get_experiment_dir(
     if at_home and run is not None and ledger.run == run:
         return str(candidate)
     new = get_next_experiment_dir(base_log_dir)
-    why = "it is not there" if not candidate.is_dir() else f"it holds the logs of {owner}" if owner else "nothing says that it is this run's"
-    print(f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).", flush=True)
+    why = (
+        "it is not there"
+        if not candidate.is_dir()
+        else f"it holds the logs of {owner}"
+        if owner
+        else "nothing says that it is this run's"
+    )
+    print(
+        f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).", flush=True
+    )
     return new

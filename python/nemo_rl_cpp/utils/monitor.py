@@ -15,8 +15,12 @@ class RayGpuMonitorLogger:
     Ray; here the driver and the operating system are asked."""
 
     def __init__(
-        self, collection_interval: float, flush_interval: float, metric_prefix: str = "ray",
-        step_metric: str = "ray/ray_step", parent_logger: Any = None,
+        self,
+        collection_interval: float,
+        flush_interval: float,
+        metric_prefix: str = "ray",
+        step_metric: str = "ray/ray_step",
+        parent_logger: Any = None,
     ) -> None:
         """Intervals in seconds: of sampling, and of handing the samples to `parent_logger`."""
         if collection_interval <= 0 or flush_interval <= 0:

@@ -1,7 +1,7 @@
 """Nested plain data with tensors, kept in two files that hold no code: NAME.json and, for its tensors, NAME.safetensors.
 
-    write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
-    read_state(folder / "sampler")
+write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
+read_state(folder / "sampler")
 """
 
 import base64
@@ -50,7 +50,9 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor("tensor", value, tensors)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
-        return _tensor("array" if isinstance(value, np.ndarray) else "scalar", torch.from_numpy(np.array(value)), tensors)
+        return _tensor(
+            "array" if isinstance(value, np.ndarray) else "scalar", torch.from_numpy(np.array(value)), tensors
+        )
     if value is None or isinstance(value, (bool, str)):
         return value if value is None or isinstance(value, bool) else str(value)
     if isinstance(value, int):
@@ -60,7 +62,9 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _TAG not in value:
             return {str(key): _encode(item, f"{name}.{key}" if name else key, tensors) for key, item in value.items()}
-        pairs = [[_encode(key, name, tensors), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()]
+        pairs = [
+            [_encode(key, name, tensors), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()
+        ]
         return {_TAG: "dict", "value": pairs}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
@@ -71,7 +75,9 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, Path):
         return {_TAG: "path", "value": str(value)}
-    raise ValueError(f"{name or 'the state'} is a {type(value).__name__}, which no checkpoint can hold: use numbers, texts, lists, dictionaries or tensors")
+    raise ValueError(
+        f"{name or 'the state'} is a {type(value).__name__}, which no checkpoint can hold: use numbers, texts, lists, dictionaries or tensors"
+    )
 
 
 def _tensor(kind: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, str]:

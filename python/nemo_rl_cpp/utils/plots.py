@@ -70,6 +70,7 @@ def logprob_error_plot(data: Mapping[str, Any]) -> LinePlot | None:
     The difference of a sample is the mean of exp(|generation - prev|) over its counted tokens. Samples without a counted
     token are left out; None when there are no others, or the response is empty.
     """
+
     def array(key: str) -> np.ndarray:
         return np.asarray(to_plain(data[key]), dtype=np.float64)
 
@@ -92,7 +93,8 @@ def logprob_error_plot(data: Mapping[str, Any]) -> LinePlot | None:
     widest, steepest = int(gap.argmax()), int(relative.argmax())
     return LinePlot(
         f"token_mult_prob_error = {error[sample]:.6g} (sample {sample})",
-        "Token Position (starting from prompt end)", "Log Probability/Difference",
+        "Token Position (starting from prompt end)",
+        "Log Probability/Difference",
         {
             "logprob (generation)": (xs, gen.tolist()),
             "logprob (training policy recompute)": (xs, prev.tolist()),

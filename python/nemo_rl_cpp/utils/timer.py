@@ -142,7 +142,9 @@ class Timer:
     def accounting(self) -> StepAccounting:
         """How much of `total_step_time` the outermost stages inside it account for."""
         with self._lock:
-            return StepAccounting(sum(self._timers.get(TOTAL, [])), sum(self._outermost.values()), dict(self._outermost))
+            return StepAccounting(
+                sum(self._timers.get(TOTAL, [])), sum(self._outermost.values()), dict(self._outermost)
+            )
 
     def step_timing_metrics(self) -> dict[str, float]:
         """The `timing/train/*` values of the step: the sum of each label, and `accounted_share` (1.0: every moment of

@@ -19,7 +19,9 @@ def dump_yaml(value: Any) -> str:
 
 def _lines(value: Any, indent: int) -> list[str]:
     pad = "  " * indent
-    items = [(f"{_scalar(str(k))}:", v) for k, v in value.items()] if isinstance(value, dict) else [("-", v) for v in value]
+    items = (
+        [(f"{_scalar(str(k))}:", v) for k, v in value.items()] if isinstance(value, dict) else [("-", v) for v in value]
+    )
     lines: list[str] = []
     for head, item in items:
         if isinstance(item, (dict, list)) and item:

@@ -20,7 +20,9 @@ def create_weight_synchronizer(
     ValueError for an engine that has weights of its own, which is not supported yet.
     """
     if not colocated:
-        raise ValueError("policy.generation.colocated.enabled=false is not supported yet: generation shares the trainer's weights")
+        raise ValueError(
+            "policy.generation.colocated.enabled=false is not supported yet: generation shares the trainer's weights"
+        )
     if generation_backend != "native":
         raise ValueError(f"policy.generation.backend={generation_backend!r} has weights of its own, and bringing them there is "
                          "not supported yet: set policy.generation.backend=native")  # fmt: skip

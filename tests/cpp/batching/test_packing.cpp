@@ -30,7 +30,8 @@ TEST(Packing, EveryIndexOnceAndNoBinOverCapacity) {
   for (std::uint64_t round = 0; round < 200; ++round) {
     Lengths lengths(round);
     for (std::size_t i = 0; i < lengths.size(); ++i)
-      lengths[i] = 1 + static_cast<std::int64_t>(random_uniform({1, RandomStream::pack, round, 0, static_cast<std::uint32_t>(i)}) * 97);
+      lengths[i] = 1 + static_cast<std::int64_t>(
+                           random_uniform({1, RandomStream::pack, round, 0, static_cast<std::uint32_t>(i)}) * 97);
     for (const Bins& bins : {pack_first_fit_decreasing(lengths, 100), pack_modified_first_fit_decreasing(lengths, 100),
                              pack_concatenative(lengths, 100, 3)}) {
       Lengths seen;

@@ -37,7 +37,8 @@ class FakeModelRunner : public ModelRunner {
     write(batch);
     const at::Tensor logits = at::empty({static_cast<std::int64_t>(batch.logits_rows.size()), vocab_}, at::kFloat);
     for (std::size_t r = 0; r < batch.logits_rows.size(); ++r) {
-      fill_logits(history(batch, batch.logits_rows[r]), logits.data_ptr<float>() + static_cast<std::int64_t>(r) * vocab_);
+      fill_logits(history(batch, batch.logits_rows[r]),
+                  logits.data_ptr<float>() + static_cast<std::int64_t>(r) * vocab_);
     }
     return logits;
   }
@@ -68,7 +69,9 @@ class FakeModelRunner : public ModelRunner {
     return x ^ (x >> 31);
   }
 
-  std::int64_t& cell(std::int32_t block, std::int64_t i) { return cache_.at(static_cast<std::size_t>(block * block_ + i)); }
+  std::int64_t& cell(std::int32_t block, std::int64_t i) {
+    return cache_.at(static_cast<std::size_t>(block * block_ + i));
+  }
 
   void write(const ForwardBatch& batch) {
     std::set<std::pair<std::int32_t, std::int64_t>> written;

@@ -19,7 +19,9 @@ struct Job {
 class Random {
  public:
   explicit Random(std::uint32_t seed) : seed_(seed) {}
-  std::int64_t below(std::int64_t n) { return random_bits({seed_, RandomStream::init, 0, 0, counter_++})[0] % static_cast<std::uint32_t>(n); }
+  std::int64_t below(std::int64_t n) {
+    return random_bits({seed_, RandomStream::init, 0, 0, counter_++})[0] % static_cast<std::uint32_t>(n);
+  }
   std::int64_t between(std::int64_t low, std::int64_t high) { return low + below(high - low + 1); }
 
  private:
@@ -45,9 +47,11 @@ Job random_job(Random& random, std::int64_t max_prompt, std::int64_t max_new) {
       r.prompt = p;
       r.key = {7, RandomStream::train, static_cast<std::uint64_t>(100 + p), static_cast<std::uint32_t>(g), 0};
       r.params.max_new_tokens = random.between(1, max_new);
-      r.params.rule = {0.5f + 0.25f * static_cast<float>(random.below(4)), random.below(2) ? 0.8f : 1.0f, random.below(2) ? 6 : 0, random.below(5) == 0};
+      r.params.rule = {0.5f + 0.25f * static_cast<float>(random.below(4)), random.below(2) ? 0.8f : 1.0f,
+                       random.below(2) ? 6 : 0, random.below(5) == 0};
       if (random.below(2)) r.params.stop_token_ids = {random.below(kVocab), random.below(kVocab)};
-      if (random.below(3) == 0) r.params.stop_strings = std::make_shared<StopStrings>(std::vector<std::string>{"ab", "ccc", "fga"});
+      if (random.below(3) == 0)
+        r.params.stop_strings = std::make_shared<StopStrings>(std::vector<std::string>{"ab", "ccc", "fga"});
       job.requests.push_back(r);
     }
     job.prompts.push_back(std::move(prompt));
@@ -56,8 +60,8 @@ Job random_job(Random& random, std::int64_t max_prompt, std::int64_t max_new) {
 }
 
 /// The definition: one token after the other from the whole history, without cache or batch.
-Generation alone(const FakeModelRunner& model, const std::vector<std::int64_t>& prompt, const Request& r, std::int64_t max_model_len,
-                 const TokenBytes& bytes) {
+Generation alone(const FakeModelRunner& model, const std::vector<std::int64_t>& prompt, const Request& r,
+                 std::int64_t max_model_len, const TokenBytes& bytes) {
   Generation out;
   std::vector<std::int64_t> tokens = prompt;
   std::vector<float> logits(kVocab), scratch_logits(kVocab);
@@ -96,7 +100,8 @@ void expect_equal(const Generation& a, const Generation& b, std::size_t request)
   EXPECT_EQ(a.finish_reason, b.finish_reason) << "request " << request;
 }
 
-EngineConfig config(std::int64_t slots, std::int64_t chunk, std::int64_t max_model_len = 0, std::int64_t blocks = 1 << 20) {
+EngineConfig config(std::int64_t slots, std::int64_t chunk, std::int64_t max_model_len = 0,
+                    std::int64_t blocks = 1 << 20) {
   return {{slots, chunk}, max_model_len, blocks * 1024, false};
 }
 
@@ -106,7 +111,8 @@ TEST(Engine, AnyScheduleYieldsWhatEachRequestYieldsAlone) {
   std::int64_t preemptions = 0, copies_possible = 0;
   for (std::uint32_t seed = 0; seed < 400; ++seed) {
     Random random(seed);
-    const std::int64_t block = random.between(1, 9), max_prompt = random.between(1, 40), max_new = random.between(1, 30);
+    const std::int64_t block = random.between(1, 9), max_prompt = random.between(1, 40),
+                       max_new = random.between(1, 30);
     const Job job = random_job(random, max_prompt, max_new);
     const std::int64_t max_model_len = random.below(3) ? 0 : random.between(5, 50);
     // from barely enough cache for one sequence to plenty
@@ -119,7 +125,8 @@ TEST(Engine, AnyScheduleYieldsWhatEachRequestYieldsAlone) {
     const auto out = engine.generate(job.prompts, job.requests, nullptr);
     ASSERT_EQ(out.size(), job.requests.size());
     for (std::size_t i = 0; i < out.size(); ++i) {
-      expect_equal(out[i], alone(*runner, job.prompts[job.requests[i].prompt], job.requests[i], max_model_len, *bytes), i);
+      expect_equal(out[i], alone(*runner, job.prompts[job.requests[i].prompt], job.requests[i], max_model_len, *bytes),
+                   i);
     }
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
     EXPECT_LE(runner->largest_step, slots + chunk);

@@ -1,7 +1,5 @@
-// The claim on which everything else rests: whatever the batch, chunks, packing, prefix sharing and threads, the engine's
-// forward and the trainer's give the same bits.
-#include "generation/native_model_runner.h"
-
+// The claim on which everything else rests: whatever the batch, chunks, packing, prefix sharing and threads, the
+// engine's forward and the trainer's give the same bits.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -9,6 +7,7 @@
 #include <numeric>
 #include <random>
 
+#include "generation/native_model_runner.h"
 #include "generation/small_model.h"
 #include "kernels/log_softmax.h"
 #include "trainer/trainer.h"
@@ -19,19 +18,23 @@ namespace {
 using Ids = std::vector<std::int64_t>;
 
 /// Log-probabilities of tokens 1.. of every sequence, by the trainer.
-std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::DecoderModel>& model, const std::vector<Ids>& sequences,
-                                                 const std::vector<std::int64_t>& prompts, bool share, double temperature) {
+std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::DecoderModel>& model,
+                                                 const std::vector<Ids>& sequences,
+                                                 const std::vector<std::int64_t>& prompts, bool share,
+                                                 double temperature) {
   std::int64_t S = 0;
   for (const auto& s : sequences) S = std::max(S, static_cast<std::int64_t>(s.size()));
   const auto B = static_cast<std::int64_t>(sequences.size());
-  trainer::PaddedBatch batch{at::zeros({B, S}, at::kLong), at::zeros({B}, at::kLong), at::zeros({B, S}, at::kBool), at::zeros({B}, at::kLong)};
+  trainer::PaddedBatch batch{at::zeros({B, S}, at::kLong), at::zeros({B}, at::kLong), at::zeros({B, S}, at::kBool),
+                             at::zeros({B}, at::kLong)};
   std::vector<std::int64_t> rows(static_cast<std::size_t>(B));
   std::iota(rows.begin(), rows.end(), 0);
   for (std::int64_t b = 0; b < B; ++b) {
     const auto& s = sequences[static_cast<std::size_t>(b)];
     for (std::size_t t = 0; t < s.size(); ++t) {
       batch.input_ids[b][static_cast<std::int64_t>(t)] = s[t];
-      if (static_cast<std::int64_t>(t) >= prompts[static_cast<std::size_t>(b)]) batch.token_mask[b][static_cast<std::int64_t>(t)] = true;
+      if (static_cast<std::int64_t>(t) >= prompts[static_cast<std::size_t>(b)])
+        batch.token_mask[b][static_cast<std::int64_t>(t)] = true;
     }
     batch.input_lengths[b] = static_cast<std::int64_t>(s.size());
   }
@@ -40,20 +43,24 @@ std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::De
   std::vector<std::vector<float>> result;
   for (std::int64_t b = 0; b < B; ++b) {
     const auto* row = out.data_ptr<float>() + b * S;
-    result.emplace_back(row + prompts[static_cast<std::size_t>(b)], row + sequences[static_cast<std::size_t>(b)].size());
+    result.emplace_back(row + prompts[static_cast<std::size_t>(b)],
+                        row + sequences[static_cast<std::size_t>(b)].size());
   }
   return result;
 }
 
 /// The same by the engine's runner: all sequences at once, each fed in random chunks.
-std::vector<std::vector<float>> runner_logprobs(const std::shared_ptr<model::DecoderModel>& model, const std::vector<Ids>& sequences,
-                                                const std::vector<std::int64_t>& prompts, float temperature, std::mt19937& random) {
+std::vector<std::vector<float>> runner_logprobs(const std::shared_ptr<model::DecoderModel>& model,
+                                                const std::vector<Ids>& sequences,
+                                                const std::vector<std::int64_t>& prompts, float temperature,
+                                                std::mt19937& random) {
   generation::NativeModelRunner runner(model);
   const std::int64_t block = runner.block_size(), V = runner.vocab_size();
   std::vector<std::vector<std::int32_t>> tables(sequences.size());
   std::int32_t next = 0;
   for (std::size_t b = 0; b < sequences.size(); ++b)
-    for (std::int64_t p = 0; p < static_cast<std::int64_t>(sequences[b].size()); p += block) tables[b].push_back(next++);
+    for (std::int64_t p = 0; p < static_cast<std::int64_t>(sequences[b].size()); p += block)
+      tables[b].push_back(next++);
   runner.allocate_cache(next);
   std::vector<std::int64_t> done(sequences.size(), 0);
   std::vector<std::vector<float>> result(sequences.size());
@@ -115,15 +122,19 @@ TEST_P(Exactness, RunnerAndTrainerGiveTheSameBits) {
     }
     const double temperature = round % 3 == 0 ? 1.0 : 0.7;
     const auto packed = trainer_logprobs(model, sequences, prompts, false, temperature);
-    EXPECT_EQ(packed, trainer_logprobs(model, sequences, prompts, true, temperature)) << "prefix sharing, round " << round;
-    EXPECT_EQ(packed, runner_logprobs(model, sequences, prompts, static_cast<float>(temperature), random)) << "engine, round " << round;
+    EXPECT_EQ(packed, trainer_logprobs(model, sequences, prompts, true, temperature))
+        << "prefix sharing, round " << round;
+    EXPECT_EQ(packed, runner_logprobs(model, sequences, prompts, static_cast<float>(temperature), random))
+        << "engine, round " << round;
     for (std::size_t b = 0; b < sequences.size(); b += 3)
-      EXPECT_EQ(packed[b], trainer_logprobs(model, {sequences[b]}, {prompts[b]}, false, temperature)[0]) << "alone, round " << round;
+      EXPECT_EQ(packed[b], trainer_logprobs(model, {sequences[b]}, {prompts[b]}, false, temperature)[0])
+          << "alone, round " << round;
   }
   at::set_num_threads(threads);
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Exactness, ::testing::Combine(::testing::Bool(), ::testing::Values(at::kFloat, at::kBFloat16)));
+INSTANTIATE_TEST_SUITE_P(Models, Exactness,
+                         ::testing::Combine(::testing::Bool(), ::testing::Values(at::kFloat, at::kBFloat16)));
 
 }  // namespace
 }  // namespace nemo_rl

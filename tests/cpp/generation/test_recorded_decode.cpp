@@ -1,4 +1,5 @@
-// Decode steps through RecordedSteps: padded rows and work that is done again from the step's own arrays give the bits of plain steps.
+// Decode steps through RecordedSteps: padded rows and work that is done again from the step's own arrays give the bits
+// of plain steps.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +24,8 @@ std::vector<std::int32_t> table_of(std::int64_t b, std::int64_t B) {
 std::int64_t token(std::int64_t b, std::int64_t position) { return (b * 37 + position * 11 + 5) % 131; }
 
 /// The step in which sequences first..last get `length` tokens from `position` on.
-ForwardBatch step_of(std::int64_t first, std::int64_t last, std::int64_t B, std::int64_t position, std::int64_t length) {
+ForwardBatch step_of(std::int64_t first, std::int64_t last, std::int64_t B, std::int64_t position,
+                     std::int64_t length) {
   ForwardBatch batch;
   for (std::int64_t b = first; b < last; ++b) {
     const auto start = static_cast<std::int64_t>(batch.token_ids.size());
@@ -58,16 +60,19 @@ TEST_P(RecordedDecode, StepsHaveTheBitsOfPlainOnes) {
   for (int run = 0; run < 2; ++run) {
     const auto got = decode(recording, B);
     ASSERT_EQ(got.size(), expected.size());
-    for (std::size_t i = 0; i < got.size(); ++i) ASSERT_TRUE(at::equal(got[i], expected[i])) << "step " << i << " of run " << run;
+    for (std::size_t i = 0; i < got.size(); ++i)
+      ASSERT_TRUE(at::equal(got[i], expected[i])) << "step " << i << " of run " << run;
     recording.release_cache();
   }
-  const auto replays = std::count_if(log.events.begin(), log.events.end(), [](const auto& e) { return e.starts_with("replay"); });
+  const auto replays =
+      std::count_if(log.events.begin(), log.events.end(), [](const auto& e) { return e.starts_with("replay"); });
   EXPECT_GT(replays, static_cast<std::int64_t>(expected.size())) << "of two runs of " << expected.size() << " steps";
   EXPECT_GE(log.count("drop"), 2) << "the cache was given back twice";
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, RecordedDecode,
-                         ::testing::Combine(::testing::Bool(), ::testing::Values(at::kFloat, at::kBFloat16), ::testing::Values(1, 3, 11, 21)));
+                         ::testing::Combine(::testing::Bool(), ::testing::Values(at::kFloat, at::kBFloat16),
+                                            ::testing::Values(1, 3, 11, 21)));
 
 TEST(RecordedDecode, MoreTokensThanOneAreNotRecorded) {
   const auto model = random_model(true, at::kFloat);

@@ -1,10 +1,9 @@
-#include "generation/recorded_steps.h"
-
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 
 #include "generation/fake_recorded_work.h"
+#include "generation/recorded_steps.h"
 
 namespace nemo_rl::generation {
 namespace {
@@ -20,29 +19,34 @@ struct Steps {
   Places places = {memory};
 
   void run(std::int64_t rows, const std::function<void()>& more = [] {}) {
-    steps.run(rows, [this] { return places; }, [this, rows, more] {
-      log.events.push_back("work " + std::to_string(rows));
-      more();
-    });
+    steps.run(
+        rows, [this] { return places; },
+        [this, rows, more] {
+          log.events.push_back("work " + std::to_string(rows));
+          more();
+        });
   }
 };
 
 TEST(RecordedRows, FewNumbersCoverAll) {
-  const std::vector<std::pair<std::int64_t, std::int64_t>> expected = {{1, 1},     {2, 2},     {3, 4},     {4, 4},     {5, 8},     {8, 8},    {9, 16},
-                                                                       {249, 256}, {256, 256}, {257, 272}, {512, 512}, {513, 513}, {700, 700}};
+  const std::vector<std::pair<std::int64_t, std::int64_t>> expected = {
+      {1, 1},     {2, 2},     {3, 4},     {4, 4},     {5, 8},     {8, 8},    {9, 16},
+      {249, 256}, {256, 256}, {257, 272}, {512, 512}, {513, 513}, {700, 700}};
   for (const auto& [rows, padded] : expected) EXPECT_EQ(recorded_rows(rows), padded) << rows;
 }
 
 TEST(RecordedSteps, TheSecondStepOfASizeIsRecordedAndLaterOnesReplayed) {
   Steps s;
   for (const std::int64_t rows : {8, 4, 8, 8, 4}) s.run(rows);
-  EXPECT_EQ(s.log.events, (Events{"work 8", "work 4", "record 8", "replay 8", "work 8", "replay 8", "work 8", "record 4", "replay 4", "work 4"}));
+  EXPECT_EQ(s.log.events, (Events{"work 8", "work 4", "record 8", "replay 8", "work 8", "replay 8", "work 8",
+                                  "record 4", "replay 4", "work 4"}));
 }
 
 TEST(RecordedSteps, WithoutARecorderEveryStepRunsAsItIs) {
   RecordedSteps steps{RecordedSteps::Recorder()};
   int runs = 0;
-  for (int i = 0; i < 3; ++i) steps.run(8, []() -> Places { throw std::logic_error("asked for places"); }, [&] { ++runs; });
+  for (int i = 0; i < 3; ++i)
+    steps.run(8, []() -> Places { throw std::logic_error("asked for places"); }, [&] { ++runs; });
   EXPECT_EQ(runs, 3);
 }
 

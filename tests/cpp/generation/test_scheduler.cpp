@@ -9,7 +9,8 @@ namespace {
 
 /// Groups of equal prompts driven by hand: every row of logits yields token 1.
 struct Bench {
-  Bench(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size) : scheduler(config, num_blocks, block_size) {}
+  Bench(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size)
+      : scheduler(config, num_blocks, block_size) {}
 
   PromptGroup* add(std::int64_t prompt, std::int64_t G, std::int64_t max_new) {
     groups.push_back(std::make_unique<PromptGroup>());
@@ -95,7 +96,9 @@ TEST(Scheduler, OldestSequenceIsNeverPreempted) {
     ASSERT_LT(++steps, 1000);
     bench.step();
     if (!oldest->finished()) {
-      if (steps > 1) { EXPECT_EQ(oldest->generated.size(), length + 1); }
+      if (steps > 1) {
+        EXPECT_EQ(oldest->generated.size(), length + 1);
+      }
       length = oldest->generated.size();
     }
   }

@@ -55,7 +55,8 @@ TEST(VecMath, ExpIsWithinTwoUlp) {
       const double exact = std::exp(static_cast<double>(in[i]));
       const float rounded = static_cast<float>(exact);
       if (!std::isfinite(rounded)) continue;
-      worst = std::max(worst, std::abs(out[i] - exact) / (std::nextafter(rounded, kInf) - static_cast<double>(rounded)));
+      worst =
+          std::max(worst, std::abs(out[i] - exact) / (std::nextafter(rounded, kInf) - static_cast<double>(rounded)));
     }
   }
   EXPECT_LE(worst, 2.0);
@@ -64,7 +65,8 @@ TEST(VecMath, ExpIsWithinTwoUlp) {
 TEST(VecMath, ExpAtTheEdges) {
   namespace vec = vec_math_under_test;
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  const float in[16] = {0.0f, -0.0f, kInf, -kInf, nan, 88.8f, 1e30f, -1e30f, -87.34f, -100.0f, 1.0f, 88.7f, -87.33f, 0, 0, 0};
+  const float in[16] = {0.0f,    -0.0f,   kInf, -kInf, nan,     88.8f, 1e30f, -1e30f,
+                        -87.34f, -100.0f, 1.0f, 88.7f, -87.33f, 0,     0,     0};
   float out[16];
   vec::store16(out, vec::exp16(vec::load16(in)));
   EXPECT_EQ(out[0], 1.0f);

@@ -37,7 +37,9 @@ TEST(ElementwiseMath, SmallGapsKeepTheirDigits) {
                              : std::expm1(static_cast<double>(r)) - r;
     EXPECT_NEAR(exp_minus_linear(r, exp_of(r)) / exact, 1.0, 1e-6) << r;
     const double a = std::fabs(r), e = exp_of(a);
-    EXPECT_NEAR(log_cosh_half(a, 1 / e, exp_minus_linear(a, e)) / std::log1p(std::pow(std::sinh(a / 2), 2)) * 2, 1.0, 1e-12) << r;
+    EXPECT_NEAR(log_cosh_half(a, 1 / e, exp_minus_linear(a, e)) / std::log1p(std::pow(std::sinh(a / 2), 2)) * 2, 1.0,
+                1e-12)
+        << r;
   }
   EXPECT_EQ(log_cosh_half(1e4, 0.0, exp_of(1e4)), 5000 - std::log(2.0));
 }

@@ -28,8 +28,9 @@ std::vector<float> row_of(std::int64_t V, std::uint32_t seed) {
   return x;
 }
 
-const std::vector<SamplingRule> kRules = {{1, 1, 0, false},    {0.6f, 1, 0, false},    {1, 0.9f, 0, false}, {1, 1, 40, false},
-                                          {1, 0.8f, 40, false}, {2, 0.999f, 0, false}, {1, 1, 0, true}};
+const std::vector<SamplingRule> kRules = {{1, 1, 0, false},  {0.6f, 1, 0, false},  {1, 0.9f, 0, false},
+                                          {1, 1, 40, false}, {1, 0.8f, 40, false}, {2, 0.999f, 0, false},
+                                          {1, 1, 0, true}};
 
 }  // namespace
 
@@ -73,7 +74,8 @@ TEST(Sampling, ScoreOfTheSampledTokenHasTheSameBits) {
       EXPECT_EQ(sampled.logprob, scored.logprob);
       EXPECT_EQ(sampled.entropy, scored.entropy);
       if (rule.filters(V) || rule.greedy) continue;  // the trainer's way without a filter
-      EXPECT_EQ(sampled.logprob, token_logprob(x[sampled.token], rule.temperature, log_sum_exp_row(x.data(), V, rule.temperature, false)));
+      EXPECT_EQ(sampled.logprob, token_logprob(x[sampled.token], rule.temperature,
+                                               log_sum_exp_row(x.data(), V, rule.temperature, false)));
     }
   }
 }
@@ -86,7 +88,8 @@ TEST(Sampling, EveryCapabilityGivesTheSameBits) {
   const auto check = [&](SampleRowFn* fn) {
     for (const auto& rule : kRules) {
       for (double u : {0.0, 0.3, 0.77, 0.9999999}) {
-        const auto expected = base::sample_row(x.data(), V, rule, u, scratch.view(), true), got = fn(x.data(), V, rule, u, scratch.view(), true);
+        const auto expected = base::sample_row(x.data(), V, rule, u, scratch.view(), true),
+                   got = fn(x.data(), V, rule, u, scratch.view(), true);
         EXPECT_EQ(got.token, expected.token);
         EXPECT_EQ(got.logprob, expected.logprob);
         EXPECT_EQ(got.entropy, expected.entropy);

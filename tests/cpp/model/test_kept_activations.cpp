@@ -1,7 +1,7 @@
-#include "model/kept_activations.h"
-
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+
+#include "model/kept_activations.h"
 
 namespace nemo_rl::model {
 namespace {

@@ -14,7 +14,8 @@ inline at::Tensor randn(at::IntArrayRef shape, std::uint64_t seed, at::ScalarTyp
 inline void expect_close(const at::Tensor& got, const at::Tensor& expected, double bound, const char* what = "") {
   ASSERT_EQ(got.sizes(), expected.sizes()) << what;
   const double scale = expected.abs().max().to(at::kDouble).item<double>() + 1e-30;
-  EXPECT_LE((got.to(at::kDouble) - expected.to(at::kDouble)).abs().max().item<double>(), bound * scale) << what << " in " << c10::toString(got.scalar_type());
+  EXPECT_LE((got.to(at::kDouble) - expected.to(at::kDouble)).abs().max().item<double>(), bound * scale)
+      << what << " in " << c10::toString(got.scalar_type());
 }
 
 /// Relative to the largest value: the rounding of results; sums are formed in a type at least as wide as float32.

@@ -1,16 +1,17 @@
 // AdamW (Loshchilov and Hutter, 2019) by hand and against its formula in float64; the norm; rounding to bfloat16.
-#include "ops/adamw.h"
-
 #include <cmath>
 
+#include "ops/adamw.h"
 #include "ops/close.h"
 
 namespace nemo_rl::ops {
 namespace {
 
 TEST(AdamW, TheFirstStepMovesByTheLearningRate) {
-  // after one step the corrected moments are g and g², so the move is lr·g/|g|, and decay takes lr·weight_decay·w before it
-  const auto w = at::tensor({2.0, -1.0, 0.5}), g = at::tensor({0.3, -7.0, 1e-3}), m = at::zeros({3}, at::kDouble), v = at::zeros({3}, at::kDouble);
+  // after one step the corrected moments are g and g², so the move is lr·g/|g|, and decay takes lr·weight_decay·w
+  // before it
+  const auto w = at::tensor({2.0, -1.0, 0.5}), g = at::tensor({0.3, -7.0, 1e-3}), m = at::zeros({3}, at::kDouble),
+             v = at::zeros({3}, at::kDouble);
   adamw_step(w, g, m, v, std::nullopt, {0.1, 0.9, 0.999, 0.0, 0.5}, 1, 1.0);
   expect_close(w, at::tensor({2.0 * 0.95 - 0.1, -1.0 * 0.95 + 0.1, 0.5 * 0.95 - 0.1}), 1e-12, "weights");
 }
@@ -38,7 +39,8 @@ TEST(AdamW, StepsEqualTheFormula) {
 }
 
 TEST(AdamW, TheComputeCopyIsTheRoundedWeights) {
-  const auto w = randn({77}, 1, at::kFloat), g = randn({77}, 2, at::kFloat), m = at::zeros({77}), v = at::zeros({77}), compute = at::empty({77}, at::kBFloat16);
+  const auto w = randn({77}, 1, at::kFloat), g = randn({77}, 2, at::kFloat), m = at::zeros({77}), v = at::zeros({77}),
+             compute = at::empty({77}, at::kBFloat16);
   adamw_step(w, g, m, v, compute, {1e-3}, 1, 1.0);
   EXPECT_TRUE(at::equal(compute, w.to(at::kBFloat16)));
   const auto again = at::empty({77}, at::kBFloat16);

@@ -1,8 +1,7 @@
 // Embedding rows, their gradient in the order of tokens, column sums, and ids that the vocabulary lacks.
-#include "ops/embedding.h"
-
 #include "common/check.h"
 #include "ops/close.h"
+#include "ops/embedding.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -34,7 +33,8 @@ TEST(Embedding, ColumnSumsAreAdded) {
 
 TEST(Embedding, AnIdThatTheVocabularyLacksIsRefused) {
   const auto table = randn({5, 9}, 1), h = at::empty({1, 9}, at::kDouble);
-  for (const std::int64_t id : {-1L, 5L}) EXPECT_THROW(embedding_forward(table, at::tensor({id}), h), ArgumentError) << id;
+  for (const std::int64_t id : {-1L, 5L})
+    EXPECT_THROW(embedding_forward(table, at::tensor({id}), h), ArgumentError) << id;
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // What the CUDA kernels are asked to do for a step, by hand.
-#include "ops/paged_plan.h"
-
 #include <gtest/gtest.h>
+
+#include "ops/paged_plan.h"
 
 namespace nemo_rl::ops {
 namespace {

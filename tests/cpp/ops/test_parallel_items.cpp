@@ -1,12 +1,13 @@
-// parallel_tiles, parallel_rows: every tile once, whatever the least number at a time; a range that owner and thieves empty at once. (This file is
-// compiled without OpenMP: one thread does all stretches in turn. tests/unit/ops/test_linear_swiglu.py has two.)
-#include "ops/parallel_items.h"
-
+// parallel_tiles, parallel_rows: every tile once, whatever the least number at a time; a range that owner and thieves
+// empty at once. (This file is compiled without OpenMP: one thread does all stretches in turn.
+// tests/unit/ops/test_linear_swiglu.py has two.)
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <thread>
 #include <vector>
+
+#include "ops/parallel_items.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -23,7 +24,8 @@ TEST(ParallelTiles, EveryTileOnce) {
   for (const int threads : {1, 2, 3}) {
     at::set_num_threads(threads);
     for (const std::int64_t count : {0, 1, 2, 7, 18, 1000})
-      for (const std::int64_t at_least : {1, 4, 10}) EXPECT_EQ(times_done(count, at_least), std::vector<int>(static_cast<std::size_t>(count), 1));
+      for (const std::int64_t at_least : {1, 4, 10})
+        EXPECT_EQ(times_done(count, at_least), std::vector<int>(static_cast<std::size_t>(count), 1));
   }
 }
 
@@ -46,7 +48,8 @@ TEST(ParallelRows, EveryRowOnceAloneAndByATeam) {
 TEST(TileRange, OwnerTakesFromTheFrontOthersFromTheBack) {
   TileRange range;
   range.set(10, 15);
-  const auto front = range.take(2, true), back = range.take(2, false), last = range.take(2, true), none = range.take(1, false);
+  const auto front = range.take(2, true), back = range.take(2, false), last = range.take(2, true),
+             none = range.take(1, false);
   EXPECT_EQ(front.begin, 10);
   EXPECT_EQ(front.end, 12);
   EXPECT_EQ(front.left, 3);

@@ -1,7 +1,7 @@
-// RMS norm against its formula and autograd in float64: one row a token, heads side by side, strided rows, added gradients.
-#include "ops/rms_norm.h"
-
+// RMS norm against its formula and autograd in float64: one row a token, heads side by side, strided rows, added
+// gradients.
 #include "ops/close.h"
+#include "ops/rms_norm.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -28,7 +28,8 @@ TEST(RmsNorm, EqualsTheFormulaForEveryTypeAndShape) {
     for (const std::int64_t inner : {1, 3})
       for (const std::int64_t D : {8, 37, 576}) {
         const auto wide = randn({5, inner * D + 8}, 1, type), w = randn({D}, 2, type);
-        const auto x = wide.narrow(1, 0, inner * D), y = at::empty({5, inner * D}, type), rstd = at::empty({5, inner}, sums_of(type));
+        const auto x = wide.narrow(1, 0, inner * D), y = at::empty({5, inner * D}, type),
+                   rstd = at::empty({5, inner}, sums_of(type));
         rms_norm_forward(x, w, kEps, y, rstd);
         const auto [expected, expected_rstd] = reference(x.to(at::kDouble).reshape({5, inner, D}), w.to(at::kDouble));
         expect_close(y, expected.reshape({5, inner * D}), bound_of(type), "y");
@@ -43,12 +44,14 @@ TEST(RmsNorm, BackwardEqualsAutogradAndAddsWhereItIsTold) {
     const auto x = randn({T, D}, 1, A), w = randn({D}, 2, type), dy = randn({T, D}, 3, A);
     const auto y = at::empty({T, D}, type), rstd = at::empty({T, 1}, A);
     rms_norm_forward(x, w, kEps, y, rstd);
-    const auto leaf = x.to(at::kDouble).clone().set_requires_grad(true), weight = w.to(at::kDouble).clone().set_requires_grad(true);
+    const auto leaf = x.to(at::kDouble).clone().set_requires_grad(true),
+               weight = w.to(at::kDouble).clone().set_requires_grad(true);
     reference(leaf.unsqueeze(1), weight).first.squeeze(1).backward(dy.to(at::kDouble));
     for (const bool accumulate : {false, true}) {
       const auto before = randn({T, D}, 4, A), dx = before.clone(), dw = at::ones({D}, A);
       rms_norm_backward(dy, x, w, rstd, dx, accumulate, dw);
-      expect_close(dx, leaf.grad() + (accumulate ? before.to(at::kDouble) : at::zeros({T, D}, at::kDouble)), 4 * bound_of(A), "dx");
+      expect_close(dx, leaf.grad() + (accumulate ? before.to(at::kDouble) : at::zeros({T, D}, at::kDouble)),
+                   4 * bound_of(A), "dx");
       expect_close(dw, weight.grad() + 1, 4 * bound_of(A), "dw");
     }
   }

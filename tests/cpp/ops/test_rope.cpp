@@ -1,7 +1,6 @@
 // Rotary embedding by hand: a quarter turn, whole rows against complex numbers, and back again.
-#include "ops/rope.h"
-
 #include "ops/close.h"
+#include "ops/rope.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -22,11 +21,14 @@ TEST(Rope, RotatesTheFirstHeadsByTheirPositionAndTheInverseRotatesBack) {
     const auto positions = at::tensor({0L, 9L, 4L, 4L, 1L, 7L});
     const auto before = randn({T, heads * H + 5}, 2, type), x = before.clone();
     rope(x, heads, H, positions, cos, sin);
-    const auto turn = at::complex(cos.index_select(0, positions).to(at::kDouble), sin.index_select(0, positions).to(at::kDouble)).unsqueeze(1);
+    const auto turn =
+        at::complex(cos.index_select(0, positions).to(at::kDouble), sin.index_select(0, positions).to(at::kDouble))
+            .unsqueeze(1);
     const auto parts = before.narrow(1, 0, heads * H).to(at::kDouble).reshape({T, heads, 2, half});
     const auto turned = at::complex(parts.select(2, 0).contiguous(), parts.select(2, 1).contiguous()) * turn;
     const auto expected = at::stack({at::real(turned), at::imag(turned)}, 2).reshape({T, heads * H});
-    expect_close(x.narrow(1, 0, heads * H), expected, type == at::kDouble ? 1e-7 : bound_of(type), "rotated");  // the table is float32
+    expect_close(x.narrow(1, 0, heads * H), expected, type == at::kDouble ? 1e-7 : bound_of(type),
+                 "rotated");  // the table is float32
     EXPECT_TRUE(at::equal(x.narrow(1, heads * H, 5), before.narrow(1, heads * H, 5)));
     rope(x, heads, H, positions, cos, sin, /*inverse=*/true);
     expect_close(x, before, type == at::kDouble ? 1e-6 : 2 * bound_of(type), "rotated back");

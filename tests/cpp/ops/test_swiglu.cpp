@@ -1,7 +1,6 @@
 // Gated activations against ATen in float64, with gradients; odd sizes, and the gradient in place.
-#include "ops/swiglu.h"
-
 #include "ops/close.h"
+#include "ops/swiglu.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -24,7 +23,8 @@ TEST(Swiglu, EqualsAtenForwardAndBackwardForEveryTypeAndGate) {
   for (const auto type : kTypes)
     for (const auto gate : {Gate::silu, Gate::gelu_tanh})
       for (const std::int64_t I : {1, 16, 37}) {
-        const auto gate_up = randn({9, 2 * I}, 1, type) * 3, d_act = randn({9, I}, 2, type), act = at::empty({9, I}, type);
+        const auto gate_up = randn({9, 2 * I}, 1, type) * 3, d_act = randn({9, I}, 2, type),
+                   act = at::empty({9, I}, type);
         swiglu_forward(gate_up, act, gate);
         const auto leaf = gate_up.to(at::kDouble).clone().set_requires_grad(true);
         const auto expected = reference(leaf, gate);

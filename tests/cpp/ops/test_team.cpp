@@ -1,7 +1,5 @@
-// Team: work reaches all who help and is done once, with errors, nesting and helpers that come late; the threads here are the test's own, as this
-// file is compiled without OpenMP.
-#include "ops/team.h"
-
+// Team: work reaches all who help and is done once, with errors, nesting and helpers that come late; the threads here
+// are the test's own, as this file is compiled without OpenMP.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "ops/parallel_items.h"
+#include "ops/team.h"
 
 namespace nemo_rl::ops {
 namespace {

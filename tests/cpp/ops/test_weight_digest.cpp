@@ -1,9 +1,8 @@
 // Equal bytes have equal digests, and any changed byte, wherever it lies, another one.
-#include "ops/weight_digest.h"
-
 #include <ATen/Parallel.h>
 
 #include "ops/close.h"
+#include "ops/weight_digest.h"
 
 namespace nemo_rl::ops {
 namespace {

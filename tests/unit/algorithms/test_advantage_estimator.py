@@ -5,14 +5,20 @@ import math
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, calculate_kl
 
 LOSS = ClippedPGLossConfig()
 PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
-GAE = dict(gae_lambda=0.9, gae_gamma=1.0, normalize_advantages=False, gae_lambda_value=None, gae_lambda_policy=None, length_adaptive_alpha=0.0)
+GAE = dict(
+    gae_lambda=0.9,
+    gae_gamma=1.0,
+    normalize_advantages=False,
+    gae_lambda_value=None,
+    gae_lambda_policy=None,
+    length_adaptive_alpha=0.0,
+)
 
 
 def make(name, config, loss=LOSS):
@@ -24,7 +30,9 @@ def test_grpo_by_hand():
     rewards, mask = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.ones(4, 3)
     a = make("grpo", AdvEstimatorConfig()).compute_advantage(PROMPTS, rewards, mask)
     assert a.shape == (4, 3) and a[:, 0].tolist() == [1.0, -1.0, 0.0, 0.0]
-    flat = make("grpo", {"use_leave_one_out_baseline": False, "normalize_rewards": True}).compute_advantage(PROMPTS, rewards, mask)
+    flat = make("grpo", {"use_leave_one_out_baseline": False, "normalize_rewards": True}).compute_advantage(
+        PROMPTS, rewards, mask
+    )
     assert flat[:2, 1].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6)])
 
 
@@ -32,7 +40,9 @@ def test_group_id_wins_over_equal_prompts():
     rewards, mask = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(4, 1)
     same = torch.zeros(4, 2, dtype=torch.long)
     by_prompt = make("grpo", AdvEstimatorConfig(normalize_rewards=False)).compute_advantage(same, rewards, mask)
-    by_group = make("grpo", AdvEstimatorConfig(normalize_rewards=False)).compute_advantage(same, rewards, mask, group_id=torch.tensor([7, 7, 8, 8]))
+    by_group = make("grpo", AdvEstimatorConfig(normalize_rewards=False)).compute_advantage(
+        same, rewards, mask, group_id=torch.tensor([7, 7, 8, 8])
+    )
     assert by_prompt[3].item() == pytest.approx(-1 / 3) and by_group[3].item() == 0.0
 
 
@@ -107,7 +117,9 @@ def test_raw_reward_and_opd():
     assert returns is None and a.tolist() == [[1.0, 1.0], [3.0, 3.0]]
     opd = make("opd", {})
     teacher, student = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -5.0]])
-    assert opd.compute_advantage(None, None, torch.tensor([[1, 0]]), teacher_logprobs=teacher, prev_logprobs=student).tolist() == [[1.0, 0.0]]
+    assert opd.compute_advantage(
+        None, None, torch.tensor([[1, 0]]), teacher_logprobs=teacher, prev_logprobs=student
+    ).tolist() == [[1.0, 0.0]]
     with pytest.raises(ValueError, match="teacher_logprobs"):
         opd.compute_advantage(None, None, mask, prev_logprobs=student)
 
@@ -121,7 +133,9 @@ def test_degenerate_whitening_is_counted():
 def test_baseline_per_prompt_ignores_invalid_samples():
     rewards = torch.tensor([1.0, 0.0, 5.0, 2.0])
     prompts = torch.zeros(4, 2)
-    base, std = calculate_baseline_and_std_per_prompt(prompts, rewards, torch.tensor([1.0, 1.0, 0.0, 1.0]), leave_one_out_baseline=False)
+    base, std = calculate_baseline_and_std_per_prompt(
+        prompts, rewards, torch.tensor([1.0, 1.0, 0.0, 1.0]), leave_one_out_baseline=False
+    )
     assert base.tolist() == [1.0] * 4 and std.tolist() == pytest.approx([1.0] * 4)
     alone, zero = calculate_baseline_and_std_per_prompt(prompts, rewards, torch.tensor([1.0, 0.0, 0.0, 0.0]))
     assert torch.equal(alone, rewards) and not zero.any()

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from nemo_rl_cpp.algorithms.logits_sampling_utils import TrainingSamplingParams, apply_top_k_top_p, need_top_k_or_top_p_filtering
+from nemo_rl_cpp.algorithms.logits_sampling_utils import (
+    TrainingSamplingParams,
+    apply_top_k_top_p,
+    need_top_k_or_top_p_filtering,
+)
 from nemo_rl_cpp.algorithms.utils import (
     get_gdpo_reward_component_keys,
     mask_out_neg_inf_logprobs,
@@ -26,13 +29,16 @@ from nemo_rl_cpp.distributed.model_utils import (
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
+
 def test_masked_mean_and_variance_by_hand():
     v, m = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     assert masked_mean(v, m).item() == pytest.approx(2.0)
     assert masked_mean(v, m, dim=1).tolist() == pytest.approx([1.5, 3.0])
     assert masked_mean(v, m, global_normalization_factor=6).item() == pytest.approx(1.0)
     assert masked_mean(v, torch.zeros_like(m)).item() == 0.0
-    assert masked_var(v, m).item() == pytest.approx(1.0) and masked_var(v, m, unbiased=False).item() == pytest.approx(2 / 3)
+    assert masked_var(v, m).item() == pytest.approx(1.0) and masked_var(v, m, unbiased=False).item() == pytest.approx(
+        2 / 3
+    )
 
 
 def test_infinite_logprobs_become_zero(capsys):
@@ -52,7 +58,9 @@ def test_top_k_keeps_ties_and_top_p_at_least_one():
     assert apply_top_k_top_p(probs.log(), None, 1e-9)[1].tolist() == [[True, False, False, False]]
     assert apply_top_k_top_p(probs.log(), 3, 0.999)[1].tolist() == [[True, True, True, False]]
     assert apply_top_k_top_p(logits, None, 1.0) == (logits, None)
-    assert not need_top_k_or_top_p_filtering(None) and not need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k=-1))
+    assert not need_top_k_or_top_p_filtering(None) and not need_top_k_or_top_p_filtering(
+        TrainingSamplingParams(top_k=-1)
+    )
     assert need_top_k_or_top_p_filtering(TrainingSamplingParams(top_p=0.9))
 
 
@@ -65,8 +73,12 @@ def test_logprob_forms_agree(params):
     for chunk in (None, 2, 100):
         ours = get_next_token_logprobs_from_logits(ids, logits, sampling_params=params, chunk_size=chunk)
         assert ours.shape == (2, 8) and torch.allclose(ours, wanted, atol=1e-6)
-    assert torch.allclose(from_parallel_logits_to_logprobs(logits, ids, 0, 13, None, sampling_params=params), wanted, atol=1e-6)
-    assert torch.allclose(get_logprobs_from_vocab_parallel_logits(logits, ids, sampling_params=params), wanted, atol=1e-6)
+    assert torch.allclose(
+        from_parallel_logits_to_logprobs(logits, ids, 0, 13, None, sampling_params=params), wanted, atol=1e-6
+    )
+    assert torch.allclose(
+        get_logprobs_from_vocab_parallel_logits(logits, ids, sampling_params=params), wanted, atol=1e-6
+    )
     packed = from_parallel_logits_to_logprobs_packed_sequences(
         logits.reshape(1, 18, 13), ids.reshape(1, 18), torch.tensor([0, 9, 18]), 9, 0, 13, None, sampling_params=params
     )
@@ -76,7 +88,12 @@ def test_logprob_forms_agree(params):
 
 
 def test_last_batch_is_padded_with_masked_rows():
-    batch = {"input_ids": torch.arange(6).reshape(3, 2), "input_lengths": torch.tensor([2, 2, 1]), "sample_mask": torch.ones(3), "token_mask": torch.ones(3, 2)}
+    batch = {
+        "input_ids": torch.arange(6).reshape(3, 2),
+        "input_lengths": torch.tensor([2, 2, 1]),
+        "sample_mask": torch.ones(3),
+        "token_mask": torch.ones(3, 2),
+    }
     out = maybe_pad_last_batch(batch, dp_size=2, mbs=2)
     assert out["input_ids"].tolist() == [[0, 1], [2, 3], [4, 5], [4, 5]] and out["sample_mask"].tolist() == [1, 1, 1, 0]
     assert out["input_lengths"].tolist() == [2, 2, 1, 1] and out["token_mask"].shape == (4, 2)
@@ -92,11 +109,20 @@ def test_seeds_and_component_keys():
 
 
 def test_performance_rates_by_hand():
-    config = {"cluster": {"num_nodes": 1, "gpus_per_node": 2}, "policy": {"generation": {"colocated": {"enabled": True}}}}
+    config = {
+        "cluster": {"num_nodes": 1, "gpus_per_node": 2},
+        "policy": {"generation": {"colocated": {"enabled": True}}},
+    }
     timing = {"total_step_time": 10.0, "policy_training": 4.0, "policy_and_reference_logprobs": 1.0, "generation": 5.0}
     metrics = {"total_num_tokens": 1000, "per_worker_token_counts": [{0: 100}, {0: 100, 1: 100}]}
     m = print_performance_metrics(
-        {"total_flops": 8e12, "num_ranks": 2}, metrics, timing, config, num_prompts_per_step=4, num_generations_per_prompt=5, is_async_rl=False
+        {"total_flops": 8e12, "num_ranks": 2},
+        metrics,
+        timing,
+        config,
+        num_prompts_per_step=4,
+        num_generations_per_prompt=5,
+        is_async_rl=False,
     )
     assert m["samples_per_sec"] == 2.0 and m["tokens_per_sec_per_gpu"] == 50.0
     assert m["policy_training_tokens_per_sec_per_gpu"] == 125.0 and m["training_worker_group_tokens_per_sec"] == 200.0

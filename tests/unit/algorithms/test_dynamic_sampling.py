@@ -3,7 +3,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted, GroupSampler, dynamic_sampling
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
@@ -209,9 +208,7 @@ def test_function_by_group(section):
 
 def test_function_by_sample_breaks_groups_up_and_allows_one_batch_more():
     cfg = config(prompts=1, generations=3, limit=1)
-    batch, complete, cache, _ = round_(
-        rollouts((1.0, 0.0, 0.0, 0.0)), 1, cfg, std=[0.0, 0.5, 0.5, 0.0], unit="sample"
-    )
+    batch, complete, cache, _ = round_(rollouts((1.0, 0.0, 0.0, 0.0)), 1, cfg, std=[0.0, 0.5, 0.5, 0.0], unit="sample")
     assert not complete and cache["name"] == ["0.1", "0.2"]
     # nothing kept in this round: the cache stays, and it is the empty selection whose size is checked
     empty, complete, same, _ = round_(rollouts(WRONG), 1, cfg, cache, std=[0.0, 0.0], unit="sample")

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Digits, Engine, Policy, logged, rows
-
 from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms.checkpointing import find_resume
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
-from nemo_rl_cpp.utils.logger import Logger
 
 
 def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
@@ -37,10 +35,14 @@ def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
     resume.load_data_position(loader, config.data)
     logger = grpo.build.make_logger(config, resume.state)
     env = {"t": Digits()}
-    parts = grpo.make_components(policy, engine, loader, val_loader, TOKENIZER, None, env, env, logger, checkpoints, resume.state, config)
+    parts = grpo.make_components(
+        policy, engine, loader, val_loader, TOKENIZER, None, env, env, logger, checkpoints, resume.state, config
+    )
     parts.run.progress.close()
     parts.run.progress = None
-    return SimpleNamespace(parts=parts, config=config, state=resume.state, policy=policy, engine=engine, log_dir=logger.log_dir)
+    return SimpleNamespace(
+        parts=parts, config=config, state=resume.state, policy=policy, engine=engine, log_dir=logger.log_dir
+    )
 
 
 def train(run):
@@ -62,7 +64,9 @@ def test_what_the_policy_gets(tmp_path):
     lengths = batch["input_lengths"].tolist()
     for row, length in enumerate(lengths):
         prompt = len("prompt 0:")
-        assert batch["token_mask"][row].tolist() == [0] * prompt + [1] * (length - prompt) + [0] * (batch["input_ids"].shape[1] - length)
+        assert batch["token_mask"][row].tolist() == [0] * prompt + [1] * (length - prompt) + [0] * (
+            batch["input_ids"].shape[1] - length
+        )
     rewards = batch["rewards"]
     for group in (slice(0, 4), slice(4, 8)):  # leave-one-out baseline, by hand
         others = (rewards[group].sum() - rewards[group]) / 3
@@ -112,11 +116,16 @@ def test_metrics_by_name(tmp_path):
     for stage in ("total_step_time", "generation", "reward_calculation", "data_processing", "policy_training", "prepare_for_generation/total",
                   "policy_and_reference_logprobs", "advantage_calculation"):  # fmt: skip
         assert f"timing/train/{stage}" in timing
-    assert "performance/tokens_per_sec" in logged(run, "performance/")[1] and "memory/peak_rss_gb/run" in logged(run, "memory/")[1]
+    assert (
+        "performance/tokens_per_sec" in logged(run, "performance/")[1]
+        and "memory/peak_rss_gb/run" in logged(run, "memory/")[1]
+    )
 
 
 def test_zero_std_groups_are_counted_by_hand(tmp_path):
-    run = train(make(tmp_path, "grpo.max_num_steps=1", respond=lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1"))
+    run = train(
+        make(tmp_path, "grpo.max_num_steps=1", respond=lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1")
+    )
     row = logged(run)[1]  # prompt 0: all right; prompt 1: two of four
     assert row["train/zero_std_groups"] == 1 and row["train/groups/pct_equal"] == 50.0
     assert row["train/reward"] == row["train/accuracy"] == 6 / 8
@@ -186,7 +195,9 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
 
 
 def test_validation_at_start_by_period_and_at_end(tmp_path):
-    run = train(make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2"))
+    run = train(
+        make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
+    )
     assert [row["step"] for row in run.parts.run.validations] == [0, 2, 3]
     assert sorted(logged(run, "validation/")) == [0, 2, 3]
     assert (run.log_dir / "val_data_step0.jsonl").exists()
@@ -212,7 +223,10 @@ def test_rollouts_are_written_one_line_a_sample(tmp_path):
     assert rows[0]["content"][0] == {"role": "user", "content": "prompt 0:"}
 
 
-@pytest.mark.parametrize("low, high, expected", [(None, None, [-3.0, 0.5, 4.0]), (-1.0, None, [-1.0, 0.5, 4.0]), (-1.0, 2.0, [-1.0, 0.5, 2.0])])
+@pytest.mark.parametrize(
+    "low, high, expected",
+    [(None, None, [-3.0, 0.5, 4.0]), (-1.0, None, [-1.0, 0.5, 4.0]), (-1.0, 2.0, [-1.0, 0.5, 2.0])],
+)
 def test_advantage_clipping(low, high, expected):
     bounds = SimpleNamespace(advantage_clip_low=low, advantage_clip_high=high)
     assert grpo._clip_grpo_advantages(torch.tensor([-3.0, 0.5, 4.0]), bounds).tolist() == expected

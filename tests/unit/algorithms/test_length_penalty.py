@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty, band_factor, penalized, reasoning_and_answer
 from nemo_rl_cpp.config.length_penalty import LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -44,7 +43,9 @@ def test_outliers_by_the_modified_z_score():
 
 
 def test_a_group_with_one_right_response_has_nothing_to_compare():
-    assert changes([1.0, 0.0, 0.0, 0.0], total_bonus=0.5, longest_total_penalty=0.5, group_total_length_penalty_coeff=1) == [1, 0, 0, 0]
+    assert changes(
+        [1.0, 0.0, 0.0, 0.0], total_bonus=0.5, longest_total_penalty=0.5, group_total_length_penalty_coeff=1
+    ) == [1, 0, 0, 0]
 
 
 def test_bands_multiply_right_rewards():
@@ -73,7 +74,11 @@ def test_reasoning_and_answer(text, expected):
 def rollouts(texts, rewards, groups, tasks=None, **columns):
     logs = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in texts]
     return BatchedDataDict(
-        message_log=logs, total_reward=torch.tensor(rewards), group_id=torch.tensor(groups), task_name=tasks or ["t"] * len(texts), **columns
+        message_log=logs,
+        total_reward=torch.tensor(rewards),
+        group_id=torch.tensor(groups),
+        task_name=tasks or ["t"] * len(texts),
+        **columns,
     )
 
 
@@ -97,12 +102,17 @@ def test_groups_are_apart_and_the_metrics_are_means_over_samples():
 
 def test_rewards_in_parts_are_left_alone():
     batch = rollouts(["aa", "a"], [1.0, 1.0], [0, 0], **{"reward/x": torch.ones(2)})
-    assert apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)["length_penalty/skipped_non_binary_frac"] == 1.0
+    assert (
+        apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)["length_penalty/skipped_non_binary_frac"]
+        == 1.0
+    )
     assert batch["total_reward"].tolist() == [1.0, 1.0]
 
 
 def test_overrides_of_a_task_replace_single_keys():
-    config = LengthPenaltyConfig(**BONUS, agent_overrides={"off": {"enabled": False}, "more": {"longest_total_penalty": 0.25}, "same": None})
+    config = LengthPenaltyConfig(
+        **BONUS, agent_overrides={"off": {"enabled": False}, "more": {"longest_total_penalty": 0.25}, "same": None}
+    )
     tasks = ["off"] * 2 + ["more"] * 2 + ["same"] * 2 + ["other"] * 2
     batch = rollouts(["aa", "a"] * 4, [1.0] * 8, [0, 0, 1, 1, 2, 2, 3, 3], tasks)
     apply_length_penalty(batch, config, letters)
@@ -112,5 +122,9 @@ def test_overrides_of_a_task_replace_single_keys():
 def test_a_band_that_is_given_is_on_unless_the_default_says_otherwise():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
     assert LengthPenaltyConfig(profile_band=band).params_of("t").profile_band_total
-    assert not LengthPenaltyConfig(profile_band=band, default={"profile_band_total": False}).params_of("t").profile_band_total
+    assert (
+        not LengthPenaltyConfig(profile_band=band, default={"profile_band_total": False})
+        .params_of("t")
+        .profile_band_total
+    )
     assert not LengthPenaltyConfig(profile_band=band | {"enabled": False}).params_of("t").profile_band_total

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.step_metrics import (
     aggregate_microbatch_metrics,
     baseline_metrics,
@@ -44,7 +43,12 @@ def test_shares_of_many_microbatches_add_up_to_one():
 
 def test_microbatches_without_valid_samples_do_not_count():
     metrics = aggregate_microbatch_metrics(
-        {"loss": [1.0, 9.0], "probs_ratio_min": [INF, 0.5], "probs_ratio_max": [1.5, -INF], "num_valid_samples": [1.0, 0.0]}
+        {
+            "loss": [1.0, 9.0],
+            "probs_ratio_min": [INF, 0.5],
+            "probs_ratio_max": [1.5, -INF],
+            "num_valid_samples": [1.0, 0.0],
+        }
     )
     assert metrics["loss"] == 1.0
     assert metrics["probs_ratio_min"] == -1.0  # only an infinity was left
@@ -109,8 +113,26 @@ def test_rollout_table_cuts_rows_to_their_length():
 
 def test_rounds_are_weighted_by_samples():
     rounds = [
-        (2, {"well_formed": 1.0, "accuracy_of_well_formed": 0.5, "max_gen_tokens_per_sample": 4, "total_turns": 2, "rate": 0.0}),
-        (6, {"well_formed": 0.5, "accuracy_of_well_formed": 1.0, "max_gen_tokens_per_sample": 9, "total_turns": 6, "rate": 1.0}),
+        (
+            2,
+            {
+                "well_formed": 1.0,
+                "accuracy_of_well_formed": 0.5,
+                "max_gen_tokens_per_sample": 4,
+                "total_turns": 2,
+                "rate": 0.0,
+            },
+        ),
+        (
+            6,
+            {
+                "well_formed": 0.5,
+                "accuracy_of_well_formed": 1.0,
+                "max_gen_tokens_per_sample": 9,
+                "total_turns": 6,
+                "rate": 1.0,
+            },
+        ),
     ]
     combined = combine_rollout_metrics(rounds)
     assert combined["well_formed"] == (2 + 3) / 8
@@ -120,10 +142,37 @@ def test_rounds_are_weighted_by_samples():
 
 def test_rates_of_rounds_are_means_and_extremes_are_extremes():
     rounds = [
-        (4, {"max_turns_reached_rate": 0.0, "games/num_won_rate": 0.5, "turns/max": 2, "turns/min": 2, "min_len": 5, "turns/total": 8}),
-        (12, {"max_turns_reached_rate": 1.0, "games/num_won_rate": 0.1, "turns/max": 1, "turns/min": 1, "min_len": 7, "turns/total": 4}),
+        (
+            4,
+            {
+                "max_turns_reached_rate": 0.0,
+                "games/num_won_rate": 0.5,
+                "turns/max": 2,
+                "turns/min": 2,
+                "min_len": 5,
+                "turns/total": 8,
+            },
+        ),
+        (
+            12,
+            {
+                "max_turns_reached_rate": 1.0,
+                "games/num_won_rate": 0.1,
+                "turns/max": 1,
+                "turns/min": 1,
+                "min_len": 7,
+                "turns/total": 4,
+            },
+        ),
     ]
-    expected = {"max_turns_reached_rate": 0.75, "games/num_won_rate": 0.2, "turns/max": 2, "turns/min": 1, "min_len": 5, "turns/total": 12}
+    expected = {
+        "max_turns_reached_rate": 0.75,
+        "games/num_won_rate": 0.2,
+        "turns/max": 2,
+        "turns/min": 1,
+        "min_len": 5,
+        "turns/total": 12,
+    }
     assert combine_rollout_metrics(rounds) == pytest.approx(expected)
 
 
@@ -141,5 +190,7 @@ def test_groups_aggregate_rates_durations_and_extremes():
 
 
 def test_groups_aggregate_by_the_name():
-    combined = aggregate_rollout_metrics({"max_len": [3, 7], "min_len": [3, 7], "total_turns": [3, 7], "mean": [3, 7], "h": [[1], [2, 3]], "none": []})
+    combined = aggregate_rollout_metrics(
+        {"max_len": [3, 7], "min_len": [3, 7], "total_turns": [3, 7], "mean": [3, 7], "h": [[1], [2, 3]], "none": []}
+    )
     assert combined == {"max_len": 7, "min_len": 3, "total_turns": 10, "mean": 5.0, "h": [1, 2, 3]}

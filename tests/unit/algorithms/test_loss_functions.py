@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms import loss_functions
 from nemo_rl_cpp.algorithms.logits_sampling_utils import TrainingSamplingParams
 from nemo_rl_cpp.algorithms.loss import (
@@ -23,7 +22,11 @@ from nemo_rl_cpp.algorithms.loss import (
 )
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
-TIS = dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
+TIS = dict(
+    use_importance_sampling_correction=True,
+    truncated_importance_sampling_type="tis",
+    truncated_importance_sampling_ratio=2.0,
+)
 
 BAD = [
     dict(sequence_level_importance_ratios=True),
@@ -79,7 +82,9 @@ def test_bad_values_fail_at_the_first_call():
         ClippedPGLossFn(ClippedPGLossConfig(truncated_importance_sampling_ratio=2.0))(x, data, *counts)
     with pytest.raises(ValueError, match="reference_policy_kl_type"):
         ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_type="k4"))(x, data, *counts)
-    with pytest.raises(ValueError, match="truncated_importance_sampling_type must be one of tis, icepop, seq-mask-tis, not 'other'"):
+    with pytest.raises(
+        ValueError, match="truncated_importance_sampling_type must be one of tis, icepop, seq-mask-tis, not 'other'"
+    ):
         ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
 
 
@@ -89,7 +94,11 @@ def test_settings_come_as_model_mapping_or_object():
         ratio_clip_min: float = 0.1
         use_kl_in_reward: bool = True
 
-    for settings in (ClippedPGLossConfig(ratio_clip_min=0.1, use_kl_in_reward=True), {"ratio_clip_min": 0.1, "use_kl_in_reward": True}, Settings()):
+    for settings in (
+        ClippedPGLossConfig(ratio_clip_min=0.1, use_kl_in_reward=True),
+        {"ratio_clip_min": 0.1, "use_kl_in_reward": True},
+        Settings(),
+    ):
         fn = ClippedPGLossFn(settings)
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2
 
@@ -191,7 +200,10 @@ def test_filtered_logprobs_keep_an_unfiltered_copy_for_the_kl(capsys):
     assert torch.allclose(grad, wanted) and result.grad_unfiltered.abs().sum() > 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"token_level_loss": False}, {"token_level_loss": False, "sequence_level_importance_ratios": True}, TIS])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"token_level_loss": False}, {"token_level_loss": False, "sequence_level_importance_ratios": True}, TIS],
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_packed_sequences_give_the_unpacked_loss(settings, padded):
     data, logits, lengths, counts = batch()
@@ -202,9 +214,15 @@ def test_packed_sequences_give_the_unpacked_loss(settings, padded):
     (wanted,) = torch.autograd.grad(loss, logits)
     space = [4 * math.ceil(int(n) / 4) if padded else int(n) for n in lengths]
     cu, cu_padded = [torch.tensor([0, *torch.tensor(v).cumsum(0)]) for v in (lengths.tolist(), space)]
-    pieces = [torch.nn.functional.pad(logits[i, :n], (0, 0, 0, w - n)) for i, (n, w) in enumerate(zip(lengths, space, strict=True))]
+    pieces = [
+        torch.nn.functional.pad(logits[i, :n], (0, 0, 0, w - n))
+        for i, (n, w) in enumerate(zip(lengths, space, strict=True))
+    ]
     packed = torch.cat(pieces)[None]
-    for wrapper, prepare in ((SequencePackingLossWrapper, prepare_loss_input), (SequencePackingFusionLossWrapper, prepare_packed_loss_input)):
+    for wrapper, prepare in (
+        (SequencePackingLossWrapper, prepare_loss_input),
+        (SequencePackingFusionLossWrapper, prepare_packed_loss_input),
+    ):
         ours, found = wrapper(fn, prepare, cu, cu_padded)(packed, data, *counts)
         (grad,) = torch.autograd.grad(ours, logits, retain_graph=True)
         assert torch.allclose(ours, loss, rtol=1e-6) and torch.allclose(grad, wanted, rtol=1e-5, atol=1e-9), wrapper

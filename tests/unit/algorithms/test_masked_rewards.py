@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.grpo import compute_advantages
@@ -11,7 +10,9 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
 class Parts:
-    advantage_estimator = GRPOAdvantageEstimator(AdvEstimatorConfig(use_leave_one_out_baseline=False, normalize_rewards=False), None)
+    advantage_estimator = GRPOAdvantageEstimator(
+        AdvEstimatorConfig(use_leave_one_out_baseline=False, normalize_rewards=False), None
+    )
 
 
 def train_batch(rewards, masks):
@@ -41,7 +42,9 @@ def rollouts(rewards, truncated, masked=None):
 
 
 def mixed_groups(rewards, truncated, masked=None, **section):
-    sampler = GroupSampler.from_config({"num_prompts_per_step": 9, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9, **section})
+    sampler = GroupSampler.from_config(
+        {"num_prompts_per_step": 9, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9, **section}
+    )
     sampler.add(rollouts(rewards, truncated, masked))
     return sampler.cached_groups
 
@@ -60,7 +63,9 @@ def test_dynamic_sampling_asks_those_that_vote(section, kept):
     assert mixed_groups(*CUT, **section) == kept
 
 
-@pytest.mark.parametrize("masked, kept", [([True, False, False, False], 0), ([True] * 3 + [False], 0), ([True] * 4, 0), ([False] * 4, 1)])
+@pytest.mark.parametrize(
+    "masked, kept", [([True, False, False, False], 0), ([True] * 3 + [False], 0), ([True] * 4, 0), ([False] * 4, 1)]
+)
 def test_samples_that_an_environment_masks_do_not_vote(masked, kept):
     assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
 

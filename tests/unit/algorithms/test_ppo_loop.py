@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Digits, Engine, Policy, logged, rows
-
 from nemo_rl_cpp.algorithms import ppo
 from nemo_rl_cpp.algorithms import setup as build
 from nemo_rl_cpp.algorithms.checkpointing import find_resume
@@ -66,16 +65,36 @@ def make(tmp_path, *overrides, respond=None, with_value=True):
     value = Critic(policy.events) if with_value else None
     engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
     engine.events, engine.policy = policy.events, policy
-    loader, val_loader = StatefulDataLoader(rows(8), build.prompts_per_round(config.ppo), drop_last=True), StatefulDataLoader(rows(3), 3)
+    loader, val_loader = (
+        StatefulDataLoader(rows(8), build.prompts_per_round(config.ppo), drop_last=True),
+        StatefulDataLoader(rows(3), 3),
+    )
     checkpoints = CheckpointManager(config.checkpointing)
     resume = find_resume(checkpoints)
     resume.load_data_position(loader, config.data)
     logger = build.make_logger(config, resume.state)
     env = {"t": Digits()}
-    parts = ppo.make_components(policy, engine, value, loader, val_loader, TOKENIZER, None, None, env, env, logger, checkpoints, resume.state, config)
+    parts = ppo.make_components(
+        policy,
+        engine,
+        value,
+        loader,
+        val_loader,
+        TOKENIZER,
+        None,
+        None,
+        env,
+        env,
+        logger,
+        checkpoints,
+        resume.state,
+        config,
+    )
     parts.run.progress.close()
     parts.run.progress = None
-    return SimpleNamespace(parts=parts, config=config, state=resume.state, policy=policy, value=value, log_dir=logger.log_dir)
+    return SimpleNamespace(
+        parts=parts, config=config, state=resume.state, policy=policy, value=value, log_dir=logger.log_dir
+    )
 
 
 def train(run):
@@ -86,11 +105,26 @@ def train(run):
 def test_a_step_in_order(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=3", "checkpointing.enabled=false"))
     epoch = ["train critic", "train"]  # critic before actor
-    assert run.policy.events == ["prepare_for_generation", "generate", "finish_generation", "values", "logprobs", *epoch * 3]
+    assert run.policy.events == [
+        "prepare_for_generation",
+        "generate",
+        "finish_generation",
+        "values",
+        "logprobs",
+        *epoch * 3,
+    ]
 
 
 def test_the_critic_alone_until_policy_training_starts(tmp_path):
-    run = train(make(tmp_path, "ppo.max_num_steps=3", "ppo.ppo_epochs=2", "ppo.policy_training_start_step=2", "checkpointing.enabled=false"))
+    run = train(
+        make(
+            tmp_path,
+            "ppo.max_num_steps=3",
+            "ppo.ppo_epochs=2",
+            "ppo.policy_training_start_step=2",
+            "checkpointing.enabled=false",
+        )
+    )
     assert run.value.version == 6 and run.policy.version == 2
     digests = [row["train/weights/digest"] for row in logged(run).values()]
     assert digests == [f"{0:016x}"] * 3
@@ -104,7 +138,9 @@ def test_what_critic_and_policy_get(tmp_path):
     critic, first, second = run.value.trained[0], *run.policy.trained
     mask, rewards = critic["token_mask"], critic["rewards"]
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0] * 2
-    torch.testing.assert_close(critic["returns"] * mask, rewards[:, None] * mask)  # lambda 1, gamma 1: the reward to come
+    torch.testing.assert_close(
+        critic["returns"] * mask, rewards[:, None] * mask
+    )  # lambda 1, gamma 1: the reward to come
     torch.testing.assert_close(critic["advantages"] * mask, (rewards[:, None] - 0.25) * mask)
     assert first is not second or "prev_logprobs" in second
     for batch in run.value.trained:  # values and returns stay those of the rollout
@@ -114,22 +150,37 @@ def test_what_critic_and_policy_get(tmp_path):
 def test_the_first_pass_takes_its_own_forward_and_later_ones_the_old_policys(tmp_path):
     run = make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2")
     seen, step = [], run.policy.train
-    run.policy.train = lambda data, *args, **kwargs: (seen.append("prev_logprobs" in data), step(data, *args, **kwargs))[1]
+    run.policy.train = lambda data, *args, **kwargs: (
+        seen.append("prev_logprobs" in data),
+        step(data, *args, **kwargs),
+    )[1]
     train(run)
     assert seen == [False, True]
 
 
 def test_raw_reward_has_no_critic(tmp_path):
-    run = train(make(tmp_path, "ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false", "ppo.max_num_steps=2", with_value=False))
+    run = train(
+        make(
+            tmp_path,
+            "ppo.adv_estimator.name=raw_reward",
+            "ppo.adv_estimator.normalize_advantages=false",
+            "ppo.max_num_steps=2",
+            with_value=False,
+        )
+    )
     assert run.parts.models == {"policy": run.policy}
     batch = run.policy.trained[0]
     assert "returns" not in batch and "values" not in batch
-    torch.testing.assert_close(batch["advantages"] * batch["token_mask"], batch["rewards"][:, None] * batch["token_mask"])
+    torch.testing.assert_close(
+        batch["advantages"] * batch["token_mask"], batch["rewards"][:, None] * batch["token_mask"]
+    )
     assert not any("critic" in name for name in logged(run)[1])
     assert not (tmp_path / "checkpoints" / "step_2" / "value").exists()
 
 
-@pytest.mark.parametrize("estimator, with_value, message", [("gae", False, "no value model"), ("raw_reward", True, "a value model")])
+@pytest.mark.parametrize(
+    "estimator, with_value, message", [("gae", False, "no value model"), ("raw_reward", True, "a value model")]
+)
 def test_estimator_and_value_model_belong_together(tmp_path, estimator, with_value, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path, f"ppo.adv_estimator.name={estimator}", with_value=with_value)
@@ -149,11 +200,23 @@ def test_metrics_by_name(tmp_path):
     row = logged(run)[1]
     critic = {"loss", "grad_norm", "values_mean", "values_min", "values_max", "returns_mean", "explained_var", "vf_clipfrac", "returns_sq_mean",
               "residual_sq_mean", "lr"}  # fmt: skip
-    common = {"loss", "grad_norm", "reward", "accuracy", "advantages/mean", "baseline_reward/pct_mixed", "token_mult_prob_error", "lr", "weights/digest"}
+    common = {
+        "loss",
+        "grad_norm",
+        "reward",
+        "accuracy",
+        "advantages/mean",
+        "baseline_reward/pct_mixed",
+        "token_mult_prob_error",
+        "lr",
+        "weights/digest",
+    }
     expected = {f"critic/{name}" for name in critic} | common | {"last_epoch/critic/loss", "last_epoch/loss"}
     assert {f"train/{name}" for name in expected} <= set(row)
     timing = logged(run, "timing/train/")[1]
-    assert {f"timing/train/{stage}" for stage in ("value_inference", "value_training", "policy_training", "generation")} <= set(timing)
+    assert {
+        f"timing/train/{stage}" for stage in ("value_inference", "value_training", "policy_training", "generation")
+    } <= set(timing)
 
 
 def test_critic_metrics_by_hand():
@@ -166,7 +229,13 @@ def test_critic_metrics_by_hand():
 
 def test_means_over_epochs():
     epochs = [{"loss": 1.0, "values_min": 2.0, "once": 5.0}, {"loss": 3.0, "values_min": 1.0}]
-    assert mean_over_epochs(epochs) == {"loss": 2.0, "values_min": 1.0, "once": 5.0, "last_epoch/loss": 3.0, "last_epoch/values_min": 1.0}
+    assert mean_over_epochs(epochs) == {
+        "loss": 2.0,
+        "values_min": 1.0,
+        "once": 5.0,
+        "last_epoch/loss": 3.0,
+        "last_epoch/values_min": 1.0,
+    }
     assert mean_over_epochs(epochs[:1]) == epochs[0]
 
 
@@ -174,7 +243,9 @@ def test_checkpoints_hold_both_models(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=2"))
     step = tmp_path / "checkpoints" / "step_2"
     for model in ("policy", "value"):
-        assert (step / model / "weights" / "version").read_text() == "2" and (step / model / "optimizer" / "version").exists()
+        assert (step / model / "weights" / "version").read_text() == "2" and (
+            step / model / "optimizer" / "version"
+        ).exists()
     info = json.loads((step / "training_info.json").read_text())
     assert info["total_steps"] == 2 and info["draw_counter"] == 4
     again = make(tmp_path, "ppo.max_num_steps=2")

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 import tiny
-from safetensors.torch import load_file, save_file
-
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.utils.checkpoint import ResumeError
 from nemo_rl_cpp.utils.durable import seal_folder
 from nemo_rl_cpp.utils.folder_lock import FolderInUseError
+from safetensors.torch import load_file, save_file
 
-RUN = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null", "logger.tensorboard_enabled=false")
+RUN = (
+    *tiny.SMALL,
+    "checkpointing.enabled=true",
+    "checkpointing.save_period=2",
+    "checkpointing.metric_name=null",
+    "logger.tensorboard_enabled=false",
+)
 ROWS = [{"input": f"{i}", "output": f"{i}"} for i in range(100, 140)]
 
 
@@ -82,7 +87,9 @@ def test_what_may_change_is_said(root, run_of_two_steps, capsys, overrides):
     parts = [overrides] if "'" in overrides else overrides.split()
     run = resume(root, run_of_two_steps, *parts)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Resuming "))
-    assert re.match(r"Resuming \S+/run/checkpoints/step_2, saved 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\. Changed since: ", line)
+    assert re.match(
+        r"Resuming \S+/run/checkpoints/step_2, saved 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\. Changed since: ", line
+    )
     assert SAID[overrides] in line and run.state.step == 2
 
 
@@ -102,7 +109,10 @@ def test_a_prompt_file_with_another_text_is_said(tmp_path, capsys):
     assert "Changed since: the prompt files those of the checkpoint -> others" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("identity", ["[]", "{", "[" * 100_000, '{"models": []}', '{"train": 5, "tokenizer": []}', '{"models": {"policy": {}}}'])
+@pytest.mark.parametrize(
+    "identity",
+    ["[]", "{", "[" * 100_000, '{"models": []}', '{"train": 5, "tokenizer": []}', '{"models": {"policy": {}}}'],
+)
 def test_an_identity_that_is_none_ends_in_a_sentence_or_a_resumed_run(root, run_of_two_steps, identity, capsys):
     """Whoever can write a checkpoint can write its manifest too."""
     step = root / "run" / "checkpoints" / "step_2"
@@ -179,7 +189,12 @@ def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, path
     monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
     if name == "data set":
-        overrides += ["~data.train.data_path", "~data.train.input_key", "~data.train.output_key", "+data.train.num_digits=3"]
+        overrides += [
+            "~data.train.data_path",
+            "~data.train.input_key",
+            "~data.train.output_key",
+            "+data.train.num_digits=3",
+        ]
     with pytest.raises(ResumeError, match=words) as caught:
         resume(root, run_of_two_steps, *overrides, **paths)
     text = str(caught.value)
@@ -189,17 +204,31 @@ def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, path
 
 
 def config_of(root, base, *overrides, **paths):
-    fixed = [f"logger.log_dir={root / 'run' / 'logs'}", f"checkpointing.checkpoint_dir={root / 'run' / 'checkpoints'}", "grpo.val_period=0", "grpo.val_at_end=false"]
+    fixed = [
+        f"logger.log_dir={root / 'run' / 'logs'}",
+        f"checkpointing.checkpoint_dir={root / 'run' / 'checkpoints'}",
+        "grpo.val_period=0",
+        "grpo.val_at_end=false",
+    ]
     return load_grpo_config("grpo_tiny.yaml", [*fixed, *RUN, *own(base, **paths), *overrides])
 
 
-@pytest.mark.parametrize("name, paths, overrides, words", [row for row in REFUSED if "tokenizer" not in row[0] and "rows" not in row[0]], ids=lambda v: None)
+@pytest.mark.parametrize(
+    "name, paths, overrides, words",
+    [row for row in REFUSED if "tokenizer" not in row[0] and "rows" not in row[0]],
+    ids=lambda v: None,
+)
 def test_preflight_finds_what_the_files_tell(root, run_of_two_steps, name, paths, overrides, words):
     """Before torch: everything but the tokenizer and the rows themselves."""
     other_weights(run_of_two_steps)
     overrides = [*overrides]
     if name == "data set":
-        overrides += ["~data.train.data_path", "~data.train.input_key", "~data.train.output_key", "+data.train.num_digits=3"]
+        overrides += [
+            "~data.train.data_path",
+            "~data.train.input_key",
+            "~data.train.output_key",
+            "+data.train.num_digits=3",
+        ]
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
     wanted = words.replace(": ", " ", 1)  # key and reason
     assert any(re.match(wanted, text) and "run/checkpoints/step_2: set it back" in text for text in errors), errors
@@ -240,7 +269,10 @@ def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
 def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
-    with pytest.raises(FolderInUseError, match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own"):
+    with pytest.raises(
+        FolderInUseError,
+        match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own",
+    ):
         tiny.make(tmp_path, *RUN)
     close(first)
 
@@ -263,7 +295,14 @@ def test_kept_groups_of_another_size_are_left_out_and_said(tmp_path, capsys):
         pytest.fail("the run kept no groups: the test tries nothing")
     close(tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3"))
     assert "left out" not in capsys.readouterr().out
-    other = tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=16")
+    other = tiny.make(
+        tmp_path,
+        *RUN,
+        *keep,
+        "grpo.max_num_steps=3",
+        "grpo.num_generations_per_prompt=2",
+        "policy.train_global_batch_size=16",
+    )
     close(other)
     assert "the settings of dynamic sampling changed" in capsys.readouterr().out
     assert other.parts.sampler.cached_groups == 0
@@ -274,7 +313,6 @@ def test_old_sampler_files_are_read_as_data_only(tmp_path):
     import pickle
 
     import torch
-
     from nemo_rl_cpp.algorithms.checkpointing import Resume
     from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
     from nemo_rl_cpp.algorithms.train_state import TrainState
@@ -309,11 +347,18 @@ PPO = (
 
 def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
-    run = tiny.make(tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml")
+    run = tiny.make(
+        tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml"
+    )
     close(run)
-    assert re.search(r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25", capsys.readouterr().out)
+    assert re.search(
+        r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25",
+        capsys.readouterr().out,
+    )
     assert run.value.learning_rate == 0.25
-    with pytest.raises(ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"):
+    with pytest.raises(
+        ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"
+    ):
         tiny.make(tmp_path, *PPO, "+policy.hf_config_overrides.rms_norm_eps=0.5", config="ppo_tiny.yaml")
     shutil.rmtree(tmp_path / "checkpoints" / "step_1" / "value")  # as a run with the estimator raw_reward leaves it
     (tmp_path / "checkpoints" / "step_1" / "manifest.json").unlink()

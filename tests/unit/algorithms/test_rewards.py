@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
@@ -13,13 +12,25 @@ DAPO = dict(overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_
 
 
 def logs(*lengths):
-    return [[{"role": "user", "token_ids": torch.zeros(3)}, {"role": "assistant", "token_ids": torch.zeros(n)}] for n in lengths]
+    return [
+        [{"role": "user", "token_ids": torch.zeros(3)}, {"role": "assistant", "token_ids": torch.zeros(n)}]
+        for n in lengths
+    ]
 
 
 def test_scaling_maps_clamps_and_reaches_components(capsys):
-    batch = {"total_reward": torch.tensor([0.0, 1.0, 0.5, 7.0]), "reward/format": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward": "kept"}
+    batch = {
+        "total_reward": torch.tensor([0.0, 1.0, 0.5, 7.0]),
+        "reward/format": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        "reward": "kept",
+    }
     out = scale_rewards(batch, RewardScalingConfig(enabled=True, target_min=-1.0, target_max=1.0))
-    assert out["total_reward"].tolist() == [-1.0, 1.0, 0.0, 1.0] and out["reward/format"].tolist() == [1.0, -1.0, 1.0, -1.0]
+    assert out["total_reward"].tolist() == [-1.0, 1.0, 0.0, 1.0] and out["reward/format"].tolist() == [
+        1.0,
+        -1.0,
+        1.0,
+        -1.0,
+    ]
     assert out["reward"] == "kept" and "1 of 4" in capsys.readouterr().out
     same = {"total_reward": torch.tensor([3.0])}
     assert scale_rewards(same, {"enabled": False})["total_reward"].tolist() == [3.0]
@@ -37,17 +48,29 @@ def test_overlong_penalty_by_hand():
 
 def test_overlong_counts_the_first_assistant_message_only():
     log = logs(8)[0] + [{"role": "assistant", "token_ids": torch.zeros(50)}]
-    out = apply_reward_shaping({"total_reward": torch.ones(1), "message_log": [log]}, RewardShapingConfig(enabled=True, **DAPO))
+    out = apply_reward_shaping(
+        {"total_reward": torch.ones(1), "message_log": [log]}, RewardShapingConfig(enabled=True, **DAPO)
+    )
     assert out["total_reward"].tolist() == [0.0]
 
 
 def test_stop_properly_comes_alone_unless_composed(capsys):
-    make = lambda: {"total_reward": torch.tensor([1.0, 1.0, -1.0]), "truncated": [False, True, True], "message_log": logs(8, 8, 8)}  # noqa: E731
+    make = lambda: {
+        "total_reward": torch.tensor([1.0, 1.0, -1.0]),
+        "truncated": [False, True, True],
+        "message_log": logs(8, 8, 8),
+    }  # noqa: E731
     alone = apply_reward_shaping(make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, **DAPO))
     assert alone["total_reward"].tolist() == [1.0, 0.5, -0.5]
     assert "[WARN]" in capsys.readouterr().out
-    both = apply_reward_shaping(make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, compose=True, **DAPO))
-    assert both["total_reward"].tolist() == [0.0, -0.5, -1.5] and both["unshaped_total_reward"].tolist() == [1.0, 1.0, -1.0]
+    both = apply_reward_shaping(
+        make(), RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, compose=True, **DAPO)
+    )
+    assert both["total_reward"].tolist() == [0.0, -0.5, -1.5] and both["unshaped_total_reward"].tolist() == [
+        1.0,
+        1.0,
+        -1.0,
+    ]
     assert "[WARN]" not in capsys.readouterr().out
 
 
@@ -65,15 +88,28 @@ def test_shaping_errors():
     with pytest.raises(AssertionError, match="2 message logs and 1 rewards"):
         apply_reward_shaping(rewards | {"message_log": logs(1, 1)}, RewardShapingConfig(enabled=True, **DAPO))
     with pytest.raises(AssertionError, match="penalty is -1"):
-        apply_reward_shaping(rewards | {"message_log": logs(1)}, RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_penalty": -1}))
+        apply_reward_shaping(
+            rewards | {"message_log": logs(1)},
+            RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_penalty": -1}),
+        )
     with pytest.raises(ZeroDivisionError, match="overlong_buffer_length is 0"):
-        apply_reward_shaping(rewards | {"message_log": logs(1)}, RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_length": 0}))
+        apply_reward_shaping(
+            rewards | {"message_log": logs(1)},
+            RewardShapingConfig(enabled=True, **DAPO | {"overlong_buffer_length": 0}),
+        )
 
 
 def error_data():
-    gap = torch.tensor([[9.0, 0.0, 0.0], [9.0, math.log(3.0), 0.0], [9.0, math.log(2.0), math.log(4.0)], [9.0, 5.0, 5.0]])
+    gap = torch.tensor(
+        [[9.0, 0.0, 0.0], [9.0, math.log(3.0), 0.0], [9.0, math.log(2.0), math.log(4.0)], [9.0, 5.0, 5.0]]
+    )
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]])
-    return {"prev_logprobs": torch.zeros(4, 3), "generation_logprobs": gap, "token_mask": mask, "sample_mask": torch.tensor([1.0, 1, 1, 0])}
+    return {
+        "prev_logprobs": torch.zeros(4, 3),
+        "generation_logprobs": gap,
+        "token_mask": mask,
+        "sample_mask": torch.tensor([1.0, 1, 1, 0]),
+    }
 
 
 def test_seq_logprob_errors_by_hand():
@@ -85,7 +121,9 @@ def test_seq_logprob_errors_by_hand():
     assert m["num_masked_seqs"] == 0 and data["sample_mask"].tolist() == [1, 1, 1, 0]
     m = compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)
     assert data["sample_mask"].tolist() == [1, 1, 0, 0] and (m["num_masked_seqs"], m["masked_correct_pct"]) == (1, 1.0)
-    assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0) and m["max_seq_mult_prob_error"] == pytest.approx(3.0)
+    assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0) and m[
+        "max_seq_mult_prob_error"
+    ] == pytest.approx(3.0)
     data = error_data()
     data["token_mask"][0] = 0  # nothing of the first row is trained: it has no error, and 0.5 does not drop it
     m = compute_and_apply_seq_logprob_error_masking(data, rewards, 0.5)

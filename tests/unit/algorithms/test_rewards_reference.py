@@ -4,11 +4,10 @@ import random
 
 import pytest
 import torch
-from reference import rewards as reference
-
 from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import RewardScalingConfig, scale_rewards
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
+from reference import rewards as reference
 
 CASES = 1000
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-5)]
@@ -35,7 +34,9 @@ def test_scaling_matches_reference(dtype, bound, capsys):
         bounds = {"source_min": low, "source_max": low + rng.choice([0.01, 1.0, 5.0]), "target_min": target_low,
                   "target_max": target_low + rng.choice([-1.0, 0.0, 2.0])}  # fmt: skip
         raw = rewards_of(rng, rng.choice([1, 2, 7, 40]))
-        out = scale_rewards({"total_reward": torch.tensor(raw, dtype=dtype)}, RewardScalingConfig(enabled=True, **bounds))
+        out = scale_rewards(
+            {"total_reward": torch.tensor(raw, dtype=dtype)}, RewardScalingConfig(enabled=True, **bounds)
+        )
         expected = [reference.scaled(r, **bounds) for r in torch.tensor(raw, dtype=dtype).tolist()]
         # float32 rounds the bounds themselves: by the slope times their size
         slope = abs(bounds["target_max"] - bounds["target_min"]) / (bounds["source_max"] - low)
@@ -49,14 +50,22 @@ def test_shaping_matches_reference(dtype, bound, capsys):
         rng = random.Random(seed)
         size, longest = rng.choice([1, 2, 7, 40]), rng.choice([1, 8, 100, 16384])
         raw = rewards_of(rng, size)
-        lengths = [rng.choice([0, 1, longest, longest + 1, 3 * longest, rng.randint(0, 2 * longest)]) for _ in range(size)]
+        lengths = [
+            rng.choice([0, 1, longest, longest + 1, 3 * longest, rng.randint(0, 2 * longest)]) for _ in range(size)
+        ]
         truncated = [rng.random() < 0.4 for _ in range(size)]
         coef = rng.choice([None, 0.0, 1.0, rng.random()])
         compose = coef is not None and rng.random() < 0.5
         settings = {"overlong_buffer_length": rng.choice([1, 4, longest, 2 * longest]), "overlong_buffer_penalty": rng.choice([0.0, 1.0, 2.5]),
                     "max_response_length": longest}  # fmt: skip
-        batch = {"total_reward": torch.tensor(raw, dtype=dtype), "truncated": truncated, "response_token_lengths": lengths}
-        out = apply_reward_shaping(batch, RewardShapingConfig(enabled=True, stop_properly_penalty_coef=coef, compose=compose, **settings))
+        batch = {
+            "total_reward": torch.tensor(raw, dtype=dtype),
+            "truncated": truncated,
+            "response_token_lengths": lengths,
+        }
+        out = apply_reward_shaping(
+            batch, RewardShapingConfig(enabled=True, stop_properly_penalty_coef=coef, compose=compose, **settings)
+        )
         given = torch.tensor(raw, dtype=dtype).tolist()
         expected = [
             reference.shaped(r, n, t, buffer=settings["overlong_buffer_length"], penalty=settings["overlong_buffer_penalty"], longest=longest,
@@ -79,7 +88,12 @@ def test_sequence_errors_match_reference():
         mask = [[float(rng.random() < 0.7) for _ in range(width)] for _ in range(rows)]
         sample_mask = [float(rng.random() < 0.8) for _ in range(rows)]
         tensor = lambda value: torch.tensor(value, dtype=torch.float64)  # noqa: E731
-        data = {"prev_logprobs": tensor(prev), "generation_logprobs": tensor(generation), "token_mask": tensor(mask), "sample_mask": tensor(sample_mask)}
+        data = {
+            "prev_logprobs": tensor(prev),
+            "generation_logprobs": tensor(generation),
+            "token_mask": tensor(mask),
+            "sample_mask": tensor(sample_mask),
+        }
         metrics = compute_and_apply_seq_logprob_error_masking(data, torch.ones(rows), threshold)
         errors = [reference.sequence_error(p[1:], g[1:], m[1:]) for p, g, m in zip(prev, generation, mask, strict=True)]
         kept = [s and (threshold is None or e <= threshold) for s, e in zip(sample_mask, errors, strict=True)]

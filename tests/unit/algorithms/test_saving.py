@@ -7,11 +7,10 @@ import os
 import pytest
 import tiny
 import torch
-from test_grpo_loop import make, train
-
 from nemo_rl_cpp.algorithms.checkpointing import NotSavedError
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from test_grpo_loop import make, train
 
 
 class FullDisk:
@@ -51,7 +50,12 @@ def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, 
     with pytest.warns(UserWarning) as warned:
         train(run)
     said = [str(w.message) for w in warned if "could not be saved" in str(w.message)]
-    assert len(said) == 1 and "step 2 could not be saved" in said[0] and str(tmp_path / "checkpoints") in said[0] and " are free there" in said[0]
+    assert (
+        len(said) == 1
+        and "step 2 could not be saved" in said[0]
+        and str(tmp_path / "checkpoints") in said[0]
+        and " are free there" in said[0]
+    )
     assert disk.tried == [2, 3, 4, 5, 6] and run.state.step == 6
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
@@ -59,7 +63,10 @@ def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, 
 def test_a_last_save_without_space_is_an_error_that_says_what_to_do(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=2")
     FullDisk(run, ERRORS[0])
-    with pytest.warns(UserWarning, match="step 2 could not be saved"), pytest.raises(NotSavedError, match="step 3 could not be saved.*free space and start"):
+    with (
+        pytest.warns(UserWarning, match="step 2 could not be saved"),
+        pytest.raises(NotSavedError, match="step 3 could not be saved.*free space and start"),
+    ):
         train(run)
     assert isinstance(NotSavedError(""), ValueError) and saved(tmp_path) == []
 
@@ -85,7 +92,9 @@ def test_weights_that_are_not_finite_are_never_sealed(tmp_path, lr):
     for folder in (tmp_path / "checkpoints").glob("step_*"):
         from safetensors.torch import load_file
 
-        assert all(torch.isfinite(t).all() for t in load_file(folder / "policy" / "weights" / "model.safetensors").values())
+        assert all(
+            torch.isfinite(t).all() for t in load_file(folder / "policy" / "weights" / "model.safetensors").values()
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -103,7 +112,10 @@ def test_the_bad_parameter_is_named(tmp_path, bad, enabled):
         return result
 
     run.policy.train = train_and_break
-    with pytest.raises(NonFiniteError, match=r"policy: after step 1 1 parameters are not finite, first model.layers.1.mlp.up_proj.weight.*rate.* 0.5"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"policy: after step 1 1 parameters are not finite, first model.layers.1.mlp.up_proj.weight.*rate.* 0.5",
+    ):
         run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
     assert saved(tmp_path) == []
 
@@ -114,7 +126,13 @@ def test_the_bad_parameter_is_named(tmp_path, bad, enabled):
 @pytest.mark.parametrize("name", ["train:rewrd", "val:accurcy", "val:loss"])
 def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, name):
     """`loss` is a metric of training alone."""
-    run = make(tmp_path, "grpo.max_num_steps=9", "checkpointing.save_period=9", f"checkpointing.metric_name={name}", "grpo.val_period=5")
+    run = make(
+        tmp_path,
+        "grpo.max_num_steps=9",
+        "checkpointing.save_period=9",
+        f"checkpointing.metric_name={name}",
+        "grpo.val_period=5",
+    )
     with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
         train(run)
     assert run.state.step == 1
@@ -122,7 +140,13 @@ def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, 
 
 def test_a_validation_by_other_environments_is_waited_for(tmp_path):
     """Their metrics cannot be known from training's."""
-    run = make(tmp_path, "grpo.max_num_steps=9", "checkpointing.metric_name=val:accurcy", "grpo.val_period=2", "checkpointing.save_period=9")
+    run = make(
+        tmp_path,
+        "grpo.max_num_steps=9",
+        "checkpointing.metric_name=val:accurcy",
+        "grpo.val_period=2",
+        "checkpointing.save_period=9",
+    )
     run.parts.rollouts.task_to_env["second"] = next(iter(run.parts.rollouts.task_to_env.values()))
     run.parts.validator._task_to_env = {"t": run.parts.rollouts.task_to_env["t"]}
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'"):
@@ -137,9 +161,17 @@ def test_a_validation_before_the_first_step_tells_already(tmp_path):
     assert run.state.step == 0 and run.policy.trained == []
 
 
-@pytest.mark.parametrize("name", ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"])
+@pytest.mark.parametrize(
+    "name",
+    ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"],
+)
 def test_metrics_that_are_there_pass(tmp_path, name):
-    config = ("grpo.max_num_steps=2", "checkpointing.save_period=2", f"checkpointing.metric_name={name}", "grpo.val_period=2")
+    config = (
+        "grpo.max_num_steps=2",
+        "checkpointing.save_period=2",
+        f"checkpointing.metric_name={name}",
+        "grpo.val_period=2",
+    )
     run = make(tmp_path, *config, *(("grpo.val_num_generations_per_prompt=2",) if name == "val:pass_k" else ()))
     train(run)
     info = json.loads((tmp_path / "checkpoints" / "step_2" / "training_info.json").read_text())
@@ -147,7 +179,12 @@ def test_metrics_that_are_there_pass(tmp_path, name):
 
 
 def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
-    run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=3", "checkpointing.metric_name=train:token_mult_prob_error")
+    run = make(
+        tmp_path,
+        "grpo.max_num_steps=3",
+        "checkpointing.save_period=3",
+        "checkpointing.metric_name=train:token_mult_prob_error",
+    )
     step = run.policy.train
 
     def train_without_loss(*args, **kwargs):
@@ -157,20 +194,37 @@ def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
         return result
 
     run.policy.train = train_without_loss
-    with pytest.warns(UserWarning, match="saved without checkpointing.metric_name=train:token_mult_prob_error.*have no 'token_mult_prob_error'"):
+    with pytest.warns(
+        UserWarning,
+        match="saved without checkpointing.metric_name=train:token_mult_prob_error.*have no 'token_mult_prob_error'",
+    ):
         train(run)
     assert os.path.isdir(tmp_path / "checkpoints" / "step_3")
 
 
 def test_a_checkpoint_between_two_validations_says_once_that_it_has_no_rank(tmp_path):
-    run = make(tmp_path, "grpo.max_num_steps=4", "checkpointing.save_period=1", "checkpointing.metric_name=val:accuracy", "grpo.val_period=4")
-    with pytest.warns(UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*multiple of val_period") as warned:
+    run = make(
+        tmp_path,
+        "grpo.max_num_steps=4",
+        "checkpointing.save_period=1",
+        "checkpointing.metric_name=val:accuracy",
+        "grpo.val_period=4",
+    )
+    with pytest.warns(
+        UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*multiple of val_period"
+    ) as warned:
         train(run)
     assert sum("saved without" in str(w.message) for w in warned) == 1
 
 
 def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
-    run = make(tmp_path, "grpo.max_num_steps=4", "checkpointing.save_period=4", "checkpointing.metric_name=val:accuracy", "grpo.val_period=4")
+    run = make(
+        tmp_path,
+        "grpo.max_num_steps=4",
+        "checkpointing.save_period=4",
+        "checkpointing.metric_name=val:accuracy",
+        "grpo.val_period=4",
+    )
     run.parts.run.stop.reason = "interrupted"
     train(run)
     assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []

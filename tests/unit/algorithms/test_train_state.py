@@ -1,5 +1,4 @@
 import pytest
-
 from nemo_rl_cpp.algorithms.train_state import TrainState
 
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
-
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target, wilson_interval
 
 TOKENIZER = ByteTokenizer()
@@ -17,7 +16,9 @@ class OneTurn(EchoEnvironment):
     def step(self, message_log_batch, metadata):
         answer = super().step(message_log_batch, [{"turns": 1}] * len(metadata))
         said = [log[-1]["content"] for log in message_log_batch]
-        answer.rewards[:] = answer.rewards.new_tensor([float(text == info["answer"]) for text, info in zip(said, metadata)])
+        answer.rewards[:] = answer.rewards.new_tensor(
+            [float(text == info["answer"]) for text, info in zip(said, metadata)]
+        )
         return answer._replace(metadata=metadata)
 
 

@@ -77,12 +77,16 @@ def test_an_empty_text_any_number_of_times_is_empty(tmp_path):
 
 
 def test_the_largest_numbers(tmp_path):
-    data, problems = load(tmp_path, "a: 2562047788015215:30:07\nb: -2562047788015215:30:08\nc: -9223372036854775808\nd: 1:00:00:00")
+    data, problems = load(
+        tmp_path, "a: 2562047788015215:30:07\nb: -2562047788015215:30:08\nc: -9223372036854775808\nd: 1:00:00:00"
+    )
     assert data == {"a": 2**63 - 1, "b": -(2**63), "c": -(2**63), "d": 216000} and not problems
 
 
 def test_what_is_within_the_limits(tmp_path):
-    data, problems = load(tmp_path, "a: " + "${add:1," * 40 + "1" + "}" * 40 + "\nb: [&x {c: 1}" + ", *x" * 1000 + "]\nd: 日本\n")
+    data, problems = load(
+        tmp_path, "a: " + "${add:1," * 40 + "1" + "}" * 40 + "\nb: [&x {c: 1}" + ", *x" * 1000 + "]\nd: 日本\n"
+    )
     assert data["a"] == 41 and data["b"] == [{"c": 1}] * 1001 and data["d"] == "日本" and not problems
     assert load(tmp_path, "a: é\n".encode("utf-8-sig"))[0] == {"a": "é"}
 
@@ -121,13 +125,20 @@ def test_overrides(tmp_path, name):
 
 def test_environment_variables_that_are_no_text(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environb, b"NEMO_BYTES", b"caf\xe9")
-    assert "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8" in load(tmp_path, "a: ${oc.env:NEMO_BYTES}")[1]
+    assert (
+        "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8"
+        in load(tmp_path, "a: ${oc.env:NEMO_BYTES}")[1]
+    )
 
 
 def test_dictionaries_from_python():
     circle: dict = {}
     circle["a"] = circle
-    for value, message in ((circle, "more than 100 deep"), ({"a": 2**63}, "does not fit 64 bits"), ({"a": "\ud800"}, "not UTF-8")):
+    for value, message in (
+        (circle, "more than 100 deep"),
+        ({"a": 2**63}, "does not fit 64 bits"),
+        ({"a": "\ud800"}, "not UTF-8"),
+    ):
         with pytest.raises(ValueError, match=message):
             _config.resolve(value)
         with pytest.raises(ValueError, match=message):

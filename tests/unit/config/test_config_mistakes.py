@@ -323,9 +323,15 @@ def test_file_that_is_no_configuration(case):
 
 
 def test_configuration_of_the_other_algorithm_names_its_script():
-    with pytest.raises(ConfigError, match=r"^\S*ppo_tiny.yaml:\d+: ppo makes the file a configuration of a PPO run, not of a GRPO run: it is run by examples/run_ppo.py[^\n]*$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^\S*ppo_tiny.yaml:\d+: ppo makes the file a configuration of a PPO run, not of a GRPO run: it is run by examples/run_ppo.py[^\n]*$",
+    ):
         load_grpo_config("configs/ppo_tiny.yaml")
-    with pytest.raises(ConfigError, match=r"^\S*grpo_tiny.yaml:\d+: grpo makes the file a configuration of a GRPO run[^\n]* run by examples/run_grpo_math.py[^\n]*$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^\S*grpo_tiny.yaml:\d+: grpo makes the file a configuration of a GRPO run[^\n]* run by examples/run_grpo_math.py[^\n]*$",
+    ):
         load_ppo_config("configs/grpo_tiny.yaml")
 
 
@@ -335,7 +341,9 @@ def test_unknown_file_names_the_nearest():
 
 
 def test_unknown_file_like_none_lists_them_all():
-    with pytest.raises(ConfigError, match=r"nothing.yaml does not exist.*shipped are .*grpo_math_1B.yaml.*ppo_tiny.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"nothing.yaml does not exist.*shipped are .*grpo_math_1B.yaml.*ppo_tiny.yaml"
+    ):
         load_grpo_config("configs/nothing.yaml")
 
 

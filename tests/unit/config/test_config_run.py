@@ -154,7 +154,9 @@ def test_an_installed_package_needs_no_source_tree(tmp_path):
         f"assert str(find_prompt('examples/prompts/cot.txt')).startswith({str(tmp_path)!r})\n"
         "load_grpo_config('examples/configs/grpo_math_1B.yaml')\n"
     )
-    libraries = Path(_config.__file__).parents[1] / "cmeel.prefix" / "lib"  # the copy lies elsewhere than its neighbours
+    libraries = (
+        Path(_config.__file__).parents[1] / "cmeel.prefix" / "lib"
+    )  # the copy lies elsewhere than its neighbours
     environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.config import (
-    find_config,
-    find_prompt,
-    load_eval_config,
-    load_grpo_config,
-    load_ppo_config,
-)
+from nemo_rl_cpp.config import find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.data import DATASET_KEYS
 from nemo_rl_cpp.config.document import document
 from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS

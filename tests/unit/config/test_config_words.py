@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.foreign_names import FOREIGN
 from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
@@ -73,7 +72,9 @@ def test_the_plus_remedy_is_there_where_it_works():
     load_grpo_config("run.yaml", ["+env.mine.digits=3"])
     for plus in ("", "+"):  # keys of a free mapping are the user's own: no + is needed
         override = plus + "policy.hf_config_overrides={rope_scaling: {rope_type: yarn}}"
-        assert load_grpo_config("run.yaml", [override]).policy.hf_config_overrides["rope_scaling"] == {"rope_type": "yarn"}
+        assert load_grpo_config("run.yaml", [override]).policy.hf_config_overrides["rope_scaling"] == {
+            "rope_type": "yarn"
+        }
         load_grpo_config("run.yaml", [plus + "policy.generation.vllm_kwargs.top_k=3"])
     for override in ("grpo.sed=3", "env.reverse_digits.digits=3", "policy.generation.temprature=1"):
         (problem,) = problems(overrides=[override])
@@ -83,7 +84,9 @@ def test_the_plus_remedy_is_there_where_it_works():
 
 
 def test_keys_of_other_trainers():
-    found = problems("grpo: {max_completion_length: 256, beta: 0.04, num_generations: 8}\nlearning_rate: 1e-6\npolicy: {epsilon_high: 0.28}\n")
+    found = problems(
+        "grpo: {max_completion_length: 256, beta: 0.04, num_generations: 8}\nlearning_rate: 1e-6\npolicy: {epsilon_high: 0.28}\n"
+    )
     wanted = {
         "max_completion_length": "policy.generation.max_new_tokens", "beta": "loss_fn.reference_policy_kl_penalty",
         "num_generations": "grpo.num_generations_per_prompt", "learning_rate": "policy.optimizer.kwargs.lr", "epsilon_high": "loss_fn.ratio_clip_max",
@@ -100,7 +103,12 @@ def test_keys_of_other_trainers():
 
 def test_no_key_of_ours_is_called_foreign_and_each_leads_to_one():
     ours = known_keys(GRPOMasterConfig)
-    for name, key in FOREIGN.items():
-        assert key in ours or key.startswith("env.reward_functions.") or key.startswith("data."), key
-    top = {key for model in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig) for key in known_keys(model) if "." not in key}
+    for _name, key in FOREIGN.items():
+        assert key in ours or key.startswith(("env.reward_functions.", "data.")), key
+    top = {
+        key
+        for model in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig)
+        for key in known_keys(model)
+        if "." not in key
+    }
     assert not top & set(FOREIGN)

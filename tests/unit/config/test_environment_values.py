@@ -2,7 +2,6 @@
 
 import pytest
 import tiny
-
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.locate import find_config
 from nemo_rl_cpp.utils.access import written
@@ -14,7 +13,9 @@ SECRET = "s3cr3t-value-of-a-token"
 def load(tmp_path, text, *overrides):
     file = tmp_path / "own.yaml"
     file.write_text(f"defaults: {PARENT}\n" + text)
-    return load_grpo_config(file, [f"checkpointing.checkpoint_dir={tmp_path / 'ck'}", f"logger.log_dir={tmp_path / 'logs'}", *overrides])
+    return load_grpo_config(
+        file, [f"checkpointing.checkpoint_dir={tmp_path / 'ck'}", f"logger.log_dir={tmp_path / 'logs'}", *overrides]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -86,4 +87,7 @@ def test_no_file_of_a_run_holds_the_value_and_the_run_resumes(tmp_path, capsys, 
     out = capsys.readouterr().out
     assert resumed.state.step == 2 and resumed.config.logger.wandb.entity == "another-token-than-before"
     assert "Changed since: grpo.max_num_steps 1 -> 2\n" in out
-    assert "Not compared, since their values come from environment variables: logger.wandb.entity, logger.wandb.name" in out
+    assert (
+        "Not compared, since their values come from environment variables: logger.wandb.entity, logger.wandb.name"
+        in out
+    )

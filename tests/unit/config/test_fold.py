@@ -1,9 +1,9 @@
 """Sizes and engines that a file was written for: accepted as they stand, said in one line, refused with cluster.strict_sizes."""
 
+import json
 import re
 
 import pytest
-
 from nemo_rl_cpp import cli, run_grpo_math
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
@@ -46,7 +46,14 @@ def test_devices_are_those_of_the_cluster_or_of_the_largest_cut():
     assert of("policy.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.context_parallel_size=2") == 8
     assert of("policy.generation.vllm_cfg.tensor_parallel_size=4") == 4
     assert of("policy.megatron_cfg.tensor_model_parallel_size=4") == 1  # of a backend that is not enabled
-    assert of("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.pipeline_model_parallel_size=3") == 3
+    assert (
+        of(
+            "policy.megatron_cfg.enabled=true",
+            "policy.dtensor_cfg.enabled=false",
+            "policy.megatron_cfg.pipeline_model_parallel_size=3",
+        )
+        == 3
+    )
 
 
 def test_the_critic_counts_where_there_is_one():
@@ -72,8 +79,13 @@ def test_an_engine_with_devices_of_its_own_shares_the_one_device():
 
 
 def test_an_evaluation_is_folded_too():
-    config = load_eval_config("evals/eval.yaml", ["generation.backend=vllm", "cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"])
-    assert fold_text(config).startswith("written for 8 devices (cluster.gpus_per_node 8, generation.vllm_cfg.tensor_parallel_size 8)")
+    config = load_eval_config(
+        "evals/eval.yaml",
+        ["generation.backend=vllm", "cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"],
+    )
+    assert fold_text(config).startswith(
+        "written for 8 devices (cluster.gpus_per_node 8, generation.vllm_cfg.tensor_parallel_size 8)"
+    )
 
 
 @pytest.mark.parametrize("override", [
@@ -97,11 +109,18 @@ def test_run_check_and_dry_run_print_the_line_once(capsys, tmp_path):
 
 
 def test_dry_run_lists_keys_that_only_steer_another_implementation_once(capsys):
-    arguments = ["--dry-run", "policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.dtensor_cfg._v2=false", *TINY]
+    arguments = [
+        "--dry-run",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.9",
+        "policy.dtensor_cfg._v2=false",
+        *TINY,
+    ]
     run_grpo_math.main(["--config", "grpo_tiny.yaml", *arguments])
     out = capsys.readouterr().out
     listed = out[out.index("Keys without effect here") :]
-    assert "  policy.dtensor_cfg: _v2\n" in listed and "  policy.generation.vllm_cfg: gpu_memory_utilization\n" in listed
+    assert (
+        "  policy.dtensor_cfg: _v2\n" in listed and "  policy.generation.vllm_cfg: gpu_memory_utilization\n" in listed
+    )
     assert listed.count("gpu_memory_utilization") == 1
 
 
@@ -112,10 +131,8 @@ def test_usual_values_and_effective_keys_are_not_listed():
 
 
 def large_model(tmp_path, layers):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": %d, "num_attention_heads": 32, '
-        '"vocab_size": 150000}' % layers
-    )
+    sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": layers, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 150000, **sizes}))
     return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}"])
 
 
@@ -138,7 +155,10 @@ def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, mon
         assert any(finding.level == "error" for finding in sizes.check(config)) == refused
 
 
-@pytest.mark.parametrize("name, said", [("Qwen/Qwen3-30B-A3B", True), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)])
+@pytest.mark.parametrize(
+    "name, said",
+    [("Qwen/Qwen3-30B-A3B", True), ("moonshotai/Moonlight-16B-A3B-Instruct", True), ("Qwen/Qwen3-4B", False)],
+)
 def test_a_mixture_of_experts_is_named_by_its_name(name, said):
     config = load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={name}"])
     assert any("mixture of experts" in finding.message for finding in sizes.check(config)) == said
@@ -173,7 +193,10 @@ def test_keys_of_free_mappings_need_no_plus(override, expected):
 def test_other_unknown_keys_still_need_one():
     with pytest.raises(ConfigError, match="did you mean"):
         load_grpo_config("grpo_math_1B.yaml", ["env.math.num_wokers=3"])
-    config = load_grpo_config("grpo_math_1B.yaml", ["policy.hf_config_overrides={rope_scaling: {factor: 4.0}}", "policy.generation.vllm_kwargs.x=1"])
+    config = load_grpo_config(
+        "grpo_math_1B.yaml",
+        ["policy.hf_config_overrides={rope_scaling: {factor: 4.0}}", "policy.generation.vllm_kwargs.x=1"],
+    )
     assert config.policy.hf_config_overrides == {"rope_scaling": {"factor": 4.0}}
     assert config.policy.generation.vllm_kwargs == {"x": 1}
 
@@ -181,7 +204,10 @@ def test_other_unknown_keys_still_need_one():
 def test_the_newest_name_of_the_pytorch_backend(tmp_path):
     file = tmp_path / "new.yaml"
     file.write_text("defaults: grpo_math_1B.yaml\n")
-    for overrides in (["++policy.automodel_cfg.activation_checkpointing=true"], ["policy.dtensor_cfg.activation_checkpointing=true"]):
+    for overrides in (
+        ["++policy.automodel_cfg.activation_checkpointing=true"],
+        ["policy.dtensor_cfg.activation_checkpointing=true"],
+    ):
         assert load_grpo_config("grpo_math_1B.yaml", overrides).policy.activation_checkpointing
 
 
@@ -199,9 +225,13 @@ def test_data_default_takes_the_keys_of_its_data_set(tmp_path):
     assert data.default.dataset_name == "ResponseDataset" and data.default["output_key"] == "answer"
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "GSM8K", "AIME2024", "AIME2025", "AIME2026", "math", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro"])
+@pytest.mark.parametrize(
+    "name", ["gsm8k", "GSM8K", "AIME2024", "AIME2025", "AIME2026", "math", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro"]
+)
 def test_names_of_data_sets_that_the_guides_print(name):
-    assert load_grpo_config("grpo_math_1B.yaml", [f"data.train={{dataset_name: {name}}}"]).data.train.dataset_name == name
+    assert (
+        load_grpo_config("grpo_math_1B.yaml", [f"data.train={{dataset_name: {name}}}"]).data.train.dataset_name == name
+    )
 
 
 def test_an_evaluation_with_one_environment_needs_no_name_of_it():
@@ -213,4 +243,9 @@ def test_an_evaluation_with_one_environment_needs_no_name_of_it():
 
 def test_an_evaluation_of_a_file_in_nemo_rls_words():
     data = load_eval_config("evals/local_eval.yaml", ["data.dataset_name=mine.jsonl", "data.problem_key=p"]).data
-    assert (data.dataset_name, data["data_path"], data["input_key"], data["output_key"]) == ("ResponseDataset", "mine.jsonl", "p", "Answer")
+    assert (data.dataset_name, data["data_path"], data["input_key"], data["output_key"]) == (
+        "ResponseDataset",
+        "mine.jsonl",
+        "p",
+        "Answer",
+    )

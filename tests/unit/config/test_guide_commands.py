@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,7 +16,9 @@ def commands(text):
     for block in re.findall(r"```bash\n(.*?)```", text, re.S):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            scripts = [i for i, word in enumerate(words) if re.fullmatch(r"(examples/|nemo_rl_cpp\.)(run_\w+)(\.py)?", word)]
+            scripts = [
+                i for i, word in enumerate(words) if re.fullmatch(r"(examples/|nemo_rl_cpp\.)(run_\w+)(\.py)?", word)
+            ]
             if not scripts:
                 continue
             script = re.search(r"run_\w+", words[scripts[0]])[0]

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config import (
+    ConfigError,
+    EvalMasterConfig,
+    GRPOMasterConfig,
+    PPOMasterConfig,
+    load_eval_config,
+    load_grpo_config,
+    load_ppo_config,
+)
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
@@ -17,7 +24,27 @@ from nemo_rl_cpp.config.ppo import PPOConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.rewards import RewardScalingConfig
 
-TEXTS = ["\n", "\t", "é", "日本", "🙂", "\\n", "${x}", "${", "a'b\"c", "???", "null", "true", "1e5", "[1,2]", "{a: 1}", "a=b", " ", "#", "given_value_0_0_"]
+TEXTS = [
+    "\n",
+    "\t",
+    "é",
+    "日本",
+    "🙂",
+    "\\n",
+    "${x}",
+    "${",
+    "a'b\"c",
+    "???",
+    "null",
+    "true",
+    "1e5",
+    "[1,2]",
+    "{a: 1}",
+    "a=b",
+    " ",
+    "#",
+    "given_value_0_0_",
+]
 NOTEBOOK = {"grpo.num_prompts_per_step": 4, "grpo.num_generations_per_prompt": 8, "policy.train_global_batch_size": 32}
 
 
@@ -40,7 +67,12 @@ def changed(tree, dotted, value):
 def test_a_text_is_what_the_caller_gave(text):
     config = load_grpo_config(
         "grpo_notebook.yaml",
-        values=NOTEBOOK | {"policy.generation.stop_strings": [text, "x"], "policy.model_name": text, "policy.hf_config_overrides": {"a": [text]}},
+        values=NOTEBOOK
+        | {
+            "policy.generation.stop_strings": [text, "x"],
+            "policy.model_name": text,
+            "policy.hf_config_overrides": {"a": [text]},
+        },
     )
     assert config.policy.generation.stop_strings == [text, "x"]
     assert config.policy.model_name == config.policy.tokenizer.name == text  # the file's ${policy.model_name} sees it
@@ -48,7 +80,9 @@ def test_a_text_is_what_the_caller_gave(text):
 
 
 def test_interpolations_of_the_file_see_values():
-    config = load_grpo_config("grpo_math_1B.yaml", values={"policy.max_total_sequence_length": 96, "policy.generation.max_new_tokens": 7})
+    config = load_grpo_config(
+        "grpo_math_1B.yaml", values={"policy.max_total_sequence_length": 96, "policy.generation.max_new_tokens": 7}
+    )
     assert config.policy.generation.vllm_cfg.max_model_len == 96 and config.policy.generation.max_new_tokens == 7
     assert config.positions["policy.generation.max_new_tokens"] == "value of policy.generation.max_new_tokens"
 
@@ -131,7 +165,11 @@ def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
     for part in sections:
         node = node[part]
     node[name] = value
-    for start in (lambda: grpo.setup(config, None, None, None), lambda: grpo.main(config), lambda: checked(config, GRPOMasterConfig)):
+    for start in (
+        lambda: grpo.setup(config, None, None, None),
+        lambda: grpo.main(config),
+        lambda: checked(config, GRPOMasterConfig),
+    ):
         with pytest.raises(ConfigError, match=message):
             start()
 
@@ -144,7 +182,13 @@ def test_other_runs_are_checked_too():
     with pytest.raises(ConfigError, match="must be greater than 1"):
         ppo.setup(changed(tree, "loss_fn.ratio_clip_c", 0.5), None, None, None)
     with pytest.raises(ConfigError, match="is greedy, so all responses"):
-        evals.main(changed(load_eval_config("evals/eval.yaml", ["generation.model_name=tiny-random"]).model_dump(), "eval.num_tests_per_prompt", 2))
+        evals.main(
+            changed(
+                load_eval_config("evals/eval.yaml", ["generation.model_name=tiny-random"]).model_dump(),
+                "eval.num_tests_per_prompt",
+                2,
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +222,9 @@ def test_the_guides_names_are_known():
         "batch_multiplier": 3.0, "dynamic_sampling_max_gen_batches": 2, "reward_scaling": {"target_min": -1.0}}  # fmt: skip
     assert PPOConfig(dapo_batch_multiplier=3)["dapo_batch_multiplier"] == 3
     assert GenerationConfig(max_model_len=9).vllm_cfg.max_model_len == 9
-    assert PolicyConfig.of({"model_name": "m", "generation": {"max_model_len": 9}}).generation.vllm_cfg.max_model_len == 9
+    assert (
+        PolicyConfig.of({"model_name": "m", "generation": {"max_model_len": 9}}).generation.vllm_cfg.max_model_len == 9
+    )
     scaling = RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0)
     assert (scaling.target_min, scaling.target_max, scaling["correct"]) == (-1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match="correct and target_max are one key with two values"):
@@ -209,7 +255,6 @@ def test_there_is_one_class_of_a_name():
 
 def test_settings_in_other_forms_are_as_strict():
     import torch
-
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
@@ -225,9 +270,14 @@ def test_settings_in_other_forms_are_as_strict():
     with pytest.raises(ConfigError, match="expected a ClippedPGLossConfig or a mapping, not int"):
         ClippedPGLossFn(3)
     assert ClippedPGLossFn({"ratio_clip_max": 0.28}).ratio_clip_max == 0.28
-    for config in (RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0), {"enabled": True, "correct": 1.0, "incorrect": -1.0}):
+    for config in (
+        RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0),
+        {"enabled": True, "correct": 1.0, "incorrect": -1.0},
+    ):
         assert scale_rewards({"total_reward": torch.tensor([0.0, 1.0])}, config)["total_reward"].tolist() == [-1.0, 1.0]
-    with pytest.raises(ConfigError, match="use_leave_one_out_baselin is unknown; did you mean use_leave_one_out_baseline?"):
+    with pytest.raises(
+        ConfigError, match="use_leave_one_out_baselin is unknown; did you mean use_leave_one_out_baseline?"
+    ):
         ADVANTAGE_ESTIMATORS["grpo"]({"use_leave_one_out_baselin": False}, {})
     with pytest.raises(ConfigError, match="env.math.num_worker is unknown; did you mean num_workers?"):
         MathEnvironment({"num_worker": 1})
@@ -251,7 +301,11 @@ def test_a_section_wants_keywords():
     ],
 )
 def test_a_group_of_one_is_refused_where_it_teaches_nothing(changes, refused):
-    values = {"grpo.num_generations_per_prompt": 1, "grpo.num_prompts_per_step": 32, "policy.train_global_batch_size": 32} | changes
+    values = {
+        "grpo.num_generations_per_prompt": 1,
+        "grpo.num_prompts_per_step": 32,
+        "policy.train_global_batch_size": 32,
+    } | changes
     if not refused:
         assert load_grpo_config("grpo_tiny.yaml", values=values).grpo.num_generations_per_prompt == 1
         return
@@ -260,7 +314,6 @@ def test_a_group_of_one_is_refused_where_it_teaches_nothing(changes, refused):
     assert len(caught.value.problems) == 1
     # the estimator's own arithmetic: every advantage is 0
     import torch
-
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
 
     settings = {key.rpartition(".")[2]: value for key, value in changes.items()}
@@ -279,7 +332,10 @@ def test_a_policy_section_of_its_own_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
     assert PolicyConfig.of(good).generation.max_new_tokens == 512
     for change, message in (
-        ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "dtensor_cfg.lora_cfg.enabled cannot be true: LoRA is not supported"),
+        (
+            {"dtensor_cfg": {"lora_cfg": {"enabled": True}}},
+            "dtensor_cfg.lora_cfg.enabled cannot be true: LoRA is not supported",
+        ),
         ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -294,5 +350,7 @@ def test_an_environment_is_a_section_in_files_too(written):
 
 def test_overrides_are_texts():
     assert load_grpo_config("grpo_tiny.yaml", "grpo.seed=5").grpo.seed == 5
-    with pytest.raises(ConfigError, match="an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"):
+    with pytest.raises(
+        ConfigError, match="an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"
+    ):
         load_grpo_config("grpo_tiny.yaml", [{"grpo.seed": 1}])

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 TILE = C.KEY_TILE
@@ -90,7 +89,11 @@ def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound):
     close(got_out, out, bound)
     close(got_lse, lse, 1e-5)  # float32 in both types
     # three products of rounded numbers instead of one
-    close(backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H), C.attention_backward(qkv, out, d_out, lse, sequences, heads), 3 * bound)
+    close(
+        backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H),
+        C.attention_backward(qkv, out, d_out, lse, sequences, heads),
+        3 * bound,
+    )
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
@@ -128,7 +131,9 @@ def test_paged_attention_is_the_packed_one_bit_for_bit(kernels, shape, dtype, ch
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 2, 16), (17, 1, 24)], ids=str)  # a group of 17 takes the kernel of many rows for one token, too
+@pytest.mark.parametrize(
+    "shape", [(4, 2, 16), (17, 1, 24)], ids=str
+)  # a group of 17 takes the kernel of many rows for one token, too
 def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernels, shape, dtype, bound):
     N, K, H = shape
     heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24
@@ -140,7 +145,9 @@ def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernel
     expected = C.attention_paged(qkv[:18].contiguous(), slices, heads, expected_cache)
     out, tables = torch.full((rows, N * H), 7.0, dtype=dtype), [entry for s in slices for entry in s[3]]
     flat = table([[*s[:3], sum(len(o[3]) for o in slices[:i]), len(s[3])] for i, s in enumerate(slices)])
-    status = kernels.attention_paged(N, K, H, is_bf16(qkv), qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache, out)
+    status = kernels.attention_paged(
+        N, K, H, is_bf16(qkv), qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache, out
+    )
     assert status == 0
     close(out[:18], expected, bound)
     assert torch.equal(bits(got_cache), bits(expected_cache))

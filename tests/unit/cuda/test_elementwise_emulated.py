@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 
@@ -81,7 +80,11 @@ def test_rope_turns_pairs_and_back(kernels, H, dtype):
 @pytest.mark.parametrize("size", [56, 37])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 def test_swiglu_equals_autograd(kernels, gate, size, dtype):
-    gate_up, d_act, act = randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype), torch.zeros(5, size, dtype=dtype)
+    gate_up, d_act, act = (
+        randn(5, 2 * size, dtype=dtype),
+        randn(5, size, seed=1, dtype=dtype),
+        torch.zeros(5, size, dtype=dtype),
+    )
     kind = ["silu", "gelu_tanh"].index(gate)
     f = torch.nn.functional.silu if gate == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
     kernels.swiglu_forward(gate_up, act, size, 5, kind, dtype == BF16)

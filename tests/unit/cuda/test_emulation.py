@@ -63,7 +63,11 @@ def test_a_copy_is_there_once_it_was_waited_for_and_not_before(kernels):
 def attends(kernels):
     """Whether two tiles of keys for one head give what float64 gives."""
     T, H = 50, 16
-    qkv, out, lse = torch.randn(T, 3 * H, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, 1)
+    qkv, out, lse = (
+        torch.randn(T, 3 * H, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        torch.zeros(T, H, dtype=torch.bfloat16),
+        torch.zeros(T, 1),
+    )
     kernels.attention_forward(1, 1, H, 1, qkv, None, None, torch.tensor([[0, T, 0, 0, 0, 0, 0]]), 1, out, lse, 1)
     q, k, v = qkv.double().split(H, dim=1)
     weights = (q @ k.T / math.sqrt(H)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-
 from nemo_rl_cpp import ops
 from nemo_rl_cpp._native import C
 
@@ -38,7 +37,23 @@ def test_gae_equals_the_cpu(kernels, B, S, lambda_value, alpha, kl_coef):
     cpu = ops.gae(rewards, values, mask.bool(), logprobs=x, reference_logprobs=reference, gamma=0.99, gae_lambda=0.95, gae_lambda_value=lambda_value,
                   length_adaptive_alpha=alpha, kl_coef=kl_coef, normalize=False)  # fmt: skip
     advantages, returns = torch.full((2, B, S), math.nan, dtype=F64)
-    kernels.gae(B, S, rewards, values, mask, x, reference, advantages, returns, 0.99, 0.95, lambda_value or 0.95, lambda_value is not None, alpha, kl_coef)
+    kernels.gae(
+        B,
+        S,
+        rewards,
+        values,
+        mask,
+        x,
+        reference,
+        advantages,
+        returns,
+        0.99,
+        0.95,
+        lambda_value or 0.95,
+        lambda_value is not None,
+        alpha,
+        kl_coef,
+    )
     near(advantages, cpu.advantages)
     near(returns, cpu.returns)
 
@@ -64,7 +79,13 @@ def test_token_advantages_equal_the_definition(kernels, B, S):
 @pytest.mark.parametrize("B, S", SHAPES)
 @pytest.mark.parametrize("cliprange", [0.0, 0.3])
 def test_value_loss_equals_the_cpu(kernels, B, S, cliprange):
-    values, returns, old, mask, sample = randn(B, S), randn(B, S, seed=1), randn(B, S, seed=2), mask_of(B, S), torch.ones(B, dtype=F64)
+    values, returns, old, mask, sample = (
+        randn(B, S),
+        randn(B, S, seed=1),
+        randn(B, S, seed=2),
+        mask_of(B, S),
+        torch.ones(B, dtype=F64),
+    )
     sample[0] = 0.0 if B > 1 else 1.0
     valid = torch.tensor([float((mask * sample[:, None]).sum())], dtype=F64)
     _, grad, metrics = C.mse_value_loss(values, returns, old, mask, sample, valid, 1.0, cliprange)
@@ -77,15 +98,39 @@ def test_value_loss_equals_the_cpu(kernels, B, S, cliprange):
 @pytest.mark.parametrize("B, S", SHAPES)
 @pytest.mark.parametrize("sequence_level, kl_penalty", [(False, 0.0), (False, 0.05), (True, 0.05)])
 def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, sequence_level, kl_penalty):
-    (x, prev, generation, reference), advantages, mask, sample = logprobs(B, S), randn(B, S, seed=6), mask_of(B, S), torch.ones(B, dtype=F64)
+    (x, prev, generation, reference), advantages, mask, sample = (
+        logprobs(B, S),
+        randn(B, S, seed=6),
+        mask_of(B, S),
+        torch.ones(B, dtype=F64),
+    )
     valid = float((mask * sample[:, None]).sum())
     counts = torch.tensor([valid, float(sample.sum()), 0.0], dtype=F64)
     config = C.ClippedPGConfig()
-    config.token_level_loss, config.sequence_level_ratios, config.kl_penalty = not sequence_level, sequence_level, kl_penalty
+    config.token_level_loss, config.sequence_level_ratios, config.kl_penalty = (
+        not sequence_level,
+        sequence_level,
+        kl_penalty,
+    )
     # the op takes arrays with the first token, which has no prediction
     whole = [torch.cat([torch.zeros(B, 1, dtype=F64), t], 1) for t in (advantages, prev, generation, reference, mask)]
     _, grad, _, metrics = C.clipped_pg_loss(x, *whole, sample, None, None, counts[0:1], counts[1:2], None, config)
     got_grad, got_metrics = torch.full_like(grad, math.nan), torch.zeros(len(C.clipped_pg_metric_names()), dtype=F64)
-    kernels.clipped_pg_loss(B, S, x, advantages, prev, generation, reference, mask, sample, counts, sequence_level, kl_penalty, got_grad, got_metrics)
+    kernels.clipped_pg_loss(
+        B,
+        S,
+        x,
+        advantages,
+        prev,
+        generation,
+        reference,
+        mask,
+        sample,
+        counts,
+        sequence_level,
+        kl_penalty,
+        got_grad,
+        got_metrics,
+    )
     near(got_grad, grad)
     near(got_metrics, metrics.to(F64))

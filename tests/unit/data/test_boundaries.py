@@ -5,21 +5,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import processors
-
-from nemo_rl_cpp.data.boundaries import end_token_ids, named_ends, passes_text_through, prompt_ids, save_generation_config
+from nemo_rl_cpp.data.boundaries import (
+    end_token_ids,
+    named_ends,
+    passes_text_through,
+    prompt_ids,
+    save_generation_config,
+)
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
-from nemo_rl_cpp.data.processors import math_data_processor, math_hf_data_processor, multichoice_qa_processor, raw_completion_data_processor
+from nemo_rl_cpp.data.processors import (
+    math_data_processor,
+    math_hf_data_processor,
+    multichoice_qa_processor,
+    raw_completion_data_processor,
+)
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from nemo_rl_cpp.models.generation import configure_generation_config
+from tokenizers import processors
 
 BOS, EOS = 1, 2
 WRITES_BOS = "{{ bos_token }}{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
 def with_post_processor(tokenizer, single):
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
+    )
     return tokenizer
 
 
@@ -47,7 +59,12 @@ def write(folder, **files):
         (PASSTHROUGH, "12", [{"role": "user", "content": "12"}], [BOS, 5, 6]),  # nothing but contents is plain text
         (PASSTHROUGH, "12", [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}], [BOS, 5, 6]),
         (WRITES_BOS, "<bos>12=", [{"role": "user", "content": "12"}], [BOS, 5, 6, 15]),
-        ("{{ messages[0].content }}=", "12=", [{"role": "user", "content": "12"}], [5, 6, 15]),  # the template's business
+        (
+            "{{ messages[0].content }}=",
+            "12=",
+            [{"role": "user", "content": "12"}],
+            [5, 6, 15],
+        ),  # the template's business
     ],
 )
 def test_plain_text_gets_a_bos_token_and_a_templates_text_does_not(begins, template, text, messages, expected):
@@ -74,10 +91,14 @@ def test_processors_begin_prompts_by_the_rule(begins, tmp_path, template):
     begins.chat_template = WRITES_BOS
     begins.save_pretrained(tmp_path)
     tokenizer = get_tokenizer({"name": str(tmp_path), "chat_template": template})
-    chat = [BOS, 5, 6, 15] if template is None else [BOS, 5, 6, 15, 15]  # null: the text; default: the template adds `=`
+    chat = (
+        [BOS, 5, 6, 15] if template is None else [BOS, 5, 6, 15, 15]
+    )  # null: the text; default: the template adds `=`
 
     def ids(process, row):
-        return [message["token_ids"].tolist() for message in process(row, TaskDataSpec(), tokenizer, 100, 0)["message_log"]]
+        return [
+            message["token_ids"].tolist() for message in process(row, TaskDataSpec(), tokenizer, 100, 0)["message_log"]
+        ]
 
     assert ids(raw_completion_data_processor, QA) == [[BOS, 5, 6, 15]]
     assert ids(math_hf_data_processor, QA) == [chat]
@@ -127,7 +148,9 @@ def test_the_tokenizers_end_counts_where_the_model_names_none(tiny):
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, [2, "x"], True, {"id": 2}])
 def test_an_end_that_is_no_token_id_is_refused(tmp_path, value):
-    with pytest.raises(ValueError, match="generation_config.json of .*eos_token_id is .*expected a token id or a list of them"):
+    with pytest.raises(
+        ValueError, match="generation_config.json of .*eos_token_id is .*expected a token id or a list of them"
+    ):
         named_ends(write(tmp_path, generation_config={"eos_token_id": value}), {})
 
 
@@ -141,9 +164,17 @@ def test_a_damaged_file_is_named(tmp_path, text):
 @pytest.mark.parametrize(
     ("base", "config", "saved"),
     [
-        ({"eos_token_id": [5, 6], "temperature": 0.6}, {"eos_token_id": 5}, {"eos_token_id": [5, 6], "temperature": 0.6}),
+        (
+            {"eos_token_id": [5, 6], "temperature": 0.6},
+            {"eos_token_id": 5},
+            {"eos_token_id": [5, 6], "temperature": 0.6},
+        ),
         ({"temperature": 0.6}, {"eos_token_id": 5}, {"eos_token_id": 5, "temperature": 0.6}),
-        (None, {"eos_token_id": [5, 6], "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8}, {"bos_token_id": 1, "eos_token_id": [5, 6]}),
+        (
+            None,
+            {"eos_token_id": [5, 6], "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8},
+            {"bos_token_id": 1, "eos_token_id": [5, 6]},
+        ),
         (None, {}, {"eos_token_id": EOS}),
     ],
 )
@@ -157,8 +188,12 @@ def test_what_a_checkpoint_says_of_the_ends(tmp_path, tiny, base, config, saved)
 
 def test_a_configuration_made_for_nemo_rl_takes_all_ends(tmp_path, tiny):
     tiny.save_pretrained(write(tmp_path, generation_config={"eos_token_id": [2, 9]}))
-    assert configure_generation_config({"backend": "native"}, Tokenizer.from_pretrained(tmp_path))["stop_token_ids"] == [2, 9]
-    assert configure_generation_config({"stop_token_ids": [4]}, Tokenizer.from_pretrained(tmp_path))["stop_token_ids"] == [4]
+    assert configure_generation_config({"backend": "native"}, Tokenizer.from_pretrained(tmp_path))[
+        "stop_token_ids"
+    ] == [2, 9]
+    assert configure_generation_config({"stop_token_ids": [4]}, Tokenizer.from_pretrained(tmp_path))[
+        "stop_token_ids"
+    ] == [4]
 
 
 # ---- side files
@@ -171,7 +206,11 @@ def test_tokens_of_side_files_as_in_transformers(tiny, tmp_path):
     special = {"bos_token": "<bos>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<tool>"]}
     write(tmp_path, added_tokens={"<|im_end|>": 17, "<|im_start|>": 16, "word": 18}, special_tokens_map=special)
     ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert (len(ours), ours.eos_token, ours.eos_token_id) == (len(theirs), theirs.eos_token, theirs.eos_token_id) == (20, "<|im_end|>", 17)
+    assert (
+        (len(ours), ours.eos_token, ours.eos_token_id)
+        == (len(theirs), theirs.eos_token, theirs.eos_token_id)
+        == (20, "<|im_end|>", 17)
+    )
     text = "<|im_start|>1<|im_end|>word<tool>2"
     assert ours.encode(text) == theirs.encode(text) == [16, 5, 17, 18, 19, 6]
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
@@ -201,7 +240,11 @@ def test_an_id_that_no_token_can_get_is_said(tiny, tmp_path):
 
     tiny.save_pretrained(write(tmp_path, added_tokens={"<late>": 99}))
     with pytest.warns(UserWarning, match=r"'<late>' has the id 16 in tokenizer.json and 99 in"):
-        assert Tokenizer.from_pretrained(tmp_path).encode("<late>") == AutoTokenizer.from_pretrained(tmp_path).encode("<late>") == [16]
+        assert (
+            Tokenizer.from_pretrained(tmp_path).encode("<late>")
+            == AutoTokenizer.from_pretrained(tmp_path).encode("<late>")
+            == [16]
+        )
 
 
 # ---- chat templates
@@ -228,6 +271,11 @@ def test_a_model_without_a_template_is_saved_without_one(tiny, tmp_path):
 
 
 def test_whether_a_template_passes_text_through(tiny):
-    for template, through in [(PASSTHROUGH, True), (WRITES_BOS, False), (None, False), ("{{ raise_exception('no') }}", False)]:
+    for template, through in [
+        (PASSTHROUGH, True),
+        (WRITES_BOS, False),
+        (None, False),
+        ("{{ raise_exception('no') }}", False),
+    ]:
         tiny.chat_template = template
         assert passes_text_through(tiny) is through

@@ -7,7 +7,6 @@ that is no template is never taken for one.
 import json
 
 import pytest
-
 from nemo_rl_cpp.data import chat_template
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, render_chat_template
 from nemo_rl_cpp.data.chat_templates import COMMON_CHAT_TEMPLATES
@@ -38,7 +37,9 @@ TEMPLATES = {
     "passthrough": PASSTHROUGH,
     "role headers": COMMON_CHAT_TEMPLATES.simple_role_header,
     "marks and line breaks": turns("<|start|>{role}\n", "<|end|>\n", start="<|start|>assistant\n"),
-    "header ids with bos": turns("<h>{role}</h>\n\n", "<eot>", "message['content'] | trim", "<h>assistant</h>\n\n", "{{ bos_token }}"),
+    "header ids with bos": turns(
+        "<h>{role}</h>\n\n", "<eot>", "message['content'] | trim", "<h>assistant</h>\n\n", "{{ bos_token }}"
+    ),
     "zephyr-like": turns("<|{role}|>\n", "{eos}").replace("'{eos}'", "eos_token"),
     "attributes": turns(content="message.content"),
     "trim": turns(content="message['content'].strip()"),
@@ -100,7 +101,11 @@ CONVERSATIONS = {
     "user": [ASK],
     "system": [{"role": "system", "content": "Be brief."}, ASK],
     "turns": [ASK, {"role": "assistant", "content": "Two."}, {"role": "user", "content": " And\n2 + 2? "}],
-    "null beside tool calls": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3", "name": None}],
+    "null beside tool calls": [
+        ASK,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "name": None},
+    ],
     "thoughts": [ASK, {"role": "assistant", "content": "ok", "reasoning": "hm"}, {"role": "user", "content": "go"}],
     "ends with assistant": [ASK, {"role": "assistant", "content": "<think>a</think>b"}],
 }
@@ -158,12 +163,19 @@ def test_a_prompt_that_lost_a_message_is_refused(name, smollm2):
 
 
 def test_a_content_that_is_in_the_text_by_chance_is_lost_all_the_same(smollm2):
-    smollm2.chat_template, own = "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}", smollm2.chat_template
+    smollm2.chat_template, own = (
+        "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
+        smollm2.chat_template,
+    )
     try:
         with pytest.raises(ChatTemplateError, match="leaves out message 0"):
             render_prompt(smollm2, [{"role": "user", "content": "user"}])
-        smollm2.chat_template = "{% if '<' not in messages[0].content %}{{ raise_exception('no tag') }}{% endif %}{{ messages[0].content }}"
-        assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>", "a template that looks into contents"
+        smollm2.chat_template = (
+            "{% if '<' not in messages[0].content %}{{ raise_exception('no tag') }}{% endif %}{{ messages[0].content }}"
+        )
+        assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>", (
+            "a template that looks into contents"
+        )
     finally:
         smollm2.chat_template = own
 
@@ -211,13 +223,18 @@ def test_names_are_looked_up_among_the_tokenizers_templates():
         choose_template("chatml", own, KEY)
 
 
-@pytest.mark.parametrize("value", ["chatml", "tool_use", "", " ", "Question: {question}", "{}", "messages", "User: x\nAssistant:"])
+@pytest.mark.parametrize(
+    "value", ["chatml", "tool_use", "", " ", "Question: {question}", "{}", "messages", "User: x\nAssistant:"]
+)
 def test_what_is_no_template_is_never_taken_for_one(value):
     with pytest.raises(ChatTemplateError, match="policy.tokenizer.chat_template is .*neither a template"):
         choose_template(value, None, KEY)
 
 
-@pytest.mark.parametrize("value", ["{{ bos_token }}", "{{ message }}", "{% set messages = [] %}{{ x }}", "{# messages #}{{ 1 }}", "{{ prompt }}"])
+@pytest.mark.parametrize(
+    "value",
+    ["{{ bos_token }}", "{{ message }}", "{% set messages = [] %}{{ x }}", "{# messages #}{{ 1 }}", "{{ prompt }}"],
+)
 def test_a_template_without_messages_is_refused(value):
     with pytest.raises(ChatTemplateError, match="never uses `messages`, so every prompt would lose its question"):
         choose_template(value, None, KEY)
@@ -240,14 +257,33 @@ def test_a_template_without_end_is_stopped(template, monkeypatch):
     assert render_chat_template(PASSTHROUGH, [ASK]) == ASK["content"], "the next one has its full time"
 
 
-@pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 10 ** 12 }}", "{{ [0] * 10 ** 11 }}", "{{ 10 ** 11 * 'x' }}", "{{ 2 ** messages[0].n }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ [0] * 10 ** 11 }}",
+        "{{ 10 ** 11 * 'x' }}",
+        "{{ 2 ** messages[0].n }}",
+    ],
+)
 def test_a_single_operation_without_end_is_refused(template):
     with pytest.raises(ChatTemplateError, match="would make a value"):
         render_chat_template(template, [{**ASK, "n": 10**9}])
     assert render_chat_template("{{ 2 ** 10 }}{{ 2 * 'ab' }}{{ 1.5 * 2 }}{{ 2 ** -1 }}", [ASK]) == "1024abab3.00.5"
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ {}[1].x }}", "{{ strftime_now(1) }}", "{{ (1).x.y }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[9].content.x }}",
+        "{{ {}[1].x }}",
+        "{{ strftime_now(1) }}",
+        "{{ (1).x.y }}",
+    ],
+)
 def test_errors_inside_are_always_chat_template_errors(template):
     with pytest.raises(ChatTemplateError, match="chat template failed on these messages"):
         render_chat_template(template, [ASK, ASK])
@@ -271,5 +307,9 @@ def test_objects_reach_a_template_as_plain_values():
         def content(self):
             return "called"
 
-    text = render_chat_template("{{ messages[0].content }}|{{ messages[0].x.content }}|{{ x }}", [{"content": "a", "x": Secret()}], variables={"x": Secret()})
+    text = render_chat_template(
+        "{{ messages[0].content }}|{{ messages[0].x.content }}|{{ x }}",
+        [{"content": "a", "x": Secret()}],
+        variables={"x": Secret()},
+    )
     assert text == "a||<Secret>"

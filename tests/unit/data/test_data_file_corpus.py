@@ -9,7 +9,6 @@ import json
 
 import pytest
 from fakes import ByteTokenizer
-
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 
 
@@ -178,7 +177,9 @@ def section(tmp_path, name, content, keys):
 def test_question_and_truth_of_each_row(tmp_path, name, content, keys, expected):
     raw = load_response_dataset(section(tmp_path, name, content, keys))
     data = [raw.processor(raw.dataset[i], raw.task_spec, ByteTokenizer(), None, i) for i in range(len(raw.dataset))]
-    assert [("".join(m["content"] for m in d["message_log"]), d["extra_env_info"]["ground_truth"]) for d in data] == expected
+    assert [
+        ("".join(m["content"] for m in d["message_log"]), d["extra_env_info"]["ground_truth"]) for d in data
+    ] == expected
     assert all(m["token_ids"].tolist() == list(m["content"].encode()) for d in data for m in d["message_log"])
 
 

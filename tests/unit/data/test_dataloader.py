@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 

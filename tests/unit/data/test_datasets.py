@@ -4,7 +4,6 @@ import json
 from collections import defaultdict
 
 import pytest
-
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
     ListDataset,

@@ -1,7 +1,6 @@
 """NeMo RL's benchmark data sets, the download replaced; data set names; what `data.default` hands on."""
 
 import pytest
-
 from nemo_rl_cpp.config.data import defaults_for, is_class_name
 from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset
 from nemo_rl_cpp.data.datasets.response_datasets import dataset_class, hub_math
@@ -42,7 +41,9 @@ def test_answers_of_the_math_sets(asked):
     assert first("gsm8k")["messages"][1]["content"] == "3"
 
 
-@pytest.mark.parametrize(("name", "right", "shown"), [("mmlu", "C", 4), ("mmlu_pro", "F", 6), ("gpqa", None, 4), ("gpqa_diamond", None, 4)])
+@pytest.mark.parametrize(
+    ("name", "right", "shown"), [("mmlu", "C", 4), ("mmlu_pro", "F", 6), ("gpqa", None, 4), ("gpqa_diamond", None, 4)]
+)
 def test_multiple_choice_sets_show_their_options(asked, name, right, shown):
     row = first(name)
     user, assistant = (message["content"] for message in row["messages"])
@@ -53,7 +54,11 @@ def test_multiple_choice_sets_show_their_options(asked, name, right, shown):
 
 
 def test_the_last_box_with_its_braces():
-    assert last_boxed("no box") == "no box" and last_boxed(r"\boxed{a{b}c} x") == "a{b}c" and last_boxed(r"\boxed{open") == r"\boxed{open"
+    assert (
+        last_boxed("no box") == "no box"
+        and last_boxed(r"\boxed{a{b}c} x") == "a{b}c"
+        and last_boxed(r"\boxed{open") == r"\boxed{open"
+    )
 
 
 def test_a_name_with_a_dot_need_not_be_a_class():
@@ -65,5 +70,8 @@ def test_a_name_with_a_dot_need_not_be_a_class():
 def test_defaults_reach_the_data_sets_that_take_them():
     default = {"dataset_name": "ResponseDataset", "input_key": "problem", "prompt_file": "p.txt"}
     assert defaults_for({"data_path": "x"}, default) == default
-    assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == {"dataset_name": "ResponseDataset", "prompt_file": "p.txt"}
+    assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == {
+        "dataset_name": "ResponseDataset",
+        "prompt_file": "p.txt",
+    }
     assert get_train_dataset_name({"train": {}, "default": default}) == "ResponseDataset"

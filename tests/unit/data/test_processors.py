@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp.data import processors
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn, rl_collate_fn
 from nemo_rl_cpp.data.interfaces import TaskDataSpec

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 import nemo_rl_cpp
+import pytest
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.prompt_files import find_file
 

@@ -1,7 +1,6 @@
 r"""The one place of a prompt file: its question is never lost, its other braces stay."""
 
 import pytest
-
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.llm_message_utils import get_formatted_message_log
@@ -20,7 +19,10 @@ QUESTION = "{} \\boxed{x} {0}"
         ("Q: {0}", f"Q: {QUESTION}"),
         ("\\boxed{{{}}}", f"\\boxed{{{QUESTION}}}"),
         ("Answer in \\boxed{}.\n{}", f"Answer in \\boxed{{}}.\n{QUESTION}"),  # braces as they stand
-        ("{}\nAnswer in \\boxed{} or $x^{}$ or \\frac{}{} or \\sqrt[3]{}.", f"{QUESTION}\nAnswer in \\boxed{{}} or $x^{{}}$ or \\frac{{}}{{}} or \\sqrt[3]{{}}."),
+        (
+            "{}\nAnswer in \\boxed{} or $x^{}$ or \\frac{}{} or \\sqrt[3]{}.",
+            f"{QUESTION}\nAnswer in \\boxed{{}} or $x^{{}}$ or \\frac{{}}{{}} or \\sqrt[3]{{}}.",
+        ),
         ('Return {"answer": 1}. {}', f'Return {{"answer": 1}}. {QUESTION}'),
         ('{"a": {"b": 1}} {}', f'{{"a": {{"b": 1}}}} {QUESTION}'),
         ("def f(x): return {x: 1}\n{}", f"def f(x): return {{x: 1}}\n{QUESTION}"),
@@ -57,14 +59,22 @@ def test_what_is_not_clear_is_refused_with_the_line(prompt, message):
         fill_prompt(prompt, "q")
 
 
-@pytest.mark.parametrize("processor", ["math_data_processor", "math_hf_data_processor", "raw_completion_data_processor"])
+@pytest.mark.parametrize(
+    "processor", ["math_data_processor", "math_hf_data_processor", "raw_completion_data_processor"]
+)
 def test_the_file_is_checked_when_it_is_read(tmp_path, processor):
     (tmp_path / "d.jsonl").write_text('{"input": "q", "output": "a"}\n')
     (tmp_path / "prompt.txt").write_text("Think.\nWrite \\boxed{}.\n")
-    section = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl"), "prompt_file": str(tmp_path / "prompt.txt")}
+    section = {
+        "dataset_name": "ResponseDataset",
+        "data_path": str(tmp_path / "d.jsonl"),
+        "prompt_file": str(tmp_path / "prompt.txt"),
+    }
     with pytest.raises(ValueError, match=r"prompt_file: .*prompt\.txt: line 2: the only"):
         load_response_dataset({**section, "processor": processor})
-    load_response_dataset({**section, "processor": "multichoice_qa_processor"})  # which puts the question below the text
+    load_response_dataset(
+        {**section, "processor": "multichoice_qa_processor"}
+    )  # which puts the question below the text
 
 
 def test_files_of_other_encodings_are_named(tmp_path):
@@ -79,5 +89,7 @@ def test_formatted_message_logs_use_the_same_rule(tiny):
     tiny.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec = TaskDataSpec()
     spec.prompt = "\\boxed{}: {}"
-    log = get_formatted_message_log([{"role": "user", "content": "{}"}], tiny, spec, add_bos_token=False, add_eos_token=False)
+    log = get_formatted_message_log(
+        [{"role": "user", "content": "{}"}], tiny, spec, add_bos_token=False, add_eos_token=False
+    )
     assert log[0]["content"] == "\\boxed{}: {}"

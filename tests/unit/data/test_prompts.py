@@ -2,7 +2,6 @@
 
 import pytest
 from fakes import ByteTokenizer
-
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import (
@@ -22,7 +21,8 @@ INSIDE = (  # no system role: its text opens the user's turn
     "{% for m in rest %}{{ '<' + m.role + '>' + (lead if loop.first else '') + m.content + '<end>\n' }}{% endfor %}<assistant>"
 )
 NEEDS_USER = (
-    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('No user query found') }}{% endif %}" + BLOCKS
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('No user query found') }}{% endif %}"
+    + BLOCKS
 )
 SKIPS = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -60,7 +60,10 @@ def test_the_template_runs_once_for_system_and_user(chat, spec, process, row, qu
     chat.chat_template = template
     log = process(row, spec, chat, None, 0)["message_log"]
     bos = chat.bos_token or ""
-    assert [(m["role"], m["content"]) for m in log] == [("system", system.format(bos=bos)), ("user", user.format(q=question))]
+    assert [(m["role"], m["content"]) for m in log] == [
+        ("system", system.format(bos=bos)),
+        ("user", user.format(q=question)),
+    ]
     whole = chat.apply_chat_template(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}], add_generation_prompt=True
     )
@@ -71,17 +74,25 @@ def test_the_template_runs_once_for_system_and_user(chat, spec, process, row, qu
 def test_a_template_that_drops_the_system_prompt_is_refused(chat, spec):
     chat.chat_template = SKIPS
     for process, row, _ in ROWS:
-        with pytest.raises(ChatTemplateError, match=r"row 8 of the data: .*leaves out message 0 \(system, 'Be brief.'\).*prompt_file"):
+        with pytest.raises(
+            ChatTemplateError, match=r"row 8 of the data: .*leaves out message 0 \(system, 'Be brief.'\).*prompt_file"
+        ):
             process(row, spec, chat, None, 7)
 
 
 def test_a_token_over_the_border_keeps_the_ids_of_the_whole(chat, spec):
-    """" counting" is one token, which the pieces "The count" and "ing" alone would not have: it goes to the user."""
+    """ " counting" is one token, which the pieces "The count" and "ing" alone would not have: it goes to the user."""
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec.system_prompt = "The count"
     log = math_data_processor({"problem": "ing?", "expected_answer": ""}, spec, chat, None, 0)["message_log"]
-    assert [chat.tokenize(text) for text in ("The counting?", "The count")] == [["The", "Ġcounting", "?"], ["The", "Ġcount"]]
-    assert [m["token_ids"].tolist() for m in log] == [chat.convert_tokens_to_ids(["The"]), chat.convert_tokens_to_ids(["Ġcounting", "?"])]
+    assert [chat.tokenize(text) for text in ("The counting?", "The count")] == [
+        ["The", "Ġcounting", "?"],
+        ["The", "Ġcount"],
+    ]
+    assert [m["token_ids"].tolist() for m in log] == [
+        chat.convert_tokens_to_ids(["The"]),
+        chat.convert_tokens_to_ids(["Ġcounting", "?"]),
+    ]
     assert [m["content"] for m in log] == ["The count", "ing?"]
 
 
@@ -90,7 +101,10 @@ def test_the_line_end_of_a_system_prompt_file_is_not_part_of_it(chat, tmp_path):
     spec = TaskDataSpec("t", system_prompt_file=tmp_path / "s.txt")
     chat.chat_template = BLOCKS
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    assert "<system>Numbers only.<end>\n<user>q<end>" in math_hf_data_processor(row, spec, chat, None, 0)["message_log"][0]["content"]
+    assert (
+        "<system>Numbers only.<end>\n<user>q<end>"
+        in math_hf_data_processor(row, spec, chat, None, 0)["message_log"][0]["content"]
+    )
     raw = raw_completion_data_processor(row, spec, chat, None, 0)["message_log"][0]["content"]
     assert raw == "Numbers only.\nq", "raw text is joined literally"
 
@@ -105,7 +119,9 @@ def test_system_messages_and_turns_of_a_row_stay(chat):
     spec = TaskDataSpec("t")
     spec.prompt = "Q: {}"
     datum = math_hf_data_processor(row, spec, chat, None, 0)
-    assert datum["message_log"][0]["content"].endswith("<system>S<end>\n<user>a<end>\n<assistant>b<end>\n<user>Q: c<end>\n<assistant>")
+    assert datum["message_log"][0]["content"].endswith(
+        "<system>S<end>\n<user>a<end>\n<assistant>b<end>\n<user>Q: c<end>\n<assistant>"
+    )
     assert datum["extra_env_info"] == {"ground_truth": "d"}
 
 
@@ -115,30 +131,56 @@ def test_two_system_messages_are_refused(chat, spec):
 
 
 def test_tools_reach_the_template(chat):
-    chat.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     tools = [{"type": "function", "function": {"name": "add"}}]
     for given in (tools, '[{"type": "function", "function": {"name": "add"}}]'):
-        text = math_hf_data_processor(conversation(("user", "q"), ("assistant", "a"), tools=given), TaskDataSpec(), chat, None, 0)
+        text = math_hf_data_processor(
+            conversation(("user", "q"), ("assistant", "a"), tools=given), TaskDataSpec(), chat, None, 0
+        )
         assert text["message_log"][0]["content"] == '[{"type": "function", "function": {"name": "add"}}]q'
     for given in ("{", [1], 5):
         with pytest.raises(ValueError, match="'tools'"):
-            math_hf_data_processor(conversation(("user", "q"), ("assistant", "a"), tools=given), TaskDataSpec(), chat, None, 0)
+            math_hf_data_processor(
+                conversation(("user", "q"), ("assistant", "a"), tools=given), TaskDataSpec(), chat, None, 0
+            )
 
 
 @pytest.mark.parametrize(
     "process, row, message",
     [
-        (math_data_processor, {"messages": []}, r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]"),
+        (
+            math_data_processor,
+            {"messages": []},
+            r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]",
+        ),
         (math_data_processor, {"problem": "q"}, "'expected_answer'"),
-        (math_data_processor, {"problem": None, "expected_answer": 1}, "'problem' must be a text that is not empty, but is None"),
+        (
+            math_data_processor,
+            {"problem": None, "expected_answer": 1},
+            "'problem' must be a text that is not empty, but is None",
+        ),
         (math_data_processor, {"problem": " ", "expected_answer": 1}, "'problem' must be a text"),
         (multichoice_qa_processor, {"question": "q", "options": {}}, "'answer'"),
         (multichoice_qa_processor, {"question": ["q"], "answer": "A"}, "'question' must be a text"),
         (math_hf_data_processor, {"problem": "q"}, "reads the key 'messages'"),
         (math_hf_data_processor, {"messages": "q"}, "'messages' must be a list of messages, not a text"),
-        (math_hf_data_processor, conversation(("user", None), ("assistant", "a")), r"messages\[0\].content must be a text, not null"),
-        (math_hf_data_processor, conversation(("user", "q"), ("assistant", "a"), ("system", "s")), "must end with the user's question"),
-        (raw_completion_data_processor, conversation(("system", "s"), ("user", "q"), ("assistant", "a")), "roles system, user: .*math_hf_data_processor"),
+        (
+            math_hf_data_processor,
+            conversation(("user", None), ("assistant", "a")),
+            r"messages\[0\].content must be a text, not null",
+        ),
+        (
+            math_hf_data_processor,
+            conversation(("user", "q"), ("assistant", "a"), ("system", "s")),
+            "must end with the user's question",
+        ),
+        (
+            raw_completion_data_processor,
+            conversation(("system", "s"), ("user", "q"), ("assistant", "a")),
+            "roles system, user: .*math_hf_data_processor",
+        ),
     ],
 )
 def test_rows_of_another_shape_are_refused(process, row, message):
@@ -151,13 +193,17 @@ def test_options_that_are_no_mapping_are_refused():
     spec.prompt = "Choose."
     for options in (["x"], None, {}, {"A": None}):
         with pytest.raises(ValueError, match="'options' must be a mapping from letters to texts"):
-            multichoice_qa_processor({"question": "q", "options": options, "answer": "A"}, spec, ByteTokenizer(), None, 0)
+            multichoice_qa_processor(
+                {"question": "q", "options": options, "answer": "A"}, spec, ByteTokenizer(), None, 0
+            )
 
 
 def test_errors_of_a_transformers_template_are_named_too(hf_smollm2):
     own, hf_smollm2.chat_template = hf_smollm2.chat_template, "{{ messages[0].content + 1 }}"
     try:
-        with pytest.raises(ChatTemplateError, match="row 1 of the data: the chat template failed on these messages: TypeError"):
+        with pytest.raises(
+            ChatTemplateError, match="row 1 of the data: the chat template failed on these messages: TypeError"
+        ):
             math_hf_data_processor(conversation(("user", "q"), ("assistant", "a")), TaskDataSpec(), hf_smollm2, None, 0)
     finally:
         hf_smollm2.chat_template = own

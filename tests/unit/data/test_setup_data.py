@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
 from nemo_rl_cpp.data.utils import (
@@ -208,4 +207,9 @@ def test_a_position_that_torch_saved_is_read_where_there_is_none_of_ours(tmp_pat
 def test_sections_that_are_null_have_no_environment_and_no_name():
     sections = {"train": [{"dataset_name": "a"}, None], "validation": None, "default": None}
     assert extract_necessary_env_names(sections) == []
-    assert [get_train_dataset_name(config) for config in (None, {"train": None}, {"train": []}, sections)] == [None, None, None, "a"]
+    assert [get_train_dataset_name(config) for config in (None, {"train": None}, {"train": []}, sections)] == [
+        None,
+        None,
+        None,
+        "a",
+    ]

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer, write_tiny_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
@@ -178,7 +177,8 @@ def test_bytes_of_a_transformers_tokenizer(smollm2, hf_smollm2):
 
 
 def test_byte_fallback_tokens_are_their_bytes(tmp_path):
-    from tokenizers import Tokenizer as Backend, decoders, models, normalizers
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
 
     bytes_ = [f"<0x{n:02X}>" for n in range(256)]
     vocab = {token: i for i, token in enumerate(["<unk>", *bytes_, "\u2581", "a", "\u2581a"])}

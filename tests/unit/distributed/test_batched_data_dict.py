@@ -3,7 +3,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from reference import packing as reference
 
@@ -73,10 +72,7 @@ def test_slice_chunk_select():
 
 def test_plain_shards():
     shards = make(8).shard_by_batch_size(2, batch_size=4)
-    assert [s["name"] for s in shards] == [
-        ["row 0", "row 1", "row 4", "row 5"],
-        ["row 2", "row 3", "row 6", "row 7"],
-    ]
+    assert [s["name"] for s in shards] == [["row 0", "row 1", "row 4", "row 5"], ["row 2", "row 3", "row 6", "row 7"]]
     uneven = make(5).shard_by_batch_size(4, allow_uneven_shards=True)
     assert [s.size for s in uneven] == [2, 2, 1, 0]
     for bad in (dict(shards=3, batch_size=4), dict(shards=2, batch_size=3)):
@@ -94,9 +90,15 @@ def packing_args(**changes):
 
 
 def dynamic_args(**changes):
-    return dict(
-        max_tokens_per_microbatch=24, sequence_length_round=4, input_key="input_ids", input_lengths_key="input_lengths"
-    ) | changes
+    return (
+        dict(
+            max_tokens_per_microbatch=24,
+            sequence_length_round=4,
+            input_key="input_ids",
+            input_lengths_key="input_lengths",
+        )
+        | changes
+    )
 
 
 @pytest.mark.parametrize("order", [None, "packer", "largest_first"])

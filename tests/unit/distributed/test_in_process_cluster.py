@@ -1,7 +1,6 @@
 import socket
 
 import pytest
-
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, init_ray
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 

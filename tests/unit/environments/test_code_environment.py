@@ -29,7 +29,10 @@ DOUBLE = {"inputs": ["1\n", "21\n", "-4"], "outputs": ["2", "42\n", "-8\n\n"]}
 
 def test_standard_input_and_output(env):
     assert score(env, "print(2 * int(input()))", DOUBLE) == (1.0, "passed")
-    assert score(env, "print(2 * int(input()), ' ')", json.dumps(DOUBLE)) == (1.0, "passed")  # spaces at the end of a line
+    assert score(env, "print(2 * int(input()), ' ')", json.dumps(DOUBLE)) == (
+        1.0,
+        "passed",
+    )  # spaces at the end of a line
     assert score(env, "print(abs(2 * int(input())))", DOUBLE) == (0.0, "wrong_answer: 2 of 3 tests passed")
     assert score(env, "print(int(input()) / 0)", DOUBLE)[1].startswith("runtime_error: ZeroDivisionError")
     assert score(env, "raise SystemExit(3)", DOUBLE)[1] == "runtime_error: exit code 3"
@@ -65,7 +68,9 @@ def test_success_is_not_taken_on_trust(env):
     assert score(env, forged, truth)[0] == 0.0
     assert score(env, "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()", truth)[0] == 0.0
     assert score(env, "class E(int):\n    def __repr__(self): return '4'\ndef f(x): return E()", truth)[0] == 0.0
-    assert score(env, "def f(x): return '4' if 0 else open('/box/checks.json').read()", truth)[0] == 0.0  # the answers are not in it
+    assert (
+        score(env, "def f(x): return '4' if 0 else open('/box/checks.json').read()", truth)[0] == 0.0
+    )  # the answers are not in it
     assert score(env, "def f(x): return [f] * 10**5", truth)[0] == 0.0
     deep = "def f(x):\n    class D:\n        def __repr__(self): return '(' * 5000\n    return D()"
     assert score(env, deep, truth)[0] == 0.0
@@ -131,11 +136,22 @@ def test_code_in_a_response(env):
 
 def test_reasons_are_counted():
     env = CodeEnvironment({"time_limit_s": 0.5, "memory_mb": 128})
-    programs = ["print(2 * int(input()))", "while True: pass", "x = bytearray(10 * 2**30)", "print(1)", "x = 'y' * 2000"]
+    programs = [
+        "print(2 * int(input()))",
+        "while True: pass",
+        "x = bytearray(10 * 2**30)",
+        "print(1)",
+        "x = 'y' * 2000",
+    ]
     logs = [[{"role": "assistant", "content": program}] for program in programs]
     result = env.step(logs, [{"ground_truth": DOUBLE}] * 5)
     assert result.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert env.pop_metrics() == {"verifier_timeouts": 0, "num_time_limit": 1, "num_memory_limit": 1, "num_wrong_answer": 2}
+    assert env.pop_metrics() == {
+        "verifier_timeouts": 0,
+        "num_time_limit": 1,
+        "num_memory_limit": 1,
+        "num_wrong_answer": 2,
+    }
     assert env.pop_metrics() == {}
     env.shutdown()
 
@@ -161,7 +177,11 @@ def test_mistakes_of_the_data(env, case):
 
 
 def test_mistakes_of_the_configuration():
-    for config, message in (({"reward": "some"}, "env.code.reward"), ({"memory_mb": 8}, "64"), ({"time_limit_s": 0}, "env.code.time_limit_s must be greater than 0")):
+    for config, message in (
+        ({"reward": "some"}, "env.code.reward"),
+        ({"memory_mb": 8}, "64"),
+        ({"time_limit_s": 0}, "env.code.time_limit_s must be greater than 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             CodeEnvironment(config)
 
@@ -182,4 +202,7 @@ def test_the_check_tries_to_get_out(monkeypatch):
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")
     monkeypatch.setattr(check, "_SOCKET", "print('connected')")
-    assert check.missing_protections() == ["files: the program sees /etc/passwd", "network: a program can open a socket"]
+    assert check.missing_protections() == [
+        "files: the program sees /etc/passwd",
+        "network: a program can open a socket",
+    ]

@@ -1,5 +1,4 @@
 import pytest
-
 from nemo_rl_cpp.environments import dapo_math_verifier as dapo
 
 

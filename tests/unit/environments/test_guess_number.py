@@ -49,7 +49,9 @@ def play(max_rollout_turns=3, **config):
     engine = FakeGeneration(halving)
     batch = prompts(["?"] * 7, ["guess_number"] * 7, [{"secret": n} for n in range(1, 8)])
     batch["stop_strings"] = [list("0123456789")] * 7
-    result, metrics = run_multi_turn_rollout(engine, batch, ByteTokenizer(), {"guess_number": env}, 64, max_rollout_turns)
+    result, metrics = run_multi_turn_rollout(
+        engine, batch, ByteTokenizer(), {"guess_number": env}, 64, max_rollout_turns
+    )
     return engine, result, metrics
 
 
@@ -81,7 +83,9 @@ def test_what_the_environment_says_is_not_trained():
 
 
 def test_data_set():
-    rows = load_response_dataset({"dataset_name": "guess_number", "max_number": 7, "num_samples": 14, "stop_strings": ["\n"]}).dataset
+    rows = load_response_dataset(
+        {"dataset_name": "guess_number", "max_number": 7, "num_samples": 14, "stop_strings": ["\n"]}
+    ).dataset
     assert sorted(row["extra_env_info"]["secret"] for row in rows) == sorted(list(range(1, 8)) * 2)
     assert {row["messages"][0]["content"] for row in rows} == {"I am thinking of a number from 1 to 7.\nGuess:"}
     assert rows[0]["stop_strings"] == ["\n"]

@@ -2,7 +2,6 @@ import random
 
 import pytest
 import torch
-
 from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.math_environment import (
@@ -100,7 +99,24 @@ def test_same_scores_as_the_library_called_directly(env):
 def test_shortcut_agrees_with_the_library():
     worker = HFVerifyWorker()
     rng = random.Random(0)
-    words = ["the answer", "is", "12", "=", "-3", "1/2", "so", "50%", "Final", "x", "3.5", "\n", "(2)", "answer: 9", "and", "#"]
+    words = [
+        "the answer",
+        "is",
+        "12",
+        "=",
+        "-3",
+        "1/2",
+        "so",
+        "50%",
+        "Final",
+        "x",
+        "3.5",
+        "\n",
+        "(2)",
+        "answer: 9",
+        "and",
+        "#",
+    ]
     taken = 0
     for _ in range(400):
         number = str(rng.choice([0, 1, -1, 7, 12, -45, 10**8, rng.randint(-(10**9) + 1, 10**9 - 1)]))
@@ -160,7 +176,9 @@ def test_multilingual_multiple_choice():
 
 def test_a_worker_with_remote_runs_in_a_process_of_its_own():
     worker = HFVerifyWorker.remote(deadline_s=3.0)
-    scores, answers = get(worker.verify.remote([r"$\frac12$", "$5^{5^{5^{5^5}}}$"], ["1/2", "1"], return_extracted_answer=True))
+    scores, answers = get(
+        worker.verify.remote([r"$\frac12$", "$5^{5^{5^{5^5}}}$"], ["1/2", "1"], return_extracted_answer=True)
+    )
     assert scores == [1.0, 0.0] and answers == ["1/2", None]
     worker.shutdown()
 

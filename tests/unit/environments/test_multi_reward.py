@@ -1,8 +1,6 @@
 """Environments that give their reward in parts."""
 
-import pytest
 import torch
-
 from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 
@@ -21,7 +19,9 @@ RESPONSES = {
 
 
 def logs(responses):
-    return [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": response}] for response in responses]
+    return [
+        [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": response}] for response in responses
+    ]
 
 
 def test_three_parts():
@@ -29,7 +29,10 @@ def test_three_parts():
     result = environment.step(logs(RESPONSES), [{"ground_truth": "4"}] * len(RESPONSES), return_extracted_answer=True)
     parts = torch.stack([result.rewards[name] for name in ("reward/correctness", "reward/integer", "reward/format")], 1)
     assert [tuple(row) for row in parts.tolist()] == list(RESPONSES.values())
-    assert result.observations[0]["content"] == "Environment: correct" and result.observations[2]["content"] == "Environment: incorrect"
+    assert (
+        result.observations[0]["content"] == "Environment: correct"
+        and result.observations[2]["content"] == "Environment: incorrect"
+    )
     assert result.terminateds.tolist() == [1] * len(RESPONSES) and result.answers[0] == "4"
 
 
@@ -48,7 +51,10 @@ def even(completions, **columns):
 def test_reward_functions_as_parts():
     environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
     result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
-    assert {name: values.tolist() for name, values in result.rewards.items()} == {"longer": [1.0, 1.5, 0.0], "even": [2.0, 0.0, 0.0]}
+    assert {name: values.tolist() for name, values in result.rewards.items()} == {
+        "longer": [1.0, 1.5, 0.0],
+        "even": [2.0, 0.0, 0.0],
+    }
     summed = RewardFunctionEnvironment([longer, even], [0.5, 2.0]).step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert summed.rewards.tolist() == [3.0, 1.5, 0.0]
     twice = RewardFunctionEnvironment([even, even], as_parts=True).step(logs(["ab"]), [{}])

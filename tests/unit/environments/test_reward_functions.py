@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 
 LOGS = [[{"role": "user", "content": f"{n}="}, {"role": "assistant", "content": str(n)}] for n in range(3)]
@@ -44,8 +43,15 @@ def test_each_function_has_a_metric_of_its_own():
     one = lambda completions: [1.0] * 3  # noqa: E731
     two = lambda completions: [2.0] * 3  # noqa: E731
     assert metrics(one, two) == {"rewards/<lambda>_1": 1.0, "rewards/<lambda>_2": 2.0}
-    assert metrics(partial(scaled, factor=1), partial(scaled, factor=3)) == {"rewards/scaled_1": 1.0, "rewards/scaled_2": 3.0}
-    assert metrics(Fixed(4.0), Fixed(5.0), later) == {"rewards/Fixed_1": 4.0, "rewards/Fixed_2": 5.0, "rewards/later": 1.0}
+    assert metrics(partial(scaled, factor=1), partial(scaled, factor=3)) == {
+        "rewards/scaled_1": 1.0,
+        "rewards/scaled_2": 3.0,
+    }
+    assert metrics(Fixed(4.0), Fixed(5.0), later) == {
+        "rewards/Fixed_1": 4.0,
+        "rewards/Fixed_2": 5.0,
+        "rewards/later": 1.0,
+    }
 
     def scaled_1(completions):
         return [7.0] * 3
@@ -110,7 +116,9 @@ def test_what_is_no_reward_is_refused(returned, message):
     def mine(completions):
         return returned
 
-    with pytest.raises(ValueError, match=f"reward function mine {message}" if message.startswith(("must", "returned")) else message) as caught:
+    with pytest.raises(
+        ValueError, match=f"reward function mine {message}" if message.startswith(("must", "returned")) else message
+    ) as caught:
         rewards(mine)
     assert "\n" not in str(caught.value)
 
@@ -119,7 +127,10 @@ def test_completions_without_any_reward_are_said_once(capsys):
     environment = RewardFunctionEnvironment(lambda completions: [None, 1.0, None])
     assert environment.step(LOGS, INFO).rewards.tolist() == [0.0, 1.0, 0.0]
     environment.step(LOGS, INFO)
-    assert capsys.readouterr().err.count("2 of 3 completions got None from every reward function; such ones count as 0") == 1
+    assert (
+        capsys.readouterr().err.count("2 of 3 completions got None from every reward function; such ones count as 0")
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,4 +162,6 @@ def test_what_is_no_reward_function_is_refused(functions, weights, message):
 
 
 def test_one_weight_is_a_list_of_one():
-    assert rewards(Fixed(2.0), 0.5) == [1.0] * 3 and rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3
+    assert (
+        rewards(Fixed(2.0), 0.5) == [1.0] * 3 and rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3
+    )

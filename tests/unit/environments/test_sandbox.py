@@ -66,7 +66,9 @@ ATTACKS = {
 
 @pytest.fixture(scope="module")
 def env():
-    environment = CodeEnvironment({"time_limit_s": 1.0, "total_time_limit_s": 3.0, "memory_mb": 256, "max_output_kb": 256, "num_workers": 2})
+    environment = CodeEnvironment(
+        {"time_limit_s": 1.0, "total_time_limit_s": 3.0, "memory_mb": 256, "max_output_kb": 256, "num_workers": 2}
+    )
     yield environment
     environment.shutdown()
 
@@ -76,7 +78,9 @@ def test_contained(env, name, tmp_path):
     program, reason = ATTACKS[name]
     secret = tmp_path / "secret"
     secret.write_text("pwned")
-    program = program.replace("{secret!r}", repr(str(secret))).replace("{clone}", "56" if os.uname().machine == "x86_64" else "220")
+    program = program.replace("{secret!r}", repr(str(secret))).replace(
+        "{clone}", "56" if os.uname().machine == "x86_64" else "220"
+    )
     result = env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": TRUTH}])
     assert result.rewards.tolist() == [0.0]
     if reason != "any":
@@ -100,14 +104,20 @@ def test_nothing_but_three_descriptors_is_inherited(env):
     leaky = os.open("/etc/passwd", os.O_RDONLY)
     os.set_inheritable(leaky, True)
     try:
-        assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+        assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [
+            1.0
+        ]
     finally:
         os.close(leaky)
 
 
 def test_the_environment_variables_stay_outside(env, monkeypatch):
     program = "import os\ndef f(): return sorted(os.environ)"
-    truth = {"fn_name": "f", "inputs": [[]], "outputs": [["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "PYTHONHASHSEED", "TMPDIR"]]}
+    truth = {
+        "fn_name": "f",
+        "inputs": [[]],
+        "outputs": [["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "PYTHONHASHSEED", "TMPDIR"]],
+    }
     assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
 
 
@@ -139,7 +149,10 @@ def test_a_killed_worker_takes_its_program_with_it():
 
 def interpreter_for_everyone() -> str | None:
     """A Python of this version that any user can run."""
-    for name in (getattr(sys, "_base_executable", sys.executable), shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""):
+    for name in (
+        getattr(sys, "_base_executable", sys.executable),
+        shutil.which("python3", path="/usr/bin:/usr/local/bin") or "",
+    ):
         path = os.path.realpath(name)
         parents = Path(path).parents
         if name and all(parent.stat().st_mode & 0o005 == 0o005 for parent in parents):
@@ -148,7 +161,10 @@ def interpreter_for_everyone() -> str | None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the tests above already run as an unprivileged user")
-@pytest.mark.parametrize("name", ["fork bomb", "10 GB", "memory of many processes", "read a file", "caught socket", "kill everything", "orphans"])
+@pytest.mark.parametrize(
+    "name",
+    ["fork bomb", "10 GB", "memory of many processes", "read a file", "caught socket", "kill everything", "orphans"],
+)
 def test_contained_for_an_unprivileged_user(name):
     python = interpreter_for_everyone()
     if python is None:

@@ -8,12 +8,48 @@ ALLOW, KILL, NOTIFY, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x000500
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # from the kernels' tables (asm/unistd_64.h and asm-generic/unistd.h)
 FORBIDDEN = {
-    "x86_64": {"socket": 41, "ptrace": 101, "mount": 165, "unshare": 272, "setns": 308, "bpf": 321, "memfd_create": 319, "io_uring_setup": 425},
-    "aarch64": {"socket": 198, "ptrace": 117, "mount": 40, "unshare": 97, "setns": 268, "bpf": 280, "memfd_create": 279, "io_uring_setup": 425},
+    "x86_64": {
+        "socket": 41,
+        "ptrace": 101,
+        "mount": 165,
+        "unshare": 272,
+        "setns": 308,
+        "bpf": 321,
+        "memfd_create": 319,
+        "io_uring_setup": 425,
+    },
+    "aarch64": {
+        "socket": 198,
+        "ptrace": 117,
+        "mount": 40,
+        "unshare": 97,
+        "setns": 268,
+        "bpf": 280,
+        "memfd_create": 279,
+        "io_uring_setup": 425,
+    },
 }
 ALLOWED = {
-    "x86_64": {"read": 0, "write": 1, "mmap": 9, "execve": 59, "exit_group": 231, "openat": 257, "getrandom": 318, "socketpair": 53},
-    "aarch64": {"read": 63, "write": 64, "mmap": 222, "execve": 221, "exit_group": 94, "openat": 56, "getrandom": 278, "socketpair": 199},
+    "x86_64": {
+        "read": 0,
+        "write": 1,
+        "mmap": 9,
+        "execve": 59,
+        "exit_group": 231,
+        "openat": 257,
+        "getrandom": 318,
+        "socketpair": 53,
+    },
+    "aarch64": {
+        "read": 63,
+        "write": 64,
+        "mmap": 222,
+        "execve": 221,
+        "exit_group": 94,
+        "openat": 56,
+        "getrandom": 278,
+        "socketpair": 199,
+    },
 }
 MISSING = {  # sendfile, splice, tee, vmsplice, clone3
     "x86_64": {40, 275, 276, 278, 435},
@@ -69,7 +105,11 @@ def test_calls_that_depend_on_an_argument(machine, case):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_other_architectures_are_killed(machine):
     program = seccomp.filter_program(machine)
-    for architecture in (0x40000003, 0x40000028, *(MACHINES[name] for name in MACHINES if name != machine)):  # i386, arm, the other
+    for architecture in (
+        0x40000003,
+        0x40000028,
+        *(MACHINES[name] for name in MACHINES if name != machine),
+    ):  # i386, arm, the other
         assert bpf.run(program, 0, architecture) == KILL
 
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.environments import utils
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
@@ -51,7 +50,12 @@ def test_reward_functions_as_trl_calls_them():
     metadata = [{"ground_truth": "ab", "level": 1}, {"ground_truth": ""}]
     result = RewardFunctionEnvironment(length).step(says("ab", "abc"), metadata)
     assert result.rewards.tolist() == [2, 3] and result.rewards.dtype == torch.float32
-    assert seen == {"prompts": ["3 + 4 = "] * 2, "completions": ["ab", "abc"], "ground_truth": ["ab", ""], "level": [1, None]}
+    assert seen == {
+        "prompts": ["3 + 4 = "] * 2,
+        "completions": ["ab", "abc"],
+        "ground_truth": ["ab", ""],
+        "level": [1, None],
+    }
 
     env = RewardFunctionEnvironment.remote(reward_funcs=[length, right], weights=[0.5, 10])
     assert env.step(says("ab", "abc"), metadata).rewards.tolist() == [11.0, 1.5]
@@ -101,8 +105,13 @@ def test_reasoning_gyms_own_answers_are_right_without_tags():
     """A grid, a list of moves, one line, and a task that checks responses without an answer of its own."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
-    entries = [reasoning_gym.create_dataset(task, size=1, seed=7)[0] for task in ("mini_sudoku", "tower_of_hanoi", "rotate_matrix", "chain_sum")]
-    result = env.step(says(*(entry["answer"] for entry in entries)), [{"reasoning_gym_entry": entry} for entry in entries])
+    entries = [
+        reasoning_gym.create_dataset(task, size=1, seed=7)[0]
+        for task in ("mini_sudoku", "tower_of_hanoi", "rotate_matrix", "chain_sum")
+    ]
+    result = env.step(
+        says(*(entry["answer"] for entry in entries)), [{"reasoning_gym_entry": entry} for entry in entries]
+    )
     env.shutdown()
     assert ["\n" in entry["answer"] for entry in entries] == [True, True, True, False]
     assert result.rewards.tolist() == [1.0] * 4
@@ -125,7 +134,12 @@ def test_reasoning_gym():
     entries.append(reasoning_gym.create_dataset("letter_counting", size=1, seed=1)[0])
     env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
     answers = [e["answer"] for e in entries]
-    texts = [f" {answers[0]}\nQuestion: more", f"<answer>{answers[1]}</answer>", "999999", f"well <answer>{answers[3]}</answer>."]
+    texts = [
+        f" {answers[0]}\nQuestion: more",
+        f"<answer>{answers[1]}</answer>",
+        "999999",
+        f"well <answer>{answers[3]}</answer>.",
+    ]
     result = env.step(says(*texts), [{"reasoning_gym_entry": entry} for entry in entries])
     assert result.rewards.tolist() == [1.0, 1.0, pytest.approx(result.rewards[2].item()), 1.0]
     assert result.rewards[2] < 0.1
@@ -185,7 +199,11 @@ class Slow(EnvironmentInterface):
 
 def test_remote_calls_run_beside_the_caller_and_in_order():
     env = Slow.remote()
-    first, second, third = env.step.remote([], 1), env.step.remote([], "bad"), env.global_post_process_and_metrics.remote(3)
+    first, second, third = (
+        env.step.remote([], 1),
+        env.step.remote([], "bad"),
+        env.global_post_process_and_metrics.remote(3),
+    )
     assert not first.done()
     with pytest.raises(TimeoutError):
         get(first, timeout=0.01)

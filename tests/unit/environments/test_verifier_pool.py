@@ -8,7 +8,6 @@ import time
 import hostile_verifier
 import pytest
 from hostile_verifier import HostileVerifier, NeverStarts
-
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
 from processes import wait_until_gone

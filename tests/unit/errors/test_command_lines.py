@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp import __version__, cli, run_eval, run_grpo_math, run_ppo
 from nemo_rl_cpp.command_line import plain_warnings, unknown_option
 
@@ -65,16 +64,25 @@ def test_version_and_help(main, capsys):
     if main is not cli.main:
         listed = shown.partition("shipped configurations:")[2].split()
         assert "examples:" in shown and len(listed) >= 3
-        assert ("ppo_tiny.yaml" in listed) == (main is run_ppo.main) and ("grpo_tiny.yaml" in listed) == (main is run_grpo_math.main)
+        assert ("ppo_tiny.yaml" in listed) == (main is run_ppo.main) and ("grpo_tiny.yaml" in listed) == (
+            main is run_grpo_math.main
+        )
 
 
 def test_one_command_for_all(capsys):
     """From a wheel there are no scripts: `nemo-rl-cpp train` and `eval` are the same runs."""
-    for words in (["train", "--config", "grpo_tiny.yaml"], ["train", "--config", "ppo_tiny.yaml"], ["eval", "--config", "evals/eval.yaml"]):
+    for words in (
+        ["train", "--config", "grpo_tiny.yaml"],
+        ["train", "--config", "ppo_tiny.yaml"],
+        ["eval", "--config", "evals/eval.yaml"],
+    ):
         assert cli.main([*words, "--dry-run"]) == 0
         assert "model_name: " in capsys.readouterr().out
     assert cli.main(["configs"]) == 0 and "grpo_tiny.yaml\n" in capsys.readouterr().out
-    assert cli.main(["train", "--config", "nowhere.yaml"]) == 2 and "nowhere.yaml does not exist" in capsys.readouterr().err
+    assert (
+        cli.main(["train", "--config", "nowhere.yaml"]) == 2
+        and "nowhere.yaml does not exist" in capsys.readouterr().err
+    )
     assert cli.main(["report", "."]) == 2 and "holds no metrics.jsonl" in capsys.readouterr().err
     assert cli.main([]) == 2
     listed = capsys.readouterr().err
@@ -114,7 +122,9 @@ def test_generate_names_its_own_option(capsys, monkeypatch):
 def test_warnings_are_one_plain_line():
     before = warnings.formatwarning
     with plain_warnings():
-        assert warnings.formatwarning(UserWarning("two\nlines"), UserWarning, "observe.py", 65) == "warning: two lines\n"
+        assert (
+            warnings.formatwarning(UserWarning("two\nlines"), UserWarning, "observe.py", 65) == "warning: two lines\n"
+        )
     assert warnings.formatwarning is before
 
 
@@ -124,13 +134,27 @@ def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, mon
     shown, warned = capsys.readouterr()
     assert shown.startswith("Peak memory by phase") and "fits into this machine's 23 GB" in shown and not warned
     large = "hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 128256"
-    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{large}}}"]) == 2
+    assert (
+        run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{large}}}"]) == 2
+    )
     shown, refused = capsys.readouterr()
     assert "does not fit into this machine's 23 GB" in shown
-    assert refused.startswith("error: policy.model_name is tiny-random, whose weights, gradients and optimizer alone take 1")
+    assert refused.startswith(
+        "error: policy.model_name is tiny-random, whose weights, gradients and optimizer alone take 1"
+    )
     wide = "hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16, num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 16"
-    batch = ["policy.train_micro_batch_size=64", "policy.max_total_sequence_length=400", "policy.generation.max_new_tokens=3", "policy.hf_config_overrides.max_position_embeddings=512"]
-    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{wide}}}", *batch]) == 0
+    batch = [
+        "policy.train_micro_batch_size=64",
+        "policy.max_total_sequence_length=400",
+        "policy.generation.max_new_tokens=3",
+        "policy.hf_config_overrides.max_position_embeddings=512",
+    ]
+    assert (
+        run_grpo_math.main(
+            ["--config", "grpo_tiny.yaml", "--dry-run", f"policy.hf_config_overrides={{{wide}}}", *batch]
+        )
+        == 0
+    )
     assert capsys.readouterr().err.startswith("warning: the forecast of memory, ")
 
 
@@ -139,7 +163,11 @@ def test_a_dry_run_begins_with_the_forecast_and_says_whether_it_fits(capsys, mon
 
 def started(*arguments, **environment):
     return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
 
@@ -165,7 +193,9 @@ def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
         f"defaults: {ROOT / 'configs/grpo_tiny.yaml'}\ndata: {{default: {{env_name: reward_functions}}}}\n"
         "env: {reward_functions: {functions: [in_the_folder.left, beside_the_config.hangs]}}\n"
     )
-    run = started(str(ROOT / "examples/run_grpo_math.py"), "--config", "mine/run.yaml", *TINY[2:], "logger.log_dir=logs")
+    run = started(
+        str(ROOT / "examples/run_grpo_math.py"), "--config", "mine/run.yaml", *TINY[2:], "logger.log_dir=logs"
+    )
     for line in run.stdout:
         if "hanging" in line:
             break

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from nemo_rl_cpp import errors
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.errors import UserCodeError, guarded, one_sentence, save_traceback, user_place
@@ -33,7 +32,9 @@ def test_an_exception_of_the_users_keeps_its_type_and_says_where():
     error = caught(scored, missing)
     assert isinstance(error, KeyError) and isinstance(error, UserCodeError)
     line = missing.__code__.co_firstlineno + 1
-    assert str(error).startswith("reward function missing failed with KeyError 'answer', in missing (") and f"{HERE}:{line})" in str(error)
+    assert str(error).startswith(
+        "reward function missing failed with KeyError 'answer', in missing ("
+    ) and f"{HERE}:{line})" in str(error)
     assert str(error).endswith("; the samples have no column 'answer', they have completions, prompts, truth")
     assert type(error.__cause__) is KeyError and one_sentence(error) == str(error)
 
@@ -100,10 +101,18 @@ def test_what_our_own_code_raises_is_told_as_it_is():
 def test_other_sentences(tmp_path):
     from nemo_rl_cpp.utils.report.writer import write_report
 
-    assert one_sentence(caught(write_report, tmp_path)) == f"{tmp_path} holds no metrics.jsonl: give the log folder of a run, such as logs/exp_001"
+    assert (
+        one_sentence(caught(write_report, tmp_path))
+        == f"{tmp_path} holds no metrics.jsonl: give the log folder of a run, such as logs/exp_001"
+    )
     assert "nowhere.txt': No such file or directory" in one_sentence(caught(open, tmp_path / "nowhere.txt"))
-    assert one_sentence(ModuleNotFoundError("No module named 'nobody.auto'", name="nobody.auto")) == "the package nobody is not installed: run `pip install nobody`"
-    assert one_sentence(ModuleNotFoundError("No module named 'sklearn'", name="sklearn")).endswith("run `pip install scikit-learn`")
+    assert (
+        one_sentence(ModuleNotFoundError("No module named 'nobody.auto'", name="nobody.auto"))
+        == "the package nobody is not installed: run `pip install nobody`"
+    )
+    assert one_sentence(ModuleNotFoundError("No module named 'sklearn'", name="sklearn")).endswith(
+        "run `pip install scikit-learn`"
+    )
     assert one_sentence(MemoryError()).startswith("out of memory; `--dry-run` shows")
     assert one_sentence(TypeError("x" * 5000)).endswith("...") and len(one_sentence(TypeError("x" * 5000))) < 700
     noisy = RuntimeError("bad shape\nException raised from run at a.cpp:3 (most recent call first):\nframe #0: ...")
@@ -114,7 +123,10 @@ def test_a_mistake_of_ours_names_our_function():
     from nemo_rl_cpp.environments.utils import chunk_list_to_workers
 
     sentence = one_sentence(caught(chunk_list_to_workers, 3, 2))
-    assert sentence.startswith("unexpected TypeError: ") and "in chunk_list_to_workers (nemo_rl_cpp/environments/utils.py:" in sentence
+    assert (
+        sentence.startswith("unexpected TypeError: ")
+        and "in chunk_list_to_workers (nemo_rl_cpp/environments/utils.py:" in sentence
+    )
 
 
 def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_path, monkeypatch):
@@ -152,4 +164,6 @@ def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_folder", tmp_path)
     assert guarded(lambda: scored(missing), debug=True) == 1
     shown = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in shown and shown.splitlines()[-1].startswith("error: reward function missing")
+    assert "Traceback (most recent call last)" in shown and shown.splitlines()[-1].startswith(
+        "error: reward function missing"
+    )

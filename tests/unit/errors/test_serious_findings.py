@@ -4,13 +4,20 @@ import re
 
 import pytest
 import tiny
-
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.errors import UserCodeError
 
-OPTIONS = ["--config", "grpo_tiny.yaml", *tiny.SMALL, "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=false", "logger.tensorboard_enabled=false"]
+OPTIONS = [
+    "--config",
+    "grpo_tiny.yaml",
+    *tiny.SMALL,
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.enabled=false",
+    "logger.tensorboard_enabled=false",
+]
 
 
 def run(capsys, tmp_path, *overrides):
@@ -20,32 +27,53 @@ def run(capsys, tmp_path, *overrides):
     assert errors == ""
     lines = shown.splitlines()
     said = [line for line in lines if line.startswith("serious: ")]
-    table = " ".join(re.sub(r"[│┌┐└┘─┬┴]", " ", line).strip() for line in lines[lines.index(next(line for line in lines if line.startswith("GRPO "))) :])
+    table = " ".join(
+        re.sub(r"[│┌┐└┘─┬┴]", " ", line).strip()
+        for line in lines[lines.index(next(line for line in lines if line.startswith("GRPO "))) :]
+    )
     return said, re.sub(r"\s+", " ", table)
 
 
 def test_a_run_that_learns_nothing_says_so(tmp_path, capsys, monkeypatch):
     (tmp_path / "constant_reward.py").write_text("def half(completions, **_):\n    return [0.5 for _ in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    functions = ["data.default.env_name=reward_functions", "+env={reward_functions: {functions: [constant_reward.half]}}"]
+    functions = [
+        "data.default.env_name=reward_functions",
+        "+env={reward_functions: {functions: [constant_reward.half]}}",
+    ]
     said, table = run(capsys, tmp_path, "grpo.max_num_steps=4", *functions)
-    assert len(said) == 1 and "had the same reward, 0.5" in said[0] and "reward function gives one number to everything" in said[0]
-    assert table.startswith("GRPO tiny-random: finished, but nothing was learned") and "had the same reward, 0.5" in table
+    assert (
+        len(said) == 1
+        and "had the same reward, 0.5" in said[0]
+        and "reward function gives one number to everything" in said[0]
+    )
+    assert (
+        table.startswith("GRPO tiny-random: finished, but nothing was learned") and "had the same reward, 0.5" in table
+    )
 
 
 def test_the_advice_names_the_key_for_cut_prompts(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"849 of 849 prompts reach 3 tokens \(data.max_input_seq_length\)"):
         tiny.train(tmp_path, *tiny.SMALL, "data.max_input_seq_length=3")
     monkeypatch.setattr("nemo_rl_cpp.data.utils.say", lambda remarks: None)  # data sets that are not looked at before
-    done = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "data.max_input_seq_length=3", "logger.tensorboard_enabled=false")
+    done = tiny.train(
+        tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "data.max_input_seq_length=3", "logger.tensorboard_enabled=false"
+    )
     alerts = done.parts.run.alerts
     (row,) = [text for text in alerts.table().values() if "gradient" in text]
-    assert "All prompts have data.max_input_seq_length = 3 tokens or more (they have 4 on average)" in row and alerts.learned_nothing
+    assert (
+        "All prompts have data.max_input_seq_length = 3 tokens or more (they have 4 on average)" in row
+        and alerts.learned_nothing
+    )
     assert done.history[-1]["cut_prompts_rate"] == 1.0
 
 
 def test_the_advice_names_the_key_for_a_full_context(tmp_path):
-    lengths = ["policy.max_total_sequence_length=5", "policy.generation.max_new_tokens=30", "policy.generation.vllm_cfg.max_model_len=5"]
+    lengths = [
+        "policy.max_total_sequence_length=5",
+        "policy.generation.max_new_tokens=30",
+        "policy.generation.vllm_cfg.max_model_len=5",
+    ]
     done = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", *lengths, "logger.tensorboard_enabled=false")
     (row,) = [text for text in done.parts.run.alerts.table().values() if "cut off" in text]
     assert "Prompts of 4 tokens leave 1 of policy.max_total_sequence_length = 5" in row
@@ -75,5 +103,8 @@ def test_a_loss_of_the_users_is_named(tmp_path):
 
     made = tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", "logger.tensorboard_enabled=false")
     made.parts.loss_fn = my_loss
-    with pytest.raises(ZeroDivisionError, match=r"^your code failed with ZeroDivisionError: no tokens, in .*my_loss \(.*test_serious_findings.py:\d+\)$"):
+    with pytest.raises(
+        ZeroDivisionError,
+        match=r"^your code failed with ZeroDivisionError: no tokens, in .*my_loss \(.*test_serious_findings.py:\d+\)$",
+    ):
         run_to_end(made.loop, made.parts, made.config, made.state, "tiny")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
-from nemo_rl_cpp import cli, run_eval, run_grpo_math
+from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.environments import loading
 from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
+from safetensors.torch import save_file
 
 # what a user writes: module -> text
 MODULES = {
@@ -78,7 +77,10 @@ MODULES = {
 
 def rewards(*names, **section):
     given = ", ".join(f"{key}: {value}" for key, value in section.items())
-    return ["data.default.env_name=reward_functions", f"+env={{reward_functions: {{functions: [{', '.join(names)}]{', ' + given if given else ''}}}}}"]
+    return [
+        "data.default.env_name=reward_functions",
+        f"+env={{reward_functions: {{functions: [{', '.join(names)}]{', ' + given if given else ''}}}}}",
+    ]
 
 
 def environment(name):
@@ -88,16 +90,30 @@ def environment(name):
 def rows(text, name="data.jsonl", **keys):
     Path(name).write_text(text)
     section = {"dataset_name": "ResponseDataset", "data_path": name, "input_key": "q", "output_key": "a"} | keys
-    return [f"data.train={{{', '.join(f'{key}: {value}' for key, value in section.items())}}}", "~data.train.num_digits", "data.validation=null"]
+    return [
+        f"data.train={{{', '.join(f'{key}: {value}' for key, value in section.items())}}}",
+        "~data.train.num_digits",
+        "data.validation=null",
+    ]
 
 
 def model(**changes):
     folder = Path("model")
     folder.mkdir()
-    sizes = dict(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     config = {"model_type": "llama", "max_position_embeddings": 32} | sizes | changes
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.zeros(shape) for name, shape in parameter_shapes(native_config(config)).items()}, folder / "model.safetensors")
+    save_file(
+        {name: torch.zeros(shape) for name, shape in parameter_shapes(native_config(config)).items()},
+        folder / "model.safetensors",
+    )
     return ["policy.model_name=model", "policy.hf_config_overrides=null"]
 
 
@@ -114,7 +130,10 @@ def no_kernels(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "nemo_rl_cpp._cuda", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=__import__("importlib.util").util.find_spec: None if name.endswith("._cuda") else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, find=__import__("importlib.util").util.find_spec: None if name.endswith("._cuda") else find(name),
+    )
 
 
 def no_key(monkeypatch):
@@ -126,7 +145,10 @@ def no_key(monkeypatch):
         raise RuntimeError("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
 
     monkeypatch.setattr(logger, "wandb", SimpleNamespace(init=init))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, find=__import__("importlib.util").util.find_spec: object() if name == "wandb" else find(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, find=__import__("importlib.util").util.find_spec: object() if name == "wandb" else find(name),
+    )
 
 
 CASES = {
@@ -222,7 +244,11 @@ def test_one_sentence(case, capsys, monkeypatch):
     arguments = [*SMALL, "logger.log_dir=logs", *overrides()]
     for change in prepare:
         change(monkeypatch)
-    ended = run_grpo_math.main(arguments) if not arguments[-1].startswith("--") and "--grpo.max_num_steps" not in arguments else exit_status(arguments)
+    ended = (
+        run_grpo_math.main(arguments)
+        if not arguments[-1].startswith("--") and "--grpo.max_num_steps" not in arguments
+        else exit_status(arguments)
+    )
     errors = one_line(capsys)
     print(ended, errors)
     assert ended == status if status is not None else ended in (1, 2)

@@ -33,7 +33,9 @@ def checkpoints(tmp_path_factory):
 
 def evaluate(model, *overrides):
     torch.set_num_threads(1)
-    return evaluation.main(load_eval_config("evals/eval.yaml", [f"generation.model_name={model}", *REVERSE, *overrides]))
+    return evaluation.main(
+        load_eval_config("evals/eval.yaml", [f"generation.model_name={model}", *REVERSE, *overrides])
+    )
 
 
 def test_a_checkpoint_is_found(checkpoints, tmp_path):
@@ -46,7 +48,12 @@ def test_a_checkpoint_is_found(checkpoints, tmp_path):
 
 
 def test_samples_are_saved_and_give_the_score(checkpoints, tmp_path, capsys):
-    sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=4", "eval.k_value=2", f"eval.save_path={tmp_path / 'out'}")
+    sampled = (
+        "generation.temperature=1.0",
+        "eval.num_tests_per_prompt=4",
+        "eval.k_value=2",
+        f"eval.save_path={tmp_path / 'out'}",
+    )
     result = evaluate(checkpoints, *sampled)
     samples = json.loads((tmp_path / "out" / "evaluation_data.json").read_text())["evaluation_data"]
     assert len(samples) == 80 and [s["sample_index"] for s in samples] == list(range(80))
@@ -70,7 +77,13 @@ def test_the_score_does_not_depend_on_the_batch(checkpoints, tmp_path):
     texts = []
     for size, seed in ((-1, 42), (7, 42), (-1, 43)):
         folder = tmp_path / f"{size}-{seed}"
-        evaluate(checkpoints, *sampled, f"generation.num_prompts_per_step={size}", f"eval.seed={seed}", f"eval.save_path={folder}")
+        evaluate(
+            checkpoints,
+            *sampled,
+            f"generation.num_prompts_per_step={size}",
+            f"eval.seed={seed}",
+            f"eval.save_path={folder}",
+        )
         samples = json.loads((folder / "evaluation_data.json").read_text())["evaluation_data"]
         texts.append([sample["response"] for sample in samples])
     assert texts[0] == texts[1]
@@ -81,7 +94,9 @@ def test_the_score_does_not_depend_on_the_batch(checkpoints, tmp_path):
 def test_checkpoints_differ(checkpoints, tmp_path):
     for step in (2, 10):
         evaluate(checkpoints / f"step_{step}", f"eval.save_path={tmp_path / str(step)}")
-    assert (tmp_path / "2" / "evaluation_data.json").read_text() != (tmp_path / "10" / "evaluation_data.json").read_text()
+    assert (tmp_path / "2" / "evaluation_data.json").read_text() != (
+        tmp_path / "10" / "evaluation_data.json"
+    ).read_text()
 
 
 def test_repeat_and_the_command_line(checkpoints, capsys):
@@ -103,12 +118,22 @@ def sums(metric, *overrides):
     """A faked model that answers "2" or "3" to 1 + 1: right in half of the cases."""
     config = load_eval_config(
         "evals/arithmetic_smollm2.yaml",
-        [f"eval.metric={metric}", "eval.num_tests_per_prompt=3", "eval.k_value=3", "generation.temperature=1", *overrides],
+        [
+            f"eval.metric={metric}",
+            "eval.num_tests_per_prompt=3",
+            "eval.k_value=3",
+            "generation.temperature=1",
+            *overrides,
+        ],
     )
     row = {"length": 1, "extra_env_info": {"ground_truth": "2"}, "task_name": "arithmetic", "stop_strings": ["\n"]}
     tokenizer = ByteTokenizer()
     rows = [
-        {**row, "idx": i, "message_log": [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer.encode(text))}]}
+        {
+            **row,
+            "idx": i,
+            "message_log": [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer.encode(text))}],
+        }
         for i, text in enumerate(["1 + 1 = ", "2 + 0 = "])
     ]
     answers = {"1": ["2\n", "3\n", "2\n"], "2": ["no idea", "no idea", "2\n"]}
@@ -157,7 +182,9 @@ def test_conversations_of_several_turns(turns, score, capsys):
     ]  # fmt: skip
     environment = create_env("guess_number", {"higher": "+", "lower": "-", "stop_strings": list("0123456789")})
     generation = FakeGeneration(lambda prompt, key: path.get(prompt, "4"))
-    result = evaluation.run_env_eval(generation, StatefulDataLoader(rows, 7, collate_fn=eval_collate_fn), environment, config)
+    result = evaluation.run_env_eval(
+        generation, StatefulDataLoader(rows, 7, collate_fn=eval_collate_fn), environment, config
+    )
     assert result.score == pytest.approx(score)
     assert result.metrics["avg_turns_per_sample"] == pytest.approx({3: 17, 2: 13, 1: 7}[turns] / 7)
     assert ("turns" in capsys.readouterr().out) == (turns > 1)

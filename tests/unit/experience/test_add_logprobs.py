@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 
@@ -28,7 +27,9 @@ class Policy:
 
 def batch(versions=(5, 5)):
     return BatchedDataDict(
-        input_ids=torch.zeros(2, 3, dtype=torch.int64), generation_logprobs=torch.full((2, 3), -3.0), weight_version=torch.tensor(versions)
+        input_ids=torch.zeros(2, 3, dtype=torch.int64),
+        generation_logprobs=torch.full((2, 3), -3.0),
+        weight_version=torch.tensor(versions),
     )
 
 
@@ -52,6 +53,8 @@ def test_stale_samples_keep_the_policy_that_sampled_them():
     assert data["prev_logprobs"].tolist() == [[-3.0] * 3, [-1.0] * 3]
 
 
-@pytest.mark.parametrize("kl, threshold, expected", [(0.0, None, (False, False)), (0.01, None, (True, False)), (0, 2.0, (False, True))])
+@pytest.mark.parametrize(
+    "kl, threshold, expected", [(0.0, None, (False, False)), (0.01, None, (True, False)), (0, 2.0, (False, True))]
+)
 def test_needs_follow_the_configuration(kl, threshold, expected):
     assert LogprobNeeds.of(SimpleNamespace(reference_policy_kl_penalty=kl), threshold) == expected

@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
-
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.experience.early_scoring import EarlyScoring
 from nemo_rl_cpp.experience.rollouts import run_multi_turn_rollout
@@ -31,7 +30,9 @@ class Lengths(EnvironmentInterface):
             raise RuntimeError(f"cannot score {self.fails_on}")
         rewards = torch.tensor([float(len(text)) for text in texts])
         observations = [{"role": "environment", "content": f"<{info}>"} for info in metadata]
-        return EnvironmentReturn(observations, [info for info in metadata], [None] * len(texts), rewards, torch.ones(len(texts)), None)
+        return EnvironmentReturn(
+            observations, list(metadata), [None] * len(texts), rewards, torch.ones(len(texts)), None
+        )
 
     def global_post_process_and_metrics(self, batch):
         return batch, {}
@@ -90,7 +91,9 @@ def test_an_environment_answers_while_others_are_generated():
     assert environment.calls[0] == [("4", "xxxx")] and len(environment.calls) > 1
 
 
-@pytest.mark.parametrize("environment", [Together.remote(), Lengths()], ids=["needs the whole batch", "no thread of its own"])
+@pytest.mark.parametrize(
+    "environment", [Together.remote(), Lengths()], ids=["needs the whole batch", "no thread of its own"]
+)
 def test_others_are_asked_once_at_the_end(environment):
     rollout(ReportingGeneration([[0], [1, 2]]), {"a": environment}, tasks="aaaaa")
     assert [len(call) for call in environment.calls] == [5]

@@ -2,7 +2,6 @@
 
 import pytest
 from fakes import prompts
-
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec

@@ -5,7 +5,6 @@ from copy import deepcopy
 import pytest
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
@@ -81,7 +80,12 @@ def test_several_turns_by_hand():
 
 def test_max_turns():
     result, metrics = run_multi_turn_rollout(
-        FakeGeneration(lambda p, k: "x"), echo_batch([1, 9]), TOKENIZER, {"echo": EchoEnvironment()}, 100, max_rollout_turns=2
+        FakeGeneration(lambda p, k: "x"),
+        echo_batch([1, 9]),
+        TOKENIZER,
+        {"echo": EchoEnvironment()},
+        100,
+        max_rollout_turns=2,
     )
     assert metrics["max_turns_reached_rate"] == 0.5 and metrics["natural_termination_rate"] == 0.5
     assert result["truncated"].tolist() == [False, False]
@@ -91,7 +95,12 @@ def test_max_turns():
 def test_observation_that_just_fits_ends_the_conversation(room, observed, flag):
     # prompt 2 + response 3 (with eos) + observation 2 = 7
     result, _ = run_multi_turn_rollout(
-        FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, room, max_rollout_turns=1
+        FakeGeneration(lambda p, k: "ab"),
+        echo_batch([2]),
+        TOKENIZER,
+        {"echo": EchoEnvironment()},
+        room,
+        max_rollout_turns=1,
     )
     assert len(result["message_log"][0][2]["token_ids"]) == observed
     assert result["message_log"][0][2]["content"] == "AB"
@@ -100,7 +109,9 @@ def test_observation_that_just_fits_ends_the_conversation(room, observed, flag):
 
 def test_response_longer_than_the_limit_is_an_error():
     with pytest.raises(RuntimeError, match="max_total_sequence_length"):
-        run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 4)
+        run_multi_turn_rollout(
+            FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 4
+        )
 
 
 def test_generation_cut_short_is_flagged_and_goes_on():

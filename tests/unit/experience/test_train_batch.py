@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.train_batch import (
     add_token_loss_masks,
@@ -22,7 +21,12 @@ def message(role, ids, logprobs=None):
 def samples():
     """Two samples: one with two sampled turns and an observation; one with a scripted assistant message in the prompt."""
     logs = [
-        [message("user", [1, 2]), message("assistant", [3], [-0.5]), message("environment", [4]), message("assistant", [5, 6], [-1.0, -2.0])],
+        [
+            message("user", [1, 2]),
+            message("assistant", [3], [-0.5]),
+            message("environment", [4]),
+            message("assistant", [5, 6], [-1.0, -2.0]),
+        ],
         [message("user", [1]), message("assistant", [7]), message("user", [8]), message("assistant", [9], [-3.0])],
     ]
     return BatchedDataDict(
@@ -72,4 +76,6 @@ def test_initial_prompt_by_length():
     assert [len(p) for p in prompt] == [1, 3]
     assert extract_initial_prompt_messages(logs, torch.tensor([0, 0])) == [[], []]
     with pytest.raises(ValueError, match="inside a response"):
-        extract_initial_prompt_messages([[message("user", [1]), message("assistant", [2, 3], [0.0, 0.0])]], torch.tensor([2]))
+        extract_initial_prompt_messages(
+            [[message("user", [1]), message("assistant", [2, 3], [0.0, 0.0])]], torch.tensor([2])
+        )

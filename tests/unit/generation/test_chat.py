@@ -5,7 +5,6 @@ import sys
 import warnings
 
 import pytest
-
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config.policy import PolicyConfig, TokenizerConfig
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
@@ -20,13 +19,19 @@ OWN = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 def checkpoint(folder, own, run=None):
     """`step_1` of a run on a model whose template is `own`; `run`: its section policy.tokenizer."""
-    config = PolicyConfig(model_name="tiny-random", precision="float32", max_total_sequence_length=64, generation={"max_new_tokens": 4})
+    config = PolicyConfig(
+        model_name="tiny-random", precision="float32", max_total_sequence_length=64, generation={"max_new_tokens": 4}
+    )
     config.fill_defaults()
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = own
-    Policy(None, config, tokenizer, init_reference_model=False).save_checkpoint(folder / "step_1" / "policy" / "weights")
+    Policy(None, config, tokenizer, init_reference_model=False).save_checkpoint(
+        folder / "step_1" / "policy" / "weights"
+    )
     if run is not None:
-        (folder / "step_1" / "config.yaml").write_text(dump_yaml({"policy": {"model_name": "m", "tokenizer": {"name": "m", **run}}}))
+        (folder / "step_1" / "config.yaml").write_text(
+            dump_yaml({"policy": {"model_name": "m", "tokenizer": {"name": "m", **run}}})
+        )
     return folder / "step_1"
 
 
@@ -37,7 +42,23 @@ def _on_stderr(message, category, filename, lineno, file=None, line=None):
 def chat(folder, capsys, text="12"):
     with warnings.catch_warnings():
         warnings.showwarning = _on_stderr  # as outside pytest, which would record them
-        assert main(["generate", "--model", str(folder), "--chat", "--greedy", "--max-new-tokens", "4", "--precision", "float32", text]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    "--model",
+                    str(folder),
+                    "--chat",
+                    "--greedy",
+                    "--max-new-tokens",
+                    "4",
+                    "--precision",
+                    "float32",
+                    text,
+                ]
+            )
+            == 0
+        )
     return capsys.readouterr()
 
 
@@ -45,7 +66,9 @@ def continued(folder, text):
     return TextGenerator(folder, precision="float32").generate(text, greedy=True, max_new_tokens=4).text
 
 
-@pytest.mark.parametrize("run", [None, {}, {"chat_template": "default"}, {"chat_template": OWN}, {"chat_template_kwargs": None}])
+@pytest.mark.parametrize(
+    "run", [None, {}, {"chat_template": "default"}, {"chat_template": OWN}, {"chat_template_kwargs": None}]
+)
 def test_the_models_own_template_needs_no_word(tmp_path, capsys, run):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)
@@ -56,9 +79,15 @@ def test_the_models_own_template_needs_no_word(tmp_path, capsys, run):
     ("run", "said"),
     [
         ({"chat_template": None}, "the model's own chat template is used; the run trained on contents as they are"),
-        ({"chat_template": "{{ messages[0].content }}+"}, "the model's own chat template is used; the run trained with another one"),
+        (
+            {"chat_template": "{{ messages[0].content }}+"},
+            "the model's own chat template is used; the run trained with another one",
+        ),
         ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "the run gave its chat template the values {'enable_thinking': False}"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "the run gave its chat template the values {'enable_thinking': False}",
+        ),
     ],
 )
 def test_another_template_of_the_run_is_said(tmp_path, capsys, run, said):
@@ -71,7 +100,10 @@ def test_another_template_of_the_run_is_said(tmp_path, capsys, run, said):
 def test_the_runs_template_serves_a_model_without_one(tmp_path, capsys):
     folder = checkpoint(tmp_path, None, {"chat_template": OWN})
     out = chat(folder, capsys)
-    assert out.out.strip() == continued(folder, "12=") and "the model has no chat template of its own: the run's is used" in out.err
+    assert (
+        out.out.strip() == continued(folder, "12=")
+        and "the model has no chat template of its own: the run's is used" in out.err
+    )
 
 
 @pytest.mark.parametrize("run", [None, {"chat_template": None}, {"chat_template": "gone.jinja"}])
@@ -97,9 +129,21 @@ def test_a_template_that_passes_text_through_is_said(tmp_path, capsys):
         ({"chat_template": None}, {"chat_template": None}, None),
         ({}, {"chat_template": "default"}, None),
         ({"chat_template_kwargs": {}}, {"chat_template_kwargs": None}, None),
-        ({"chat_template": None}, {}, "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null"),
-        ({}, {"chat_template": None}, "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'"),
-        ({"chat_template_kwargs": {"a": 1}}, {}, "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
+        (
+            {"chat_template": None},
+            {},
+            "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null",
+        ),
+        (
+            {},
+            {"chat_template": None},
+            "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'",
+        ),
+        (
+            {"chat_template_kwargs": {"a": 1}},
+            {},
+            "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}",
+        ),
     ],
 )
 def test_an_evaluation_says_where_its_prompts_begin_otherwise_than_its_runs(tmp_path, run, section, said):
@@ -118,4 +162,6 @@ def test_bytes_that_form_no_character_do_not_end_a_text(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     generator = TextGenerator(folder, precision="float32")
     done = [generator.generate(TEXT, max_new_tokens=60, seed=seed) for seed in range(5)]
-    assert all(len(text.token_ids) == 60 or text.token_ids[-1] == 2 for text in done) and any(len(text.token_ids) == 60 for text in done)
+    assert all(len(text.token_ids) == 60 or text.token_ids[-1] == 2 for text in done) and any(
+        len(text.token_ids) == 60 for text in done
+    )

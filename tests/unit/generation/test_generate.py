@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -48,7 +47,9 @@ def engines_ids(policy, greedy=False, **generation):
 def test_tokens_are_those_of_the_engine_of_training(precision, rule, tmp_path):
     policy = make_policy(precision, **rule)
     generator = TextGenerator(save(policy, tmp_path), precision=precision)
-    assert generator.generate(PROMPT, max_new_tokens=12, seed=policy.create_generation().seed, **rule).token_ids == engines_ids(policy)
+    assert generator.generate(
+        PROMPT, max_new_tokens=12, seed=policy.create_generation().seed, **rule
+    ).token_ids == engines_ids(policy)
     assert generator.generate(PROMPT, max_new_tokens=12, greedy=True).token_ids == engines_ids(policy, greedy=True)
 
 
@@ -60,13 +61,17 @@ def test_weights_are_converted_as_the_policy_converts_them(folder):
 def test_pieces_come_as_they_are_drawn_and_make_up_the_text(folder):
     pieces = []
     done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
-    assert len(pieces) > 1 and "".join(pieces) == done.text == tiny_tokenizer().decode(done.token_ids, skip_special_tokens=True)
+    assert len(pieces) > 1 and "".join(pieces) == done.text == tiny_tokenizer().decode(
+        done.token_ids, skip_special_tokens=True
+    )
 
 
 def test_why_a_text_ends(folder):
     generator = TextGenerator(folder)
     texts = [generator.generate(PROMPT, max_new_tokens=20, seed=seed) for seed in range(40)]
-    seed, whole = next((seed, text) for seed, text in enumerate(texts) if EOS not in text.token_ids and min(text.token_ids[:5]) > 3)  # no special token within the stop string
+    seed, whole = next(
+        (seed, text) for seed, text in enumerate(texts) if EOS not in text.token_ids and min(text.token_ids[:5]) > 3
+    )  # no special token within the stop string
     assert whole.finish_reason == "length" and len(whole.token_ids) == 20
     stop = whole.text[3:5]
     stopped = generator.generate(PROMPT, max_new_tokens=20, seed=seed, stop_strings=[stop])
@@ -86,7 +91,9 @@ def test_a_text_ends_where_the_models_positions_end(folder):
 def test_messages_go_through_the_chat_template(folder):
     generator = TextGenerator(folder)
     message = [{"role": "user", "content": PROMPT}]
-    assert generator.generate(message, max_new_tokens=6, greedy=True) == generator.generate(PROMPT, max_new_tokens=6, greedy=True)
+    assert generator.generate(message, max_new_tokens=6, greedy=True) == generator.generate(
+        PROMPT, max_new_tokens=6, greedy=True
+    )
 
 
 def test_an_error_in_on_text_ends_the_text_and_the_model_lives_on(folder):
@@ -122,7 +129,22 @@ def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
     weights.symlink_to(folder)
     texts = []
     for model in (folder, tmp_path / "run", tmp_path / "run" / "step_7"):
-        assert main(["generate", "--model", str(model), "--greedy", "--max-new-tokens", "8", "--precision", "float32", PROMPT]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    "--model",
+                    str(model),
+                    "--greedy",
+                    "--max-new-tokens",
+                    "8",
+                    "--precision",
+                    "float32",
+                    PROMPT,
+                ]
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[2]
 
@@ -137,8 +159,14 @@ def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
         (["--model", "{folder}", "--stop", "", "1+1="], "empty string"),
         (["--model", "{folder}", ""], "is empty"),
         (["--model", "{folder}", "--seed", "-1", "1+1="], "seed = -1: expected a whole number from 0 to 4294967295"),
-        (["--model", "{folder}", "--temperature", "-1", "1+1="], "temperature = -1.0: expected a number from 1e-38 to 1e+38, or 0 for greedy"),
-        (["--model", "{folder}", "--temperature", "1e-40", "1+1="], "temperature = 1e-40: expected a number from 1e-38"),
+        (
+            ["--model", "{folder}", "--temperature", "-1", "1+1="],
+            "temperature = -1.0: expected a number from 1e-38 to 1e+38, or 0 for greedy",
+        ),
+        (
+            ["--model", "{folder}", "--temperature", "1e-40", "1+1="],
+            "temperature = 1e-40: expected a number from 1e-38",
+        ),
         (["--model", "{folder}", "--temperature", "nan", "1+1="], "temperature = nan"),
         (["--model", "{folder}", "--temperature", "1e39", "1+1="], "temperature = 1e+39"),
         (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
@@ -157,7 +185,23 @@ def test_temperature_0_is_greedy(folder, temperature, capsys):
     generator = TextGenerator(folder, precision="float32")
     greedy = generator.generate(PROMPT, greedy=True, max_new_tokens=8)
     assert generator.generate(PROMPT, temperature=temperature, max_new_tokens=8) == greedy
-    assert main(["generate", "--model", str(folder), "--precision", "float32", "--temperature", str(temperature), "--max-new-tokens", "8", PROMPT]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(folder),
+                "--precision",
+                "float32",
+                "--temperature",
+                str(temperature),
+                "--max-new-tokens",
+                "8",
+                PROMPT,
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.strip() == greedy.text.strip()
 
 
@@ -166,7 +210,9 @@ def test_one_stop_string_is_one(folder):
     whole = generator.generate(PROMPT, greedy=True, max_new_tokens=12).text
     stop = whole[2:4]
     stopped = generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=stop)
-    assert stopped.text == whole[: whole.index(stop) + 2] and stopped == generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=[stop])
+    assert stopped.text == whole[: whole.index(stop) + 2] and stopped == generator.generate(
+        PROMPT, greedy=True, max_new_tokens=12, stop_strings=[stop]
+    )
     assert generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=None).text == whole
 
 

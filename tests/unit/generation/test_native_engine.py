@@ -125,7 +125,9 @@ def test_output_follows_the_contract():
         assert out["logprobs"][r, :start].eq(0).all() and out["logprobs"][r, start + 8 :].eq(0).all()
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_batch_size": 1}, {"max_batch_size": None, "prefill_chunk_tokens": 1}, {"kv_cache_gb": 6e-6}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_batch_size": 1}, {"max_batch_size": None, "prefill_chunk_tokens": 1}, {"kv_cache_gb": 6e-6}]
+)
 def test_limits_do_not_change_a_text(limits):
     rows = [[1 + i % 7] * (1 + 3 * (i // 4)) for i in range(20)]
     more = {"draw_ids": torch.arange(20) // 4, "sample_index": torch.arange(20) % 4}
@@ -178,7 +180,9 @@ def test_greedy_takes_the_largest_logit():
     tokens = out["output_ids"][0].tolist()
     for end in range(2, 10):
         assert tokens[end] == int(logits_after(tokens[:end]).argmax())
-        assert out["logprobs"][0, end].item() == pytest.approx(torch.log_softmax(logits_after(tokens[:end]), 0).max().item(), abs=1e-6)
+        assert out["logprobs"][0, end].item() == pytest.approx(
+            torch.log_softmax(logits_after(tokens[:end]), 0).max().item(), abs=1e-6
+        )
 
 
 def test_processed_logprobs_under_temperature_and_filters():
@@ -237,7 +241,9 @@ def test_cache_is_allocated_by_need_and_given_back():
 
 
 def test_configuration_may_be_an_object():
-    config = SimpleNamespace(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=[], stop_strings=None)
+    config = SimpleNamespace(
+        max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=[], stop_strings=None
+    )
     out = NativeGeneration(PythonModel(), config, Tokenizer()).generate(batch([[3, 4]]))
     assert out["generation_lengths"].tolist() == [3]
 
@@ -264,7 +270,9 @@ def test_bad_batches_are_refused(change, message):
         make().generate(batch([[3, 4, 5], [6, 7]]) | change)
 
 
-@pytest.mark.parametrize("config", [{"temperature": -0.5}, {"top_p": 0}, {"max_batch_size": -1}, {"prefill_chunk_tokens": -1}])
+@pytest.mark.parametrize(
+    "config", [{"temperature": -0.5}, {"top_p": 0}, {"max_batch_size": -1}, {"prefill_chunk_tokens": -1}]
+)
 def test_bad_configurations_are_refused_at_once(config):
     with pytest.raises(ValueError, match=next(iter(config))):
         make(**config)
@@ -301,7 +309,10 @@ def test_ctrl_c_is_seen_within_a_step(request):
 
 
 def test_logits_that_are_not_finite_are_an_error_that_names_the_place(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.logits_after", lambda tokens: torch.full((VOCABULARY,), float("nan")) if len(tokens) == 5 else torch.zeros(VOCABULARY))
+    monkeypatch.setattr(
+        f"{__name__}.logits_after",
+        lambda tokens: torch.full((VOCABULARY,), float("nan")) if len(tokens) == 5 else torch.zeros(VOCABULARY),
+    )
     with pytest.raises(RuntimeError, match="not finite for request 0 .draw 0, sample 0. at position 5"):
         make().generate(batch([[3, 4]]))
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -47,7 +46,12 @@ def test_generation_logprobs_equal_the_trainers_bit_for_bit(precision, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for batch, chunk, generations, share in ((1, 16, 1, True), (7, 5, 3, True), (70, 64, 8, True), (23, 1000, 4, False)):
+        for batch, chunk, generations, share in (
+            (1, 16, 1, True),
+            (7, 5, 3, True),
+            (70, 64, 8, True),
+            (23, 1000, 4, False),
+        ):
             policy = make_policy(precision, max_batch_size=batch, prefill_chunk_tokens=chunk, temperature=0.8)
             policy.config.__dict__["share_prompt_prefix"] = share
             sizes = [1 + (37 * i) % 300 for i in range(6)]
@@ -96,7 +100,9 @@ def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them
         assert torch.equal(output["logprobs"][mask], logprobs[mask])
 
 
-PACKS = pytest.mark.skipif(C.PackedWeights.most_rows() == 0, reason="weights are packed on processors with AVX-512 only")
+PACKS = pytest.mark.skipif(
+    C.PackedWeights.most_rows() == 0, reason="weights are packed on processors with AVX-512 only"
+)
 
 
 def generation_of(model, packed, **settings):
@@ -127,7 +133,9 @@ def test_weights_that_changed_are_packed_anew():
     model.masters_changed()
     generation._next_draw_id = 0
     changed, expected = generation.generate(inputs), generation_of(other, "off").generate(inputs)
-    assert torch.equal(changed["output_ids"], expected["output_ids"]) and torch.equal(changed["logprobs"], expected["logprobs"])
+    assert torch.equal(changed["output_ids"], expected["output_ids"]) and torch.equal(
+        changed["logprobs"], expected["logprobs"]
+    )
     assert not torch.equal(changed["logprobs"], first["logprobs"])
 
 
@@ -146,7 +154,9 @@ def test_an_optimizer_step_changes_what_packed_weights_generate():
         digests.add(model.digest())
         assert not torch.equal(outputs[-1]["logprobs"], before["logprobs"])
     assert len(digests) == 1
-    assert torch.equal(outputs[0]["output_ids"], outputs[1]["output_ids"]) and torch.equal(outputs[0]["logprobs"], outputs[1]["logprobs"])
+    assert torch.equal(outputs[0]["output_ids"], outputs[1]["output_ids"]) and torch.equal(
+        outputs[0]["logprobs"], outputs[1]["logprobs"]
+    )
 
 
 @pytest.mark.parametrize("packed", ["yes", "ON"])
@@ -165,7 +175,10 @@ def test_a_text_depends_on_its_own_key_only():
     row = make_policy().create_generation().generate(alone)["output_ids"][0]
     assert torch.equal(row, whole["output_ids"][6, : len(row)])
     val = make_policy().create_generation().generate({**inputs, "stream": "val"})
-    assert not torch.equal(val["output_ids"], whole["output_ids"][:, : val["output_ids"].shape[1]]) or val["output_ids"].shape != whole["output_ids"].shape
+    assert (
+        not torch.equal(val["output_ids"], whole["output_ids"][:, : val["output_ids"].shape[1]])
+        or val["output_ids"].shape != whole["output_ids"].shape
+    )
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -188,7 +201,13 @@ def test_stop_strings_and_lengths():
     policy = make_policy(stop_strings=["7"], max_new_tokens=25)
     outputs = policy.create_generation().generate(inputs)
     seven = policy.tokenizer.convert_tokens_to_ids("7")
-    for row, n, total, cut in zip(outputs["output_ids"], outputs["generation_lengths"], outputs["unpadded_sequence_lengths"], outputs["truncated"], strict=True):
+    for row, n, total, cut in zip(
+        outputs["output_ids"],
+        outputs["generation_lengths"],
+        outputs["unpadded_sequence_lengths"],
+        outputs["truncated"],
+        strict=True,
+    ):
         response = row[total - n : total].tolist()
         stopped = response[-1] in (seven, policy.tokenizer.eos_token_id)
         assert stopped != bool(cut) and seven not in response[:-1]

@@ -28,7 +28,9 @@ def logits_rows(kind: str, V: int) -> torch.Tensor:
     if kind == "flat":
         return normal * 0.01
     if kind == "masked":
-        return normal.masked_fill(torch.rand(6, V, generator=random) < 0.5, -torch.inf).index_fill_(1, torch.tensor([V // 2]), 1.0)
+        return normal.masked_fill(torch.rand(6, V, generator=random) < 0.5, -torch.inf).index_fill_(
+            1, torch.tensor([V // 2]), 1.0
+        )
     return normal * 2.5
 
 
@@ -76,7 +78,9 @@ def test_a_row_does_not_see_the_others_or_the_threads():
         assert torch.equal(torch.cat([row[i] for row in alone]), whole[i])
 
 
-@pytest.mark.parametrize("rule", [{}, {"temperature": 0.6}, {"top_k": 12}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [{}, {"temperature": 0.6}, {"top_k": 12}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9}], ids=str
+)
 def test_draws_follow_the_probabilities(rule):
     """Chi-square over the tokens; the critical value is that of significance 1e-4 (Wilson-Hilferty)."""
     V, draws = 60, 40_000
@@ -95,21 +99,28 @@ def test_draws_follow_the_probabilities(rule):
 
 def test_top_k_keeps_ties_with_the_kth_value():
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
-    drawn = {int(C.sample_rows(logits, torch.tensor([u], dtype=torch.float64), C.SamplingRule(top_k=2))[0]) for u in np.linspace(0, 0.999, 200)}
+    drawn = {
+        int(C.sample_rows(logits, torch.tensor([u], dtype=torch.float64), C.SamplingRule(top_k=2))[0])
+        for u in np.linspace(0, 0.999, 200)
+    }
     assert drawn == {0, 2, 3, 4}
 
 
 def test_top_p_on_probabilities_that_a_reader_can_add():
     # 0.5, 0.25, 0.125, 0.125: ascending sums 0.125 (index 2), 0.25 (3), 0.5 (1), 1 (0)
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().float().unsqueeze(0)
+
     def kept(p):
         scores = [C.score_rows(logits, torch.tensor([t]), C.SamplingRule(top_p=p))[1].item() for t in range(4)]
         return {t for t, score in enumerate(scores) if score > -np.inf}
+
     assert kept(0.4) == {0}
     assert kept(0.6) == {0, 1}
     assert kept(0.8) == {0, 1, 3}  # of two equal probabilities the later index goes last, so it stays
     assert kept(0.9) == {0, 1, 2, 3}
-    assert C.score_rows(logits, torch.tensor([1]), C.SamplingRule(top_p=0.6))[1].item() == pytest.approx(np.log(1 / 3), abs=1e-6)
+    assert C.score_rows(logits, torch.tensor([1]), C.SamplingRule(top_p=0.6))[1].item() == pytest.approx(
+        np.log(1 / 3), abs=1e-6
+    )
 
 
 def test_greedy_takes_the_first_largest_and_reports_the_plain_distribution():

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from fakes import ByteTokenizer, FakeGeneration
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation import configure_generation_config
 from nemo_rl_cpp.models.generation.interfaces import (
@@ -54,7 +53,11 @@ def test_configure_fills_in_what_the_tokenizer_knows():
     config = configure_generation_config(base_config(), ByteTokenizer())
     assert config["_pad_token_id"] == 256 and config["stop_token_ids"] == [257]
     assert configure_generation_config(base_config(stop_token_ids=[3]), ByteTokenizer())["stop_token_ids"] == [3]
-    for is_eval, stop, load, skip in [(False, None, "dummy", True), (False, ["x"], "dummy", False), (True, None, "auto", False)]:
+    for is_eval, stop, load, skip in [
+        (False, None, "dummy", True),
+        (False, ["x"], "dummy", False),
+        (True, None, "auto", False),
+    ]:
         config = base_config(backend="vllm", vllm_cfg={}, stop_strings=stop)
         engine = configure_generation_config(config, ByteTokenizer(), is_eval=is_eval)["vllm_cfg"]
         assert engine == {"load_format": load, "skip_tokenizer_init": skip}

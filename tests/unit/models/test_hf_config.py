@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-
 from nemo_rl_cpp.models.hf_config import (
     TINY_CONFIG,
     architecture,
@@ -20,35 +19,66 @@ from nemo_rl_cpp.models.hf_config import (
 from nemo_rl_cpp.models.rope import rope_frequencies
 from nemo_rl_cpp.models.sources import ModelFolderError
 
-QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 32, "vocab_size": 100, "intermediate_size": 64, "num_hidden_layers": 4}
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_attention_heads": 32,
+    "vocab_size": 100,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def test_both_formats_are_one_and_other_keys_stay():
-    four = TINY_CONFIG | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2], "my_own": None}
-    five = {k: v for k, v in four.items() if not k.startswith("rope")} | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}}
+    four = TINY_CONFIG | {
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "linear", "factor": 2},
+        "eos_token_id": [1, 2],
+        "my_own": None,
+    }
+    five = {k: v for k, v in four.items() if not k.startswith("rope")} | {
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}
+    }
     form = canonical_config(four)
     assert form == canonical_config(five) == canonical_config(form)
-    assert form["rope_theta"] == 500.0 and form["rope_scaling"] == {"rope_type": "linear", "factor": 2} and "rope_parameters" not in form
+    assert (
+        form["rope_theta"] == 500.0
+        and form["rope_scaling"] == {"rope_type": "linear", "factor": 2}
+        and "rope_parameters" not in form
+    )
     assert form["eos_token_id"] == [1, 2] and form["my_own"] is None and form["attention_bias"] is False
 
 
 def test_what_is_left_out_is_what_transformers_takes():
     assert canonical_config({"model_type": "llama"})["max_position_embeddings"] == 2048
     qwen = canonical_config(QWEN)
-    assert (qwen["num_key_value_heads"], qwen["head_dim"], qwen["rms_norm_eps"], qwen["max_position_embeddings"]) == (32, 2, 1e-6, 32768)
+    assert (qwen["num_key_value_heads"], qwen["head_dim"], qwen["rms_norm_eps"], qwen["max_position_embeddings"]) == (
+        32,
+        2,
+        1e-6,
+        32768,
+    )
     assert canonical_config(QWEN | {"model_type": "qwen3"})["head_dim"] == 128
     assert canonical_config(QWEN | {"num_key_value_heads": None})["num_key_value_heads"] == 32
 
 
 def test_overrides_change_sizes_that_others_follow():
-    form = canonical_config({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, {"hidden_size": 128, "num_key_value_heads": None})
+    form = canonical_config(
+        {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
+        {"hidden_size": 128, "num_key_value_heads": None},
+    )
     assert (form["head_dim"], form["num_key_value_heads"]) == (32, 4)
 
 
 def test_an_override_of_null_leaves_theta():
     base = TINY_CONFIG | {"rope_theta": 500.0}
-    for overrides in ({"rope_theta": None}, {"rope_parameters": {"rope_theta": None}}, {"rope_scaling": None}, {"rope_scaling": YARN | {"rope_theta": None}}):
+    for overrides in (
+        {"rope_theta": None},
+        {"rope_parameters": {"rope_theta": None}},
+        {"rope_scaling": None},
+        {"rope_scaling": YARN | {"rope_theta": None}},
+    ):
         assert canonical_config(base, overrides)["rope_theta"] == 500.0
 
 
@@ -73,11 +103,29 @@ def test_frequencies_written_by_hand():
     [
         ({"rope_theta": 500000.0}, ["rope_theta 10000.0 -> 500000.0"]),
         ({"rms_norm_eps": 1e-6}, ["rms_norm_eps 1e-05 -> 1e-06"]),
-        ({"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}, ["num_attention_heads 4 -> 8", "num_key_value_heads 2 -> 4", "head_dim 16 -> 8"]),
+        (
+            {"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4},
+            ["num_attention_heads 4 -> 8", "num_key_value_heads 2 -> 4", "head_dim 16 -> 8"],
+        ),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings false -> true"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_scaling null -> {"factor": 2.0, "rope_type": "linear"}']),
-        ({"model_type": "qwen2", "attention_bias": None, "mlp_bias": None}, ['model_type "llama" -> "qwen2"', "attention_bias false -> null", "mlp_bias false -> null"]),
-        ({"max_position_embeddings": 1024, "eos_token_id": 3, "hidden_act": "swish", "attention_bias": 0, "layer_types": ["full_attention"] * 2}, []),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            ['rope_scaling null -> {"factor": 2.0, "rope_type": "linear"}'],
+        ),
+        (
+            {"model_type": "qwen2", "attention_bias": None, "mlp_bias": None},
+            ['model_type "llama" -> "qwen2"', "attention_bias false -> null", "mlp_bias false -> null"],
+        ),
+        (
+            {
+                "max_position_embeddings": 1024,
+                "eos_token_id": 3,
+                "hidden_act": "swish",
+                "attention_bias": 0,
+                "layer_types": ["full_attention"] * 2,
+            },
+            [],
+        ),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, []),
     ],
 )
@@ -100,7 +148,18 @@ def test_a_window_that_no_layer_has_is_no_difference():
         (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, None, 32768, 32768),
         (QWEN | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None, 32768, 32768),
         (QWEN | {"sliding_window": 16, "max_window_layers": 0}, None, 32768, 32768),
-        (QWEN | {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 4, "max_window_layers": 0}, None, 32768, 32768),
+        (
+            QWEN
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "layer_types": ["full_attention"] * 4,
+                "max_window_layers": 0,
+            },
+            None,
+            32768,
+            32768,
+        ),
         (TINY_CONFIG | {"sliding_window": 16, "use_sliding_window": True}, None, 512, 512),
         (TINY_CONFIG | {"rope_scaling": YARN}, None, 128, 128),
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, None, 768, 768),
@@ -124,10 +183,16 @@ def test_a_window_acts_beyond_the_length_that_is_given():
     [
         ({}, None),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 10000.0}}, None),
-        ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "rope_scaling and rope_parameters differ: rope_scaling counts"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
+            "rope_scaling and rope_parameters differ: rope_scaling counts",
+        ),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has factor but no rope_type that reads them"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, but training computes without dropout"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map names code of the model's own, which is not run"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+            "auto_map names code of the model's own, which is not run",
+        ),
     ],
 )
 def test_what_its_user_may_not_expect_is_said(keys, remark):
@@ -137,7 +202,9 @@ def test_what_its_user_may_not_expect_is_said(keys, remark):
 
 def test_the_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG | {"rope_theta": True}))
-    with pytest.raises(ModelFolderError, match=rf"^{tmp_path}/config.json: rope_theta is True, but a number above 0 was expected$"):
+    with pytest.raises(
+        ModelFolderError, match=rf"^{tmp_path}/config.json: rope_theta is True, but a number above 0 was expected$"
+    ):
         read_config(tmp_path)
     with pytest.raises(ModelFolderError, match=r"config.json with hf_config_overrides: rope_theta is 'x'"):
         read_config(tmp_path, {"rope_theta": "x"})
@@ -152,8 +219,13 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
 def test_any_value_is_taken_or_refused_in_words(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
-        for arguments in ((base | {key: value},), (base, {key: value}), (base | {"rope_scaling": YARN | {key: value}},),
-                          (base | {key: value}, {"rope_scaling": {"factor": 2.0}}), (TINY_CONFIG, {"rope_scaling": {key: value}})):
+        for arguments in (
+            (base | {key: value},),
+            (base, {key: value}),
+            (base | {"rope_scaling": YARN | {key: value}},),
+            (base | {key: value}, {"rope_scaling": {"factor": 2.0}}),
+            (TINY_CONFIG, {"rope_scaling": {key: value}}),
+        ):
             try:
                 native_config(canonical_config(*arguments), max_length=8)
             except ModelFolderError as refusal:

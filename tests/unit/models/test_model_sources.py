@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-
 from nemo_rl_cpp.models import sources
 
 CLOSED_PORT = "http://127.0.0.1:9"  # "discard": nothing listens there
@@ -266,9 +265,8 @@ def small_gguf(tmp_path_factory):
 
 
 def test_conversion_gives_the_weights_back(small_gguf, tmp_path):
-    from safetensors.numpy import load_file
-
     from nemo_rl_cpp.models.gguf_conversion import write_folder
+    from safetensors.numpy import load_file
 
     file, expected = small_gguf
     write_folder(file, tmp_path)
@@ -282,9 +280,8 @@ def test_conversion_gives_the_weights_back(small_gguf, tmp_path):
 
 
 def test_a_converted_folder_loads_in_transformers(small_gguf, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from nemo_rl_cpp.models.gguf_conversion import write_folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     write_folder(small_gguf[0], tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -388,9 +385,8 @@ def test_the_real_model_knows_the_capital_of_france():
 
 @pytest.mark.slow
 def test_the_real_tokenizer_equals_the_one_transformers_builds_from_the_gguf_file():
-    from transformers import AutoTokenizer
-
     from nemo_rl_cpp.data.tokenizer import Tokenizer
+    from transformers import AutoTokenizer
 
     file = sources.smollm2_gguf()
     theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -95,9 +94,15 @@ def test_activations_are_kept_once_both_passes_have_agreed():
     data["generation_logprobs"][3, 4] += 0.25
     policy.train(data, LOSS)
     assert policy.model.max_kept_bytes == 0
-    for saving in (dict(kept_activations_gb=0), dict(dtensor_cfg={"activation_checkpointing": True}), dict(reuse_generation_logprobs="never")):
+    for saving in (
+        dict(kept_activations_gb=0),
+        dict(dtensor_cfg={"activation_checkpointing": True}),
+        dict(reuse_generation_logprobs="never"),
+    ):
         policy = make_policy(**saving)
-        policy.train(make_data(policy), LOSS) if policy.skips_prev_logprobs else policy.train({**make_data(policy), "prev_logprobs": torch.zeros(12, 9)}, LOSS)
+        policy.train(make_data(policy), LOSS) if policy.skips_prev_logprobs else policy.train(
+            {**make_data(policy), "prev_logprobs": torch.zeros(12, 9)}, LOSS
+        )
         assert policy.model.max_kept_bytes == 0
     policy = make_policy()
     policy.train(make_data(policy), LOSS)
@@ -107,7 +112,9 @@ def test_activations_are_kept_once_both_passes_have_agreed():
 def test_activations_are_kept_where_a_quarter_of_the_memory_holds_a_step(monkeypatch):
     policy = make_policy()
     data = make_data(policy)
-    groups = [int((data["input_lengths"][g : g + 4] - 5).sum()) + 4 for g in (0, 4, 8)]  # a group's prompt of 4 tokens counts once, a last token never
+    groups = [
+        int((data["input_lengths"][g : g + 4] - 5).sum()) + 4 for g in (0, 4, 8)
+    ]  # a group's prompt of 4 tokens counts once, a last token never
     needed = sum(groups) * policy.model.kept_bytes_per_token
     for available, kept in ((4 * needed - 4, 0), (4 * needed, needed)):
         policy = make_policy()
@@ -206,7 +213,10 @@ def test_a_bad_number_stops_before_the_step_and_names_sample_and_token(tmp_path)
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
-    policy = make_policy(precision, scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}])
+    policy = make_policy(
+        precision,
+        scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}],
+    )
     policy.train(make_data(policy, 0), LOSS)
     policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
     again = make_policy(precision, scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}],
@@ -244,8 +254,12 @@ def test_a_policy_generates_with_an_engine_on_its_own_weights():
     length = int(out["unpadded_sequence_lengths"][0])
     mask = torch.zeros_like(out["output_ids"], dtype=torch.float32)
     mask[0, 3:length] = 1.0
-    data = {"input_ids": out["output_ids"], "input_lengths": out["unpadded_sequence_lengths"], "token_mask": mask,
-            "sample_mask": torch.tensor([1.0, 0.0])}
+    data = {
+        "input_ids": out["output_ids"],
+        "input_lengths": out["unpadded_sequence_lengths"],
+        "token_mask": mask,
+        "sample_mask": torch.tensor([1.0, 0.0]),
+    }
     assert torch.equal(policy.get_logprobs(data)["logprobs"][0, 3:length], out["logprobs"][0, 3:length])
     assert policy.finish_generation() is True and isinstance(policy, GenerationInterface)
 
@@ -276,8 +290,14 @@ def test_constructor_arguments_of_other_backends_are_refused():
 
 
 def test_the_section_may_be_a_dictionary():
-    section = {"model_name": "tiny-random", "precision": "float32", "train_global_batch_size": 12, "train_micro_batch_size": 12,
-               "max_total_sequence_length": 16, "generation": {"temperature": 1.0}}
+    section = {
+        "model_name": "tiny-random",
+        "precision": "float32",
+        "train_global_batch_size": 12,
+        "train_micro_batch_size": 12,
+        "max_total_sequence_length": 16,
+        "generation": {"temperature": 1.0},
+    }
     policy = Policy(None, section, tiny_tokenizer(), seed=1, init_reference_model=False)
     assert policy.weight_digest() == make_policy(init_reference_model=False).weight_digest()
     assert policy.config.generation.max_new_tokens == 16

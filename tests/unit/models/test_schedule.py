@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
 from nemo_rl_cpp.models.policy.schedule import MegatronLearningRate, TorchLearningRate
 
@@ -56,7 +55,8 @@ def megatron(style, **changes):
 
 
 @pytest.mark.parametrize(
-    "style,at_six,at_twelve", [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("cosine", 0.1 + 0.9 * 0.5, 0.1)]
+    "style,at_six,at_twelve",
+    [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("cosine", 0.1 + 0.9 * 0.5, 0.1)],
 )
 def test_megatron_warms_up_and_decays(style, at_six, at_twelve):
     ours = MegatronLearningRate(megatron(style))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.loss_functions import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -36,7 +35,13 @@ def make_data(value, seed=0):
     position = torch.arange(9)[None]
     mask = ((position >= 4) & (position < lengths[:, None])).float()
     ids[:, :4] = ids[::4].repeat_interleave(4, 0)[:, :4]
-    data = {"input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(12), "group_id": torch.arange(12) // 4}
+    data = {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": mask,
+        "sample_mask": torch.ones(12),
+        "group_id": torch.arange(12) // 4,
+    }
     data["values"] = value.get_values(data)["values"]
     data["returns"] = torch.randn(ids.shape, generator=random)
     return data
@@ -65,7 +70,9 @@ def test_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
         assert torch.equal(value.get_values(data, micro_batch_size=micro_batch_size)["values"], data["values"])
     for row in range(12):
         length = int(data["input_lengths"][row])
-        alone = value.get_values({k: v[row : row + 1, :length] if v.dim() > 1 else v[row : row + 1] for k, v in data.items()})["values"]
+        alone = value.get_values(
+            {k: v[row : row + 1, :length] if v.dim() > 1 else v[row : row + 1] for k, v in data.items()}
+        )["values"]
         assert torch.equal(alone[0], data["values"][row, :length])
 
 
@@ -92,7 +99,17 @@ def test_gradients_are_those_of_finite_differences():
     data["values"] = data["values"] + 0.15  # both branches of the clip
 
     def loss(train=False):
-        return run_global_batch(value.trainer, data, LOSS, 0, 12, value._batching("train"), Scoring(), train=train, evaluate=evaluate_value_loss).loss
+        return run_global_batch(
+            value.trainer,
+            data,
+            LOSS,
+            0,
+            12,
+            value._batching("train"),
+            Scoring(),
+            train=train,
+            evaluate=evaluate_value_loss,
+        ).loss
 
     value.trainer.zero_grad()
     loss(train=True)
@@ -105,7 +122,9 @@ def test_gradients_are_those_of_finite_differences():
         weight.add_(direction, alpha=-2 * step)
         down = loss()
         weight.add_(direction, alpha=step)
-        assert (up - down) / (2 * step) == pytest.approx(float((grads[name] * direction).sum()), rel=1e-5, abs=1e-8), name
+        assert (up - down) / (2 * step) == pytest.approx(float((grads[name] * direction).sum()), rel=1e-5, abs=1e-8), (
+            name
+        )
 
 
 def test_it_learns_values():
@@ -154,11 +173,17 @@ def test_a_bad_return_stops_before_the_step_and_names_sample_and_token(tmp_path)
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
-    megatron = {"enabled": True, "optimizer": {"lr": 1e-2, "min_lr": 0.0}, "scheduler": {"lr_warmup_iters": 3, "lr_warmup_init": 0.0}}
+    megatron = {
+        "enabled": True,
+        "optimizer": {"lr": 1e-2, "min_lr": 0.0},
+        "scheduler": {"lr_warmup_iters": 3, "lr_warmup_init": 0.0},
+    }
     value = make_value(precision, megatron_cfg=megatron)
     value.train(make_data(value, 0), LOSS)
     value.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
-    again = make_value(precision, megatron_cfg=megatron, weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+    again = make_value(
+        precision, megatron_cfg=megatron, weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer"
+    )
     for step in (1, 2):
         data = make_data(value, step)
         assert torch.equal(again.get_values(data)["values"], data["values"])

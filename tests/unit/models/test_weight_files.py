@@ -5,17 +5,25 @@ import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
 from nemo_rl_cpp.models.sources import ModelFolderError
-from nemo_rl_cpp.models.weight_files import check_parameters, fill_parameters, head_differs, raw_tensors, tensor_entries, weight_files
+from nemo_rl_cpp.models.weight_files import (
+    check_parameters,
+    fill_parameters,
+    head_differs,
+    raw_tensors,
+    tensor_entries,
+    weight_files,
+)
+from safetensors.torch import save_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def tensors():
     random = torch.Generator().manual_seed(0)
-    return {f"{name}.{n}": torch.randn(n, 3, generator=random).to(dtype) for name, dtype in DTYPES.items() for n in (1, 5)} | {"empty": torch.zeros(0, 4)}
+    return {
+        f"{name}.{n}": torch.randn(n, 3, generator=random).to(dtype) for name, dtype in DTYPES.items() for n in (1, 5)
+    } | {"empty": torch.zeros(0, 4)}
 
 
 def test_every_tensor_has_the_bytes_that_were_saved(tmp_path):
@@ -24,7 +32,11 @@ def test_every_tensor_has_the_bytes_that_were_saved(tmp_path):
     seen = {}
     for name, raw in raw_tensors(weight_files(tmp_path)):
         assert raw.shape == list(saved[name].shape)
-        seen[name] = torch.frombuffer(bytearray(raw.data), dtype=DTYPES[raw.dtype]).reshape(raw.shape) if raw.data.nbytes else saved[name]
+        seen[name] = (
+            torch.frombuffer(bytearray(raw.data), dtype=DTYPES[raw.dtype]).reshape(raw.shape)
+            if raw.data.nbytes
+            else saved[name]
+        )
     assert set(seen) == set(saved) and all(torch.equal(seen[name], saved[name]) for name in saved)
 
 
@@ -32,14 +44,18 @@ def test_shards_are_read_one_after_another(tmp_path):
     parts = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(3)}}
     for file, content in parts.items():
         save_file(content, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
+    )
     assert [(name, raw.shape) for name, raw in raw_tensors(weight_files(tmp_path))] == [("x", [2]), ("y", [3])]
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match="names files that are not there: b.safetensors"):
         weight_files(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b[:4], lambda b: b"", lambda b: b"\xff" * 64])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b[:4], lambda b: b"", lambda b: b"\xff" * 64]
+)
 def test_a_damaged_file_is_named(tmp_path, damage):
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(100)}, file)
@@ -55,7 +71,10 @@ def fill(shapes, given):
 
 
 def test_what_does_not_fit_is_named():
-    with pytest.raises(ValueError, match=r"the weights in folder do not fit its config.json: missing: b; of the wrong shape: a is \[2\], expected \[3\]; unexpected: c"):
+    with pytest.raises(
+        ValueError,
+        match=r"the weights in folder do not fit its config.json: missing: b; of the wrong shape: a is \[2\], expected \[3\]; unexpected: c",
+    ):
         fill({"a": [3], "b": [1]}, {"a": [2], "c": [1]})
 
 
@@ -68,7 +87,9 @@ def test_what_may_differ():
 
 def test_tied_weights_may_have_their_name_in_the_head():
     assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3]}) == {"model.embed_tokens.weight"}
-    assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3], "model.embed_tokens.weight": [3]}) == {"model.embed_tokens.weight"}
+    assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3], "model.embed_tokens.weight": [3]}) == {
+        "model.embed_tokens.weight"
+    }
     with pytest.raises(ModelFolderError, match="unexpected: model.a .a second model.a."):
         fill({"model.a": [3]}, {"a": [3], "model.a": [3]})
 
@@ -80,7 +101,10 @@ def test_a_head_is_compared_by_its_numbers(one, other, tmp_path):
     for changed in (False, True):
         head = numbers.clone()
         head[7, 1] += 1.0 * changed
-        save_file({"lm_head.weight": head.to(DTYPES[one]), "model.embed_tokens.weight": numbers.to(DTYPES[other])}, tmp_path / "model.safetensors")
+        save_file(
+            {"lm_head.weight": head.to(DTYPES[one]), "model.embed_tokens.weight": numbers.to(DTYPES[other])},
+            tmp_path / "model.safetensors",
+        )
         assert head_differs(tmp_path) is changed
 
 
@@ -102,7 +126,10 @@ def test_any_bytes_are_a_file_or_one_sentence(tmp_path):
     values = [0, -1, 24, 28, 1 << 70, 1.5, True, None, "F32", [], [0, 24], [24, 28], {}]
 
     def header():
-        entries = {name: {key: values[number(len(values))] for key in ("dtype", "shape", "data_offsets")[: number(4)]} for name in "ab"}
+        entries = {
+            name: {key: values[number(len(values))] for key in ("dtype", "shape", "data_offsets")[: number(4)]}
+            for name in "ab"
+        }
         text = json.dumps(entries).encode()
         return struct.pack("<Q", len(text)) + text + bytes(28)
 
@@ -125,5 +152,8 @@ def test_headers_alone_tell_what_loading_would(tmp_path):
 
 def test_shards_without_an_index_are_no_model(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(ModelFolderError, match="has no weights.*model-00001-of-00002.safetensors, which counts only where model.safetensors.index.json names it"):
+    with pytest.raises(
+        ModelFolderError,
+        match="has no weights.*model-00001-of-00002.safetensors, which counts only where model.safetensors.index.json names it",
+    ):
         weight_files(tmp_path)

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp import ops
 from reference import advantages as reference
 from reference import loss_cases as cases
@@ -225,7 +224,10 @@ def test_whitening_without_spread_is_zero_and_flagged():
 def test_threads_change_no_bit():
     rng = np.random.default_rng(5)
     mask = (rng.random((64, 900)) < 0.8).astype(np.float32)
-    rewards, values = torch.as_tensor(rng.normal(size=64), dtype=torch.float32), torch.as_tensor(rng.normal(size=mask.shape)).float()
+    rewards, values = (
+        torch.as_tensor(rng.normal(size=64), dtype=torch.float32),
+        torch.as_tensor(rng.normal(size=mask.shape)).float(),
+    )
     results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -251,6 +253,14 @@ def test_rows_are_independent_of_the_batch_they_are_in():
 
 def test_a_missing_half_of_the_kl_is_named():
     with pytest.raises(ValueError, match="one is missing"):
-        ops.gae(torch.ones(1), torch.zeros(1, 2), torch.ones(1, 2), gamma=1.0, gae_lambda=1.0, logprobs=torch.zeros(1, 2), kl_coef=0.1)
+        ops.gae(
+            torch.ones(1),
+            torch.zeros(1, 2),
+            torch.ones(1, 2),
+            gamma=1.0,
+            gae_lambda=1.0,
+            logprobs=torch.zeros(1, 2),
+            kl_coef=0.1,
+        )
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 _spec = importlib.util.spec_from_file_location(

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 _spec = importlib.util.spec_from_file_location(
@@ -81,7 +80,9 @@ def test_bfloat16_errs_by_its_rounding():
     want, _ = reference.attention(qkv.double().numpy(), sequences, *shape, 1 / math.sqrt(h))
     assert relative_gap(out, torch.from_numpy(want)) <= 2.5e-3  # rounding the result alone: 1.6e-3
     got = C.attention_backward(qkv, out, d_out, lse, sequences, heads_of(shape))
-    want = reference.attention_backward(qkv.double().numpy(), d_out.double().numpy(), sequences, *shape, 1 / math.sqrt(h))
+    want = reference.attention_backward(
+        qkv.double().numpy(), d_out.double().numpy(), sequences, *shape, 1 / math.sqrt(h)
+    )
     assert relative_gap(got, torch.from_numpy(want)) <= 3.5e-3
 
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from reference import loss_cases as cases
@@ -212,10 +211,26 @@ def test_a_token_far_from_its_generator_changes_no_other(mode):
     x, data = random_batch(11, 2, 49, torch.float32)
     data["token_mask"][:] = 1
     data["sample_mask"] = torch.tensor([1.0, 0.5])
-    data["prev_logprobs"] = x_full = torch.nn.functional.pad(x, (1, 0)) + 0.01 * torch.randn(2, 49, generator=torch.Generator().manual_seed(0))
+    data["prev_logprobs"] = x_full = torch.nn.functional.pad(x, (1, 0)) + 0.01 * torch.randn(
+        2, 49, generator=torch.Generator().manual_seed(0)
+    )
     data["generation_logprobs"] = x_full + 0.01
-    config = ops.ClippedPGConfig(ratio_mode=mode, kl_penalty=0.1, use_on_policy_kl_approximation=True, importance_sampling="full")
-    data = {k: v for k, v in data.items() if k in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask", "sample_mask")}
+    config = ops.ClippedPGConfig(
+        ratio_mode=mode, kl_penalty=0.1, use_on_policy_kl_approximation=True, importance_sampling="full"
+    )
+    data = {
+        k: v
+        for k, v in data.items()
+        if k
+        in (
+            "advantages",
+            "prev_logprobs",
+            "generation_logprobs",
+            "reference_policy_logprobs",
+            "token_mask",
+            "sample_mask",
+        )
+    }
     near = ops.clipped_pg_loss(x, config=config, **data)
     data["generation_logprobs"] = data["generation_logprobs"].clone()
     data["generation_logprobs"][:, 21] -= 1.5
@@ -264,7 +279,9 @@ def test_overflow_is_named():
 def test_bad_shapes_are_named():
     x, data = random_batch(10, 3, 20)
     with pytest.raises(ValueError, match=r"advantages has shape \[3, 19\]; expected \[3, 20\]"):
-        ops.clipped_pg_loss(x, **{k: v for k, v in data.items() if k != "advantages"}, advantages=data["advantages"][:, 1:])
+        ops.clipped_pg_loss(
+            x, **{k: v for k, v in data.items() if k != "advantages"}, advantages=data["advantages"][:, 1:]
+        )
     with pytest.raises(ValueError, match="prev_logprobs is missing"):
         ops.clipped_pg_loss(x, **{k: v for k, v in data.items() if k != "prev_logprobs"})
 
@@ -282,7 +299,9 @@ def test_calculate_kl_matches_reference(dtype):
         want = torch_reference.calculate_kl(want_in[0], want_in[1], *args, want_in[2])
         rtol = 1e-6 if dtype == torch.float64 else 1e-5
         assert torch.allclose(ours.double(), want, rtol=rtol, atol=rtol * 1e-2)
-        for a, b in zip(torch.autograd.grad(ours.sum(), ours_in), torch.autograd.grad(want.sum(), want_in), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(ours.sum(), ours_in), torch.autograd.grad(want.sum(), want_in), strict=True
+        ):
             assert torch.allclose(a.double(), b, rtol=rtol, atol=rtol)
         assert torch.equal(ops.calculate_kl(lp, ref, *args), ops.calculate_kl(lp, ref, *args, torch.ones_like(lp)))
 

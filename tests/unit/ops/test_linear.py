@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -52,7 +51,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype, K):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("M, N, K", [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)])
+@pytest.mark.parametrize(
+    "M, N, K",
+    [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows_have_the_bits_of_few(dtype, M, N, K):
     """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
@@ -79,7 +81,11 @@ def test_nothing_to_sum_leaves_bias_and_what_is_added_to(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_and_columns_of_wider_matrices(dtype):
     x, w, _ = tensors(450, 60, 40, dtype)
-    wide_x, wide_w, wide_y = torch.full((450, 50), float("nan"), dtype=dtype), torch.full((60, 45), float("nan"), dtype=dtype), torch.zeros(450, 70, dtype=dtype)
+    wide_x, wide_w, wide_y = (
+        torch.full((450, 50), float("nan"), dtype=dtype),
+        torch.full((60, 45), float("nan"), dtype=dtype),
+        torch.zeros(450, 70, dtype=dtype),
+    )
     wide_x[:, :40], wide_w[:, :40] = x, w
     C.linear_forward(wide_x[:, :40], wide_w[:, :40], None, wide_y[:, :60], False)
     assert torch.equal(wide_y[:, :60], product(x, w)) and not wide_y[:, 60:].any()

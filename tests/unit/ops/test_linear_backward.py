@@ -2,12 +2,16 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 # rows, columns and terms below, at and beyond what is packed together: 120 rows, 32 and 256 columns, 1,024 terms
 SHAPES = [(1, 1, 1), (5, 7, 3), (120, 32, 64), (130, 1100, 300), (257, 33, 65), (1300, 64, 33), (64, 2100, 260)]
-KINDS = [(torch.float32, torch.float32, 2e-6), (torch.float64, torch.float64, 1e-14), (torch.bfloat16, torch.float32, 2e-6), (torch.bfloat16, torch.bfloat16, 8e-3)]
+KINDS = [
+    (torch.float32, torch.float32, 2e-6),
+    (torch.float64, torch.float64, 1e-14),
+    (torch.bfloat16, torch.float32, 2e-6),
+    (torch.bfloat16, torch.bfloat16, 8e-3),
+]
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +61,11 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype, out):
 
 def test_rows_that_stay_packed_are_those_of_this_product():
     """Equal shapes in turn: what a thread has packed for one product must not serve the next."""
-    first, second, w = drawn(60, 40, dtype=torch.float32), -drawn(60, 40, dtype=torch.float32), drawn(40, 20, dtype=torch.float32)
+    first, second, w = (
+        drawn(60, 40, dtype=torch.float32),
+        -drawn(60, 40, dtype=torch.float32),
+        drawn(40, 20, dtype=torch.float32),
+    )
     results = []
     for dy in (first, second):
         dx = torch.empty(60, 20)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 

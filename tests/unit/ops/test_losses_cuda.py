@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossFn
 from reference import loss_cases as cases
@@ -57,7 +56,9 @@ def test_estimators_equal_the_cpu(dtype, rtol):
         near(gpu.returns, cpu.returns, rtol)
         assert gpu.degenerate == cpu.degenerate
         cpu = ops.reinforce_plus_plus(r, mask, logprobs=lp, reference_logprobs=ref, kl_coef=0.1)
-        gpu = ops.reinforce_plus_plus(r.cuda(), mask.cuda(), logprobs=lp.cuda(), reference_logprobs=ref.cuda(), kl_coef=0.1)
+        gpu = ops.reinforce_plus_plus(
+            r.cuda(), mask.cuda(), logprobs=lp.cuda(), reference_logprobs=ref.cuda(), kl_coef=0.1
+        )
         near(gpu.advantages, cpu.advantages, rtol)
         near(ops.calculate_kl(lp.cuda(), ref.cuda()), ops.calculate_kl(lp, ref), rtol)
 

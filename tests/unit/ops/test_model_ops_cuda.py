@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 pytestmark = pytest.mark.gpu
@@ -48,11 +47,19 @@ def test_linear_equals_the_cpu(shape, dtype, bound, out):
         C.linear_forward(x, w, bias, y, True)
         return y
 
-    cpu, gpu = on_both(forward, randn(M, K, dtype=dtype), randn(N, K, dtype=dtype, seed=1), randn(N, dtype=dtype, seed=2), torch.empty(M, N, dtype=out))
+    cpu, gpu = on_both(
+        forward,
+        randn(M, K, dtype=dtype),
+        randn(N, K, dtype=dtype, seed=1),
+        randn(N, dtype=dtype, seed=2),
+        torch.empty(M, N, dtype=out),
+    )
     close(gpu, cpu, bound)
 
 
-@pytest.mark.parametrize("dtype, out", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype, out", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
 @pytest.mark.parametrize("N, K", [(64, 64), (96, 40), (64, 33), (2048, 1024), (4099, 256)])
 def test_a_row_of_a_product_is_the_same_bits_in_every_batch(dtype, out, N, K):
     x, w = randn(9000, K, dtype=dtype).cuda(), randn(N, K, dtype=dtype, seed=1).cuda()
@@ -89,12 +96,21 @@ def test_linear_swiglu_equals_the_cpu(dtype, bound):
         C.linear_swiglu(x, w, bias, None, act)
         return act
 
-    cpu, gpu = on_both(run, randn(40, 64, dtype=dtype), randn(2 * 56, 64, dtype=dtype, seed=1), randn(2 * 56, dtype=dtype, seed=2), torch.empty(40, 56, dtype=dtype))
+    cpu, gpu = on_both(
+        run,
+        randn(40, 64, dtype=dtype),
+        randn(2 * 56, 64, dtype=dtype, seed=1),
+        randn(2 * 56, dtype=dtype, seed=2),
+        torch.empty(40, 56, dtype=dtype),
+    )
     close(gpu, cpu, bound)
 
 
 def test_adamw_equals_the_cpu():
-    state = [randn(1003, dtype=torch.float32, seed=i) for i in range(3)] + [randn(1003, dtype=torch.float32, seed=3).abs(), torch.empty(1003, dtype=torch.bfloat16)]
+    state = [randn(1003, dtype=torch.float32, seed=i) for i in range(3)] + [
+        randn(1003, dtype=torch.float32, seed=3).abs(),
+        torch.empty(1003, dtype=torch.bfloat16),
+    ]
     results = []
     for device in ("cpu", "cuda"):
         w, g, m, v, compute = (t.clone().to(device) for t in state)
@@ -156,7 +172,14 @@ def test_a_copied_block_holds_the_same_positions():
 
 # ---------------------------------------------------------------- head and sampling
 
-RULES = [dict(), dict(temperature=0.6), dict(top_p=0.9), dict(top_k=40), dict(top_p=0.8, top_k=40), dict(top_p=0.999, temperature=2.0)]
+RULES = [
+    dict(),
+    dict(temperature=0.6),
+    dict(top_p=0.9),
+    dict(top_k=40),
+    dict(top_p=0.8, top_k=40),
+    dict(top_p=0.999, temperature=2.0),
+]
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
@@ -167,7 +190,12 @@ def test_the_head_equals_the_cpu(shape, dtype, bound):
     targets = torch.randint(0, V, (U,), generator=torch.Generator().manual_seed(3))
 
     def run(device, fused):
-        head, logprobs, d_x, d_w = C.VocabularyHead(), torch.empty(U, device=device), torch.empty(U, D, device=device), torch.zeros(V, D, device=device)
+        head, logprobs, d_x, d_w = (
+            C.VocabularyHead(),
+            torch.empty(U, device=device),
+            torch.empty(U, D, device=device),
+            torch.zeros(V, D, device=device),
+        )
         entropy = torch.empty(U, device=device)
         if fused:
             head.forward_backward(x.to(device), w.to(device), targets, g, 0.7, logprobs, d_x, d_w)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 
 ROWS = C.PackedWeights.most_rows()
@@ -42,7 +41,10 @@ def test_the_product_has_the_same_bits(rows, N, K):
             torch.set_num_threads(threads)
             assert torch.equal(forward(x, w, packed=packed), forward(x, w))
             assert torch.equal(forward(x, w, bias, packed=packed), forward(x, w, bias))
-            assert torch.equal(forward(x, w, dtype=torch.float32, add_to=h, packed=packed), forward(x, w, dtype=torch.float32, add_to=h))
+            assert torch.equal(
+                forward(x, w, dtype=torch.float32, add_to=h, packed=packed),
+                forward(x, w, dtype=torch.float32, add_to=h),
+            )
     finally:
         torch.set_num_threads(before)
 
@@ -55,7 +57,11 @@ def test_the_gated_product_has_the_same_bits(rows, bias):
     packed, results = pack(w, gated=True), []
     assert packed.holds(w) == (ROWS > 0)
     for use in (packed, C.PackedWeights()):
-        gate_up, act, alone = torch.empty(rows, 2 * I).bfloat16(), torch.empty(rows, I).bfloat16(), torch.empty(rows, I).bfloat16()
+        gate_up, act, alone = (
+            torch.empty(rows, 2 * I).bfloat16(),
+            torch.empty(rows, I).bfloat16(),
+            torch.empty(rows, I).bfloat16(),
+        )
         with C.PackedWeights.use(use):
             C.linear_swiglu(x, w, b, gate_up, act)
             C.linear_swiglu(x, w, b, None, alone)
@@ -104,7 +110,9 @@ def test_weights_of_any_kind_come_back_as_they_are(kind, fits):
         got, expected = forward(x, w, dtype=torch.float32, packed=packed), forward(x, w, dtype=torch.float32)
         assert torch.equal(got, expected)
         values = got.view(torch.float32)
-        assert torch.equal(values, w.T[k : k + ROWS].float()) or kind == "subnormals"  # which some processors take for zero
+        assert (
+            torch.equal(values, w.T[k : k + ROWS].float()) or kind == "subnormals"
+        )  # which some processors take for zero
 
 
 @PACKS
@@ -115,7 +123,9 @@ def test_they_are_used_only_where_they_hold_this_very_matrix():
     w.zero_()  # what is read shows which
     assert torch.equal(forward(x, w, packed=packed), expected)
     assert torch.equal(forward(x, w), torch.zeros_like(expected))  # out of use
-    assert torch.equal(forward(x, w[:32], packed=packed), torch.zeros_like(expected[:, :32]))  # another shape at the same place
+    assert torch.equal(
+        forward(x, w[:32], packed=packed), torch.zeros_like(expected[:, :32])
+    )  # another shape at the same place
     gated = pack(w, gated=True)
     act = torch.empty(2, 32).bfloat16()
     w.copy_(normal(64, 64, seed=6))

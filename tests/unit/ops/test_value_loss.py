@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from reference import losses as reference
 from reference import losses_torch as torch_reference
@@ -40,7 +39,9 @@ def test_value_loss_matches_reference(dtype, rtol):
         got, found = fn(x, tensors, torch.tensor(1.0), torch.tensor(toks))
         assert set(found) == set(metrics)
         for name, value in metrics.items():
-            assert found[name] == pytest.approx(value, rel=rtol, abs=rtol * math.sqrt(abs(metrics["returns_sq_mean"])) + 1e-12), (i, name)
+            assert found[name] == pytest.approx(
+                value, rel=rtol, abs=rtol * math.sqrt(abs(metrics["returns_sq_mean"])) + 1e-12
+            ), (i, name)
         assert float(got.detach()) == pytest.approx(loss, rel=rtol, abs=1e-12)
         (grad,) = torch.autograd.grad(got, x)
         wide = {k: torch.nan_to_num(torch.as_tensor(a, dtype=torch.float64)) for k, a in data.items()}
@@ -51,12 +52,19 @@ def test_value_loss_matches_reference(dtype, rtol):
 
 def test_value_loss_by_hand():
     """v 3, old 1, return 0, cliprange 0.5: max(9, 1.5^2) = 9 and slope 2*3; v 1.2: inside, the full slope."""
-    data = {"returns": torch.zeros(1, 2), "values": torch.ones(1, 2), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
+    data = {
+        "returns": torch.zeros(1, 2),
+        "values": torch.ones(1, 2),
+        "token_mask": torch.ones(1, 2),
+        "sample_mask": torch.ones(1),
+    }
     fn = MseValueLossFn(MseValueLossConfig(cliprange=0.5))
     r = fn.native(torch.tensor([[3.0, 1.2]]), data, 1.0, 2.0)
     assert float(r.loss) == pytest.approx((9 + 1.44) / 4)
     assert r.grad_values[0].tolist() == pytest.approx([3.0 / 2, 1.2 / 2])
-    low = fn.native(torch.tensor([[0.0, 0.2]]), data, 1.0, 2.0)  # clamped to 0.5: the clipped square is larger, no slope
+    low = fn.native(
+        torch.tensor([[0.0, 0.2]]), data, 1.0, 2.0
+    )  # clamped to 0.5: the clipped square is larger, no slope
     assert float(low.loss) == pytest.approx((0.25 + 0.25) / 4) and low.grad_values[0].tolist() == [0.0, 0.0]
     assert low.metrics["vf_clipfrac"] == pytest.approx(1.0)
 
@@ -68,15 +76,25 @@ def test_trailing_singleton_and_micro_batches():
     data |= {"token_mask": torch.as_tensor(rng.random((6, 30)) < 0.7), "sample_mask": torch.ones(6)}
     fn = MseValueLossFn({"scale": 1.0, "cliprange": 0.2})
     whole, _ = fn(v.unsqueeze(-1), data, torch.tensor(6.0), torch.tensor(100.0))
-    parts = [fn(v[i : i + 2], {k: t[i : i + 2] for k, t in data.items()}, torch.tensor(6.0), torch.tensor(100.0))[0] for i in (0, 2, 4)]
+    parts = [
+        fn(v[i : i + 2], {k: t[i : i + 2] for k, t in data.items()}, torch.tensor(6.0), torch.tensor(100.0))[0]
+        for i in (0, 2, 4)
+    ]
     assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-12)
 
 
 def test_nothing_valid_and_nonfinite():
-    data = {"returns": torch.zeros(2, 3), "values": torch.zeros(2, 3), "token_mask": torch.zeros(2, 3), "sample_mask": torch.ones(2)}
+    data = {
+        "returns": torch.zeros(2, 3),
+        "values": torch.zeros(2, 3),
+        "token_mask": torch.zeros(2, 3),
+        "sample_mask": torch.ones(2),
+    }
     fn = MseValueLossFn(MseValueLossConfig())
     r = fn.native(torch.ones(2, 3), data, 2.0, 0.0)
-    assert float(r.loss) == 0 and (r.metrics["values_min"], r.metrics["values_max"]) == (0.0, 0.0) and r.nonfinite is None
+    assert (
+        float(r.loss) == 0 and (r.metrics["values_min"], r.metrics["values_max"]) == (0.0, 0.0) and r.nonfinite is None
+    )
     data["token_mask"][1, 2] = 1
     bad = torch.ones(2, 3)
     bad[1, 2] = math.inf

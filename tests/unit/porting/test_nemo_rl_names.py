@@ -39,7 +39,9 @@ def wanted_parameters(signature):
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
     found = [(a.arg, "positional", d) for a, d in zip(plain, defaults)]
-    found += [(a.arg, "keyword", ast.unparse(d) if d else None) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    found += [
+        (a.arg, "keyword", ast.unparse(d) if d else None) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults)
+    ]
     return found, arguments.vararg is not None, arguments.kwarg is not None
 
 
@@ -63,12 +65,16 @@ def differences(function, signature):
             problems.append(f"{name}={parameter.default!r} instead of {default}")
     names = {name for name, _, _ in wanted}
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY)
-    problems += [f"{p.name} is required" for p in have if p.name not in names and p.kind in plain and p.default is p.empty]
+    problems += [
+        f"{p.name} is required" for p in have if p.name not in names and p.kind in plain and p.default is p.empty
+    ]
     if varargs and not any(p.kind is p.VAR_POSITIONAL for p in have):
         problems.append("no *args")
     if varkwargs and not any(p.kind is p.VAR_KEYWORD for p in have):
         problems.append("no **kwargs")
-    if signature.startswith("async ") and not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
+    if signature.startswith("async ") and not (
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    ):
         problems.append("is not async")
     return problems
 
@@ -80,7 +86,11 @@ def field_problem(cls, field):
         info = known[name]
         value = info.default_factory() if info.default_factory is not None else info.default
         # a section whose default is an absent mapping may be filled with what an absent one means
-        return f"{name}: {value!r} instead of {default}" if given and default != "None" and repr(value) != default else None
+        return (
+            f"{name}: {value!r} instead of {default}"
+            if given and default != "None" and repr(value) != default
+            else None
+        )
     if hasattr(cls, "__members__"):
         member = cls.__members__.get(name)
         return None if member is not None and repr(member.value) == default else f"no member {field}"
@@ -159,7 +169,19 @@ def run(code):
 
 def test_importing_the_package_is_light():
     loaded = run("import sys, nemo_rl_cpp; print(*{name.split('.')[0] for name in sys.modules})")
-    heavy = {"torch", "numpy", "ray", "vllm", "transformers", "datasets", "wandb", "mlflow", "swanlab", "trackio", "matplotlib"}
+    heavy = {
+        "torch",
+        "numpy",
+        "ray",
+        "vllm",
+        "transformers",
+        "datasets",
+        "wandb",
+        "mlflow",
+        "swanlab",
+        "trackio",
+        "matplotlib",
+    }
     assert heavy & set(loaded) == set()
 
 
@@ -176,5 +198,16 @@ def test_no_public_module_imports_an_optional_package():
     loaded = {name.removeprefix("loaded:") for name in printed if name.startswith("loaded:")}
     imported = [name for name in printed if name.startswith("nemo_rl_cpp.")]
     assert len(imported) > 100 and "nemo_rl_cpp.algorithms.grpo" in imported
-    optional = {"ray", "vllm", "transformers", "datasets", "wandb", "mlflow", "swanlab", "trackio", "reasoning_gym", "omegaconf"}
+    optional = {
+        "ray",
+        "vllm",
+        "transformers",
+        "datasets",
+        "wandb",
+        "mlflow",
+        "swanlab",
+        "trackio",
+        "reasoning_gym",
+        "omegaconf",
+    }
     assert optional & loaded == set()

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config, rules
 from nemo_rl_cpp.config.fold import devices_of, fold_text
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
@@ -26,13 +25,43 @@ PARENTS = {
 NAMES = sorted({*RECIPES, *VALUES})
 
 REASONS = {
-    "training while generating": ("async_grpo", "async_ppo", "async_rl", "rollout_checkpointing", "rollout_recovery", "token_capture"),
-    "quantised training or generation": ("fp8_cfg", "vllm_cfg.precision", "kv_cache_dtype", "quant_cfg", "real_quant", "exp_avg", "is_mx", "policy.optimizer.name"),
+    "training while generating": (
+        "async_grpo",
+        "async_ppo",
+        "async_rl",
+        "rollout_checkpointing",
+        "rollout_recovery",
+        "token_capture",
+    ),
+    "quantised training or generation": (
+        "fp8_cfg",
+        "vllm_cfg.precision",
+        "kv_cache_dtype",
+        "quant_cfg",
+        "real_quant",
+        "exp_avg",
+        "is_mx",
+        "policy.optimizer.name",
+    ),
     "LoRA": ("lora_cfg", "peft"),
     "speculative decoding trained along": ("draft",),
     "a truncation of weights without its type": ("truncated_importance_sampling_ratio",),
-    "an environment or server that is not there": ("sliding_puzzle", "nemo_gym", "reward_model", "expose_http_server", "env_name", "should_use"),
-    "keys that nothing reads": ("activation_checkpointing_enabled", "steps_per_epoch", "value_loss", "value.megatron_cfg.sequence_packing", "add_system_prompt", "data.dataset_name"),
+    "an environment or server that is not there": (
+        "sliding_puzzle",
+        "nemo_gym",
+        "reward_model",
+        "expose_http_server",
+        "env_name",
+        "should_use",
+    ),
+    "keys that nothing reads": (
+        "activation_checkpointing_enabled",
+        "steps_per_epoch",
+        "value_loss",
+        "value.megatron_cfg.sequence_packing",
+        "add_system_prompt",
+        "data.dataset_name",
+    ),
 }
 
 
@@ -68,7 +97,11 @@ def walk(folder):
     """name -> configuration, or the ConfigError. Trackers that a recipe enables count as installed."""
     found, spec = {}, importlib.util.find_spec
     trackers = pytest.MonkeyPatch()
-    trackers.setattr(rules.importlib.util, "find_spec", lambda name, *rest: object() if name in ("wandb", "mlflow", "swanlab") else spec(name, *rest))
+    trackers.setattr(
+        rules.importlib.util,
+        "find_spec",
+        lambda name, *rest: object() if name in ("wandb", "mlflow", "swanlab") else spec(name, *rest),
+    )
     for name in NAMES:
         load = load_eval_config if name.startswith("evals/") else load_ppo_config if "ppo" in name else load_grpo_config
         try:
@@ -97,12 +130,14 @@ def reason_of(key):
 
 def test_most_recipes_load_as_they_stand(walk, capsys):
     refused = Counter()
-    for name, error in walk.items():
+    for _name, error in walk.items():
         if isinstance(error, ConfigError):
             refused[" + ".join(sorted({reason_of(problem.key) for problem in error.problems}))] += 1
     dense = [name for name, config in loaded(walk).items() if DENSE.search(model_of(config))]
     with capsys.disabled():
-        print(f"\n{len(loaded(walk))} of {len(walk)} recipes of NeMo RL load, {len(dense)} of them for models that are supported; refused:")
+        print(
+            f"\n{len(loaded(walk))} of {len(walk)} recipes of NeMo RL load, {len(dense)} of them for models that are supported; refused:"
+        )
         for reason, count in refused.most_common():
             print(f"  {count:3} {reason}")
     assert len(loaded(walk)) >= 110 and len(dense) >= 64

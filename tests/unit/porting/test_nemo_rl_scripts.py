@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from nemo_rl_cpp.algorithms.grpo import MasterConfig
 from nemo_rl_cpp.data_plane.factory import maybe_configure_data_plane_env
 from nemo_rl_cpp.models.generation import configure_generation_config

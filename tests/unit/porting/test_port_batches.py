@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-
 from nemo_rl_cpp.algorithms.advantage_estimator import GeneralizedAdvantageEstimator
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
@@ -33,7 +32,9 @@ def test_a_batch_that_cannot_be_sharded_is_both_kinds_of_error(rows, arguments, 
 
 
 def images(*counts):
-    return PackedTensor([None if n is None else torch.full((n, 2), float(i)) for i, n in enumerate(counts)], dim_to_pack=0)
+    return PackedTensor(
+        [None if n is None else torch.full((n, 2), float(i)) for i, n in enumerate(counts)], dim_to_pack=0
+    )
 
 
 def test_packed_tensors_go_with_their_rows():
@@ -62,7 +63,10 @@ def test_more_shards_than_rows_leave_empty_ones_with_every_key():
 
 def test_repeated_packed_tensors_are_copies_unless_shared():
     batch = BatchedDataDict(pixel_values=images(1, None))
-    copies, shared = batch.repeat_interleave(2)["pixel_values"], batch.repeat_interleave(2, share_immutable_media=True)["pixel_values"]
+    copies, shared = (
+        batch.repeat_interleave(2)["pixel_values"],
+        batch.repeat_interleave(2, share_immutable_media=True)["pixel_values"],
+    )
     assert [tensor is None for tensor in copies.tensors] == [False, False, True, True]
     assert copies.tensors[0].data_ptr() != copies.tensors[1].data_ptr()
     assert shared.tensors[0] is shared.tensors[1]
@@ -90,7 +94,9 @@ def test_packed_tensor_mistakes():
 
 
 def test_a_batch_of_texts_alone_has_no_lengths():
-    batch, lengths = batched_message_log_to_flat_message([[{"text": "a"}, {"text": "b"}], [{"text": "c", "role": "user"}]])
+    batch, lengths = batched_message_log_to_flat_message(
+        [[{"text": "a"}, {"text": "b"}], [{"text": "c", "role": "user"}]]
+    )
     assert batch["text"] == ["a", "c"] and batch["role"] == [None, "user"] and lengths.numel() == 0
 
 
@@ -121,9 +127,13 @@ def test_line_breaks_after_the_last_message_stay():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no BOS token
         pieces = [m["content"] for m in get_formatted_message_log(log, ChatTokens(), TaskDataSpec())]
-        opened = get_formatted_message_log(log[:1], ChatTokens(), TaskDataSpec(), add_eos_token=False, add_generation_prompt=True)
+        opened = get_formatted_message_log(
+            log[:1], ChatTokens(), TaskDataSpec(), add_eos_token=False, add_generation_prompt=True
+        )
     assert pieces == ["<user>1<end>\n", "<assistant>2<end>\n"]
-    assert opened[0]["content"] == "<user>1<end>\n<assistant>\n", "the assistant's opening is part of the prompt to the last byte"
+    assert opened[0]["content"] == "<user>1<end>\n<assistant>\n", (
+        "the assistant's opening is part of the prompt to the last byte"
+    )
 
 
 def shaping_batch(**extra):
@@ -195,7 +205,14 @@ class TupleEnvironment:
 
     def step(self, message_logs, metadata):
         count = len(message_logs)
-        return [{"role": "environment", "content": "x"}] * count, metadata, [None] * count, [1.0, 2.0], [True] * count, [None] * count
+        return (
+            [{"role": "environment", "content": "x"}] * count,
+            metadata,
+            [None] * count,
+            [1.0, 2.0],
+            [True] * count,
+            [None] * count,
+        )
 
 
 def test_environments_may_answer_with_plain_tuples_and_a_batch_may_be_empty():
@@ -211,8 +228,14 @@ def test_environments_may_answer_with_plain_tuples_and_a_batch_may_be_empty():
 
 
 def test_dynamic_sampling_without_group_numbers_goes_by_std():
-    config = {"grpo": {"use_dynamic_sampling": True, "num_prompts_per_step": 1, "num_generations_per_prompt": 2,
-                       "dynamic_sampling_max_gen_batches": 1}}
+    config = {
+        "grpo": {
+            "use_dynamic_sampling": True,
+            "num_prompts_per_step": 1,
+            "num_generations_per_prompt": 2,
+            "dynamic_sampling_max_gen_batches": 1,
+        }
+    }
     std = torch.tensor([0.0, 0.0, 0.5, 0.5])
     batch = BatchedDataDict(total_reward=torch.tensor([1.0, 1.0, 1.0, 0.0]), name=list("abcd"))
     kept, complete, cache, metrics = dynamic_sampling(batch, std, torch.zeros(4), 1, config, None)
@@ -230,8 +253,14 @@ def test_packers_that_cannot_be_made_or_cannot_fill_their_bins():
             get_packer("concatenative", 100, **wish).pack([50, 50])
 
 
-GAE = {"gae_lambda": 1.0, "gae_gamma": 1.0, "normalize_advantages": False, "gae_lambda_value": None, "gae_lambda_policy": None,
-       "length_adaptive_alpha": 0.05}
+GAE = {
+    "gae_lambda": 1.0,
+    "gae_gamma": 1.0,
+    "normalize_advantages": False,
+    "gae_lambda_value": None,
+    "gae_lambda_policy": None,
+    "length_adaptive_alpha": 0.05,
+}
 
 
 def test_the_lambda_that_adapts_is_the_one_that_is_used():

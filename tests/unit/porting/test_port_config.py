@@ -7,7 +7,6 @@ import sys
 import types
 
 import pytest
-
 from nemo_rl_cpp.utils.config import (
     OverridesError,
     load_config,
@@ -20,7 +19,9 @@ from nemo_rl_cpp.utils.config import (
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "parent.yaml").write_text("common: {value: 1, other: 2}\nbase: 40\nlist: [{a: 1}]\nneeded: ???\n")
-    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ncommon: {value: 3}\nbase: 41\nderived: {twice: '${mul:${base},2}'}\n")
+    (tmp_path / "child.yaml").write_text(
+        "defaults: parent.yaml\ncommon: {value: 3}\nbase: 41\nderived: {twice: '${mul:${base},2}'}\n"
+    )
     return load_config(tmp_path / "child.yaml")
 
 
@@ -67,7 +68,9 @@ def test_trees_of_omegaconf_take_overrides(config, monkeypatch):
         assert not resolve
         return tree.content
 
-    omegaconf = types.SimpleNamespace(OmegaConf=types.SimpleNamespace(is_config=lambda tree: isinstance(tree, OmegaTree), to_container=to_container))
+    omegaconf = types.SimpleNamespace(
+        OmegaConf=types.SimpleNamespace(is_config=lambda tree: isinstance(tree, OmegaTree), to_container=to_container)
+    )
     monkeypatch.setitem(sys.modules, "omegaconf", omegaconf)
     tree = OmegaTree({"a": {"b": 1}, "c": "${a.b}"})
     changed = parse_hydra_overrides(tree, ["a.b=2"])
@@ -79,7 +82,11 @@ def test_trees_of_omegaconf_take_overrides(config, monkeypatch):
 
 @pytest.mark.parametrize("tree", [None, 3, [1], "a", object(), {1: 2}, {"a": 10**30}])
 def test_what_is_no_tree_is_refused_in_a_sentence(tree):
-    for function in (lambda: parse_hydra_overrides(tree, []), lambda: resolve_config(tree), lambda: merge_with_override(tree, {})):
+    for function in (
+        lambda: parse_hydra_overrides(tree, []),
+        lambda: resolve_config(tree),
+        lambda: merge_with_override(tree, {}),
+    ):
         with pytest.raises(ValueError, match="must be a mapping|must be texts|more than 64 bits"):
             function()
     with pytest.raises(OverridesError, match="an override is a text such as 'grpo.seed=1', not 3"):

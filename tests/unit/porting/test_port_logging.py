@@ -6,17 +6,22 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import pytest
 import torch
-
 from nemo_rl_cpp.utils import logger as module
 from nemo_rl_cpp.utils.logger import Logger, MLflowLogger, SwanlabLogger, TensorboardLogger, WandbLogger
 from nemo_rl_cpp.utils.timer import Timer
 
-OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow", "tensorboard", "trackio")} | {"monitor_gpus": False}
-
+OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow", "tensorboard", "trackio")} | {
+    "monitor_gpus": False
+}
 
 
 def test_backends_are_the_classes_that_the_module_holds(tmp_path):
-    config = OFF | {"log_dir": str(tmp_path), "wandb_enabled": True, "tensorboard_enabled": True, "wandb": {"project": "p"}}
+    config = OFF | {
+        "log_dir": str(tmp_path),
+        "wandb_enabled": True,
+        "tensorboard_enabled": True,
+        "wandb": {"project": "p"},
+    }
     with patch.object(module, "WandbLogger") as wandb, patch.object(module, "TensorboardLogger") as tensorboard:
         logger = Logger(config)
         logger.log_metrics({"loss": 0.5}, 3, prefix="train", step_metric="i")
@@ -36,12 +41,20 @@ def test_nothing_enabled_leaves_the_metrics_file_alone_and_no_logger(tmp_path):
 
 
 def test_gpu_monitor_gets_its_settings_and_an_axis_in_wandb(tmp_path):
-    config = OFF | {"log_dir": str(tmp_path), "wandb_enabled": True, "monitor_gpus": True,
-                    "gpu_monitoring": {"collection_interval": 15.0, "flush_interval": 45.0}}
+    config = OFF | {
+        "log_dir": str(tmp_path),
+        "wandb_enabled": True,
+        "monitor_gpus": True,
+        "gpu_monitoring": {"collection_interval": 15.0, "flush_interval": 45.0},
+    }
     with patch.object(module, "WandbLogger") as wandb, patch.object(module, "RayGpuMonitorLogger") as monitor:
         logger = Logger(config)
     monitor.assert_called_once_with(
-        collection_interval=15.0, flush_interval=45.0, metric_prefix="ray", step_metric="ray/ray_step", parent_logger=logger
+        collection_interval=15.0,
+        flush_interval=45.0,
+        metric_prefix="ray",
+        step_metric="ray/ray_step",
+        parent_logger=logger,
     )
     monitor.return_value.start.assert_called_once()
     wandb.return_value.define_metric.assert_called_once_with("ray/*", step_metric="ray/ray_step")
@@ -50,7 +63,9 @@ def test_gpu_monitor_gets_its_settings_and_an_axis_in_wandb(tmp_path):
 def test_wandb_calls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with patch.object(module, "wandb") as package:
-        backend = WandbLogger({"project": "p", "tags": ["a"], "log_nemo_gym_full_result_tables": True}, log_dir=str(tmp_path / "w"))
+        backend = WandbLogger(
+            {"project": "p", "tags": ["a"], "log_nemo_gym_full_result_tables": True}, log_dir=str(tmp_path / "w")
+        )
         package.init.assert_called_once_with(project="p", tags=["a"], dir=str(tmp_path / "w"))
         run = package.init.return_value
         backend.log_metrics({"loss": 1.0, "iteration": 15}, 10, prefix="train", step_metric="train/iteration")
@@ -81,8 +96,10 @@ def test_mlflow_calls():
         figure = MagicMock(spec=["savefig"])
         backend.log_plot(figure, 7, "p")
     (row,), options = package.log_metrics.call_args
-    pending = {f"generation_logger_metrics/pending/{key}": value for key, value in
-               {"mean": 3.2, "p50": 3.0, "p90": 5.2, "max": 6.0}.items()}
+    pending = {
+        f"generation_logger_metrics/pending/{key}": value
+        for key, value in {"mean": 3.2, "p50": 3.0, "p90": 5.2, "max": 6.0}.items()
+    }
     assert row == pytest.approx({"loss": 0.5, **pending}) and options == {"step": 7, "run_id": backend.run_id}
     package.log_figure.assert_called_once_with(figure, "plots/p.png", save_kwargs={"bbox_inches": "tight"})
 
@@ -113,7 +130,10 @@ def test_timer_files_and_the_slowest_worker(tmp_path):
     second.record("init", 1.0)
     first.save_to_json(tmp_path / "deep" / "t.json", metadata={"rank": 0})
     assert json.loads((tmp_path / "deep" / "t.json").read_text()) == {
-        "timings": {"load": 3.0}, "reduction_op": "sum", "metadata": {"rank": 0}}
+        "timings": {"load": 3.0},
+        "reduction_op": "sum",
+        "metadata": {"rank": 0},
+    }
     assert Timer.aggregate_max([first, second]) == {"load": 3.0, "init": 1.0}
     assert Timer.aggregate_max([first, second], reduction_op="max") == {"load": 2.5, "init": 1.0}
     assert Timer.aggregate_max([]) == {}

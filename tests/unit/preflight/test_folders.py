@@ -7,7 +7,6 @@ import sys
 from collections import namedtuple
 
 import pytest
-
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.memory import checkpoint_bytes
 from nemo_rl_cpp.preflight import folders, preflight
@@ -23,7 +22,9 @@ SIZES = (
 
 def config_of(tmp_path, *overrides, **paths):
     checkpoints, logs = paths.get("checkpoints", tmp_path / "ck"), paths.get("logs", tmp_path / "logs")
-    return load_grpo_config("grpo_tiny.yaml", [f"checkpointing.checkpoint_dir={checkpoints}", f"logger.log_dir={logs}", *overrides])
+    return load_grpo_config(
+        "grpo_tiny.yaml", [f"checkpointing.checkpoint_dir={checkpoints}", f"logger.log_dir={logs}", *overrides]
+    )
 
 
 def errors(config):
@@ -52,7 +53,9 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, key, path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (found,) = errors(config_of(tmp_path, **{path: tmp_path / name}))
-    assert found.startswith(f"{key} is {tmp_path / name}") and ("not a folder" in found or "a link to what is not there" in found)
+    assert found.startswith(f"{key} is {tmp_path / name}") and (
+        "not a folder" in found or "a link to what is not there" in found
+    )
 
 
 @pytest.mark.parametrize("key, path", [("checkpointing.checkpoint_dir", "checkpoints"), ("logger.log_dir", "logs")])
@@ -99,12 +102,21 @@ def test_bytes_of_a_checkpoint_by_hand(tmp_path):
     assert checkpoint_bytes(load_grpo_config("grpo_math_1B.yaml")) is None  # sizes not on this machine
 
 
-@pytest.mark.parametrize("free, words", [(0.5, "is FOLDER with 506 kB free, but a checkpoint takes about 1.01 MB"), (3, "up to 5 of them are held at once"), (6, None)])
+@pytest.mark.parametrize(
+    "free, words",
+    [
+        (0.5, "is FOLDER with 506 kB free, but a checkpoint takes about 1.01 MB"),
+        (3, "up to 5 of them are held at once"),
+        (6, None),
+    ],
+)
 def test_too_little_space_is_a_warning(tmp_path, monkeypatch, free, words):
     size = checkpoint_bytes(config_of(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free * size)))
     found = warnings_of(config_of(tmp_path))
-    assert ([words.replace("FOLDER", str(tmp_path / "ck")) in text for text in found] == [True]) if words else found == []
+    assert (
+        ([words.replace("FOLDER", str(tmp_path / "ck")) in text for text in found] == [True]) if words else found == []
+    )
     assert errors(config_of(tmp_path)) == []
 
 
@@ -135,7 +147,9 @@ def test_the_second_run_ends_before_it_loads_anything(tmp_path):
     lock = FolderLock(tmp_path / "ck", "key")
     argv = [f"checkpointing.checkpoint_dir={tmp_path / 'ck'}", f"logger.log_dir={tmp_path / 'logs'}"]
     program = "import sys\nfrom nemo_rl_cpp.run_grpo_math import main\nstatus = main(sys.argv[1:])\nprint('torch' in sys.modules)\nsys.exit(status)"
-    done = subprocess.run([sys.executable, "-c", program, "--config", "grpo_tiny.yaml", *argv], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--config", "grpo_tiny.yaml", *argv], capture_output=True, text=True
+    )
     lock.close()
     assert done.returncode == 2 and done.stdout == "False\n"
     assert f"in use by process {os.getpid()} on" in done.stderr and "Traceback" not in done.stderr

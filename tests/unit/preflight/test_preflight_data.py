@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data import inspection
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
@@ -32,12 +31,26 @@ def found(tmp_path, tokenizer_folder):
 
     def of(rows, *overrides, name="data.jsonl", load=load_grpo_config, config="grpo_tiny.yaml", section="data.train"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        own = {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / name), "env_name": "math", "processor": "math_hf_data_processor"}
+        own = {
+            "dataset_name": "ResponseDataset",
+            "data_path": str(tmp_path / name),
+            "env_name": "math",
+            "processor": "math_hf_data_processor",
+        }
         lines = [f"++{section}.{key}={json.dumps(value)}" for key, value in own.items()]
         prefix = "" if load is load_eval_config else "policy."
-        lines += [f"{prefix}tokenizer.name={tokenizer_folder}", f"++{prefix}tokenizer.chat_template=default", "++env.math.num_workers=1"]
+        lines += [
+            f"{prefix}tokenizer.name={tokenizer_folder}",
+            f"++{prefix}tokenizer.chat_template=default",
+            "++env.math.num_workers=1",
+        ]
         if load is load_grpo_config:
-            lines += ["~data.train.num_digits", "data.validation=null", "policy.max_total_sequence_length=64", "++data.default.env_name=math"]
+            lines += [
+                "~data.train.num_digits",
+                "data.validation=null",
+                "policy.max_total_sequence_length=64",
+                "++data.default.env_name=math",
+            ]
         checked = load(config, [*lines, *overrides])
         return [(finding.level, finding.key, finding.message) for finding in data.check(checked)]
 
@@ -53,22 +66,36 @@ def test_good_data_gives_no_finding_and_needs_no_torch(found):
 
 
 def test_all_prompts_cut_is_an_error_that_counts_and_names(found):
-    [(level, key, message)] = found(rows(*[("1" * n, "2") for n in (40, 41, 45)]), "data.max_input_seq_length=40", "policy.max_total_sequence_length=64")
+    [(level, key, message)] = found(
+        rows(*[("1" * n, "2") for n in (40, 41, 45)]),
+        "data.max_input_seq_length=40",
+        "policy.max_total_sequence_length=64",
+    )
     assert (level, key) == ("error", "data.train")
-    assert message.startswith("3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens")
+    assert message.startswith(
+        "3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens"
+    )
     assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
 
 
 def test_some_prompts_cut_is_a_warning(found):
-    [(level, _, message)] = found(rows(("1" * 39, "2"), ("1" * 40, "2")), "data.max_input_seq_length=40", "policy.max_total_sequence_length=64")
+    [(level, _, message)] = found(
+        rows(("1" * 39, "2"), ("1" * 40, "2")), "data.max_input_seq_length=40", "policy.max_total_sequence_length=64"
+    )
     assert level == "warning" and message.startswith("1 of 2 prompts reach 40 tokens (data.max_input_seq_length)")
     assert "the longest is row 2 with 40 tokens" in message
 
 
 def test_prompts_that_fill_the_context(found):
-    options = ("data.max_input_seq_length=null", "policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=8")
+    options = (
+        "data.max_input_seq_length=null",
+        "policy.max_total_sequence_length=32",
+        "policy.generation.max_new_tokens=8",
+    )
     [(level, _, message)] = found(rows(("1" * 32, "2")), *options)
-    assert level == "error" and message.startswith("1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response")
+    assert level == "error" and message.startswith(
+        "1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response"
+    )
     [(level, _, _)] = found(rows(("1" * 32, "2"), ("1" * 31, "2")), *options)
     assert level == "warning"
 
@@ -83,20 +110,44 @@ def test_truths_that_nothing_can_match_are_counted(found):
     assert level == "error" and message.startswith("2 of 2 truths cannot be parsed")
 
 
-@pytest.mark.parametrize("truth, level", [("", "error"), (None, "error"), ("#### 10", "error"), ("5元", "warning"), ("{", "warning"), ("  ", "error")])
+@pytest.mark.parametrize(
+    "truth, level",
+    [("", "error"), (None, "error"), ("#### 10", "error"), ("5元", "warning"), ("{", "warning"), ("  ", "error")],
+)
 def test_kinds_of_truths_that_cannot_be_parsed(found, truth, level):
     [(given, _, message)] = found(rows(("1=", truth)))
     assert given == level and message.startswith("1 of 1 truths cannot be parsed (env.math): the first is row 1")
 
 
-@pytest.mark.parametrize("truth", [5, "-3", "1,234", "50%", "x^2+1", "(1, 2)", "\\frac{\\pi}{2}", "1/2", "Paris", "$5", "12 apples", "\\{1, 2\\}", "π"])
+@pytest.mark.parametrize(
+    "truth",
+    [
+        5,
+        "-3",
+        "1,234",
+        "50%",
+        "x^2+1",
+        "(1, 2)",
+        "\\frac{\\pi}{2}",
+        "1/2",
+        "Paris",
+        "$5",
+        "12 apples",
+        "\\{1, 2\\}",
+        "π",
+    ],
+)
 def test_truths_that_can_be_matched_are_not_mentioned(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
 def test_letters_of_multiple_choice(found):
     [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
-    assert level == "warning" and "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message and "letter" in message
+    assert (
+        level == "warning"
+        and "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message
+        and "letter" in message
+    )
 
 
 def test_other_environments_may_have_any_truths(found):
@@ -119,8 +170,18 @@ def test_the_model_of_random_weights_obeys_its_template_too():
 
 
 def test_a_model_that_is_not_here_still_has_its_template_checked(found):
-    for template, errors in (("gone.j2", 1), ("Question: {question}", 1), ("tool_use", 0), ("default", 0), ("{{ messages[0].content }}", 0)):
-        findings = found(rows(("1=", "1")), "policy.tokenizer.name=someone/some-model", f"policy.tokenizer.chat_template={json.dumps(template)}")
+    for template, errors in (
+        ("gone.j2", 1),
+        ("Question: {question}", 1),
+        ("tool_use", 0),
+        ("default", 0),
+        ("{{ messages[0].content }}", 0),
+    ):
+        findings = found(
+            rows(("1=", "1")),
+            "policy.tokenizer.name=someone/some-model",
+            f"policy.tokenizer.chat_template={json.dumps(template)}",
+        )
         assert len(findings) == errors
 
 
@@ -129,7 +190,10 @@ def test_the_folders_own_template_must_keep_the_question(found, tokenizer_folder
     tokenizer.chat_template = "{{ bos_token }}"
     tokenizer.save_pretrained(tokenizer_folder)
     [(level, key, message)] = found(rows(("1=", "1")))
-    assert (level, key) == ("error", "data.train") and "row 1: the chat template leaves out message 0 (user, '1=')" in message
+    assert (level, key) == (
+        "error",
+        "data.train",
+    ) and "row 1: the chat template leaves out message 0 (user, '1=')" in message
 
 
 def test_mistakes_in_files_and_prompts_are_errors(found, tmp_path):
@@ -154,7 +218,9 @@ def test_evaluations_are_checked_too(found):
     options = {"load": load_eval_config, "config": "evals/reverse_digits.yaml", "section": "data"}
     less = ("~data.num_digits", "~data.split", "generation.model_name=tiny-random", "++env.math.num_workers=1")
     assert found(rows(("1=", "1")), *less, **options) == []
-    [(level, key, message)] = found(rows(("1" * 50, "1")), *less, "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options)
+    [(level, key, message)] = found(
+        rows(("1" * 50, "1")), *less, "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options
+    )
     assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
 
 
@@ -183,7 +249,11 @@ def nothing_said(monkeypatch):
 
 def section_of(tmp_path, pairs):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(*pairs)))
-    return {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl"), "processor": "raw_completion_data_processor"}
+    return {
+        "dataset_name": "ResponseDataset",
+        "data_path": str(tmp_path / "d.jsonl"),
+        "processor": "raw_completion_data_processor",
+    }
 
 
 def test_a_run_says_it_once_and_refuses_when_all_prompts_are_cut(tmp_path, tiny, capsys):
@@ -221,9 +291,13 @@ def test_of_many_rows_a_thousand_are_looked_at(tmp_path, tiny):
 
 
 def test_a_task_name_without_a_processor_is_refused(tmp_path, tiny):
-    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n")
+    (tmp_path / "d.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n"
+    )
     with pytest.raises(ValueError, match=r"data\.train row 1: its task_name 'mine' has no processor"):
-        setup_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
+        setup_response_data(
+            tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}}
+        )
 
 
 def test_processors_of_the_users_are_not_run_ahead(tmp_path, tiny):

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp import cli
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.environments import loading

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
@@ -32,7 +31,18 @@ def write_weights(folder, config):
 
 def write_tokenizer(folder, tokens=40, added=()):
     vocabulary = {f"w{i}": i for i in range(tokens)}
-    names = [{"id": i, "content": f"<{i}>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False} for i in added]
+    names = [
+        {
+            "id": i,
+            "content": f"<{i}>",
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i in added
+    ]
     content = {"version": "1.0", "added_tokens": names, "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
                "decoder": None, "truncation": None, "padding": None, "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -56,7 +66,10 @@ def model(tmp_path, monkeypatch):
 
 
 def grpo(name, *overrides):
-    return load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={name}", "policy.tokenizer.name=null", "~policy.hf_config_overrides", *overrides])
+    return load_grpo_config(
+        "grpo_tiny.yaml",
+        [f"policy.model_name={name}", "policy.tokenizer.name=null", "~policy.hf_config_overrides", *overrides],
+    )
 
 
 def said(config):
@@ -98,7 +111,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({}, 512),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1024),
         ({"rope_scaling": YARN}, 400),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 512),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+            512,
+        ),
         ({"model_max_length": 600}, 600),
     ],
 )
@@ -108,13 +124,33 @@ def test_sequences_may_be_as_long_as_the_model_has_positions(keys, positions, tm
     text = only(grpo(folder, f"policy.max_total_sequence_length={positions + 1}"))
     assert f"policy.max_total_sequence_length is {positions + 1}, but {folder} has positions for" in text
     key = "rope_scaling.factor" if keys == {"rope_scaling": YARN} else "max_position_embeddings"
-    assert text.endswith(f"lower policy.max_total_sequence_length, or set policy.hf_config_overrides.{key} if the model can do more")
+    assert text.endswith(
+        f"lower policy.max_total_sequence_length, or set policy.hf_config_overrides.{key} if the model can do more"
+    )
     if "model_max_length" not in keys:  # the advice works
-        assert said(grpo(folder, f"policy.max_total_sequence_length={positions + 1}", f"++policy.hf_config_overrides.{key}=1000")) == []
+        assert (
+            said(
+                grpo(
+                    folder,
+                    f"policy.max_total_sequence_length={positions + 1}",
+                    f"++policy.hf_config_overrides.{key}=1000",
+                )
+            )
+            == []
+        )
 
 
 def test_an_override_may_give_positions(model):
-    assert said(grpo(model, "policy.max_total_sequence_length=1024", "++policy.hf_config_overrides.max_position_embeddings=1024")) == []
+    assert (
+        said(
+            grpo(
+                model,
+                "policy.max_total_sequence_length=1024",
+                "++policy.hf_config_overrides.max_position_embeddings=1024",
+            )
+        )
+        == []
+    )
 
 
 def test_positions_of_tiny_random_and_of_the_critic():
@@ -125,7 +161,9 @@ def test_positions_of_tiny_random_and_of_the_critic():
 
 
 def evaluation(name, *overrides):
-    return load_eval_config("evals/eval.yaml", [f"generation.model_name={name}", "generation.backend=native", *overrides])
+    return load_eval_config(
+        "evals/eval.yaml", [f"generation.model_name={name}", "generation.backend=native", *overrides]
+    )
 
 
 def test_an_evaluations_length_is_compared_where_it_is_given(model):
@@ -147,7 +185,10 @@ def test_a_response_longer_than_a_sequence_is_said(model):
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_an_error(model):
     write_tokenizer(model, 40, added=[40])
-    assert f"policy.tokenizer.name is {model}, whose tokens have ids up to 40, but policy.model_name {model} has a vocabulary of 40" in only(grpo(model))
+    assert (
+        f"policy.tokenizer.name is {model}, whose tokens have ids up to 40, but policy.model_name {model} has a vocabulary of 40"
+        in only(grpo(model))
+    )
     write_tokenizer(model, 39, added=[39])
     assert said(grpo(model)) == []
 
@@ -168,7 +209,12 @@ def test_a_tokenizer_of_another_folder(model, tmp_path):
 
 @pytest.mark.parametrize(
     "content, sentence",
-    [(None, "holds no tokenizer.json"), ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"), ("{}", "tokenizer"), ("no JSON", "tokenizer")],
+    [
+        (None, "holds no tokenizer.json"),
+        ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
+        ("{}", "tokenizer"),
+        ("no JSON", "tokenizer"),
+    ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_named(content, sentence, model):
     (model / "tokenizer.json").unlink()
@@ -202,7 +248,9 @@ def test_a_path_that_is_not_there(model):
     assert "is the file" in only(grpo(model / "config.json"))
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "gpt2", "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-1.5B", "gpt2", "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+)
 def test_a_model_that_has_to_come_first_is_no_error(name, model):
     assert said(grpo(name)) == []
 
@@ -234,9 +282,15 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
 
     snapshot = cached(model, tmp_path, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert asked().strip() == "[]"
-    assert "policy.max_total_sequence_length is 1024, but org/name has positions for 512" in asked("policy.max_total_sequence_length=1024")
-    (snapshot / "model.safetensors").rename(snapshot / "a.safetensors")  # a download that was broken off: the run goes on with it
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    assert "policy.max_total_sequence_length is 1024, but org/name has positions for 512" in asked(
+        "policy.max_total_sequence_length=1024"
+    )
+    (snapshot / "model.safetensors").rename(
+        snapshot / "a.safetensors"
+    )  # a download that was broken off: the run goes on with it
+    (snapshot / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
+    )
     assert asked("policy.max_total_sequence_length=1024").strip() == "[]"
 
 
@@ -246,7 +300,9 @@ def test_a_checkpoint_of_a_run_names_the_model_within(model, tmp_path):
     model.rename(weights)
     for name in ("run", "run/step_2"):
         texts = [text for level, text in said(grpo(name)) if text.startswith("policy.model_name")]
-        assert len(texts) == 1 and texts[0].endswith(f"did you mean {tmp_path / 'run/step_2/policy/weights'}?".replace(f"{tmp_path}/", ""))
+        assert len(texts) == 1 and texts[0].endswith(
+            f"did you mean {tmp_path / 'run/step_2/policy/weights'}?".replace(f"{tmp_path}/", "")
+        )
     assert said(evaluation("run", "generation.vllm_cfg.max_model_len=16", "generation.max_new_tokens=16")) == []
 
 
@@ -257,7 +313,9 @@ def tied_with_a_head_of_its_own(folder):
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
     header["lm_head.weight"] = {"dtype": "F32", "shape": [40, 16], "data_offsets": [len(data), len(data) + 4 * 40 * 16]}
     text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data + struct.pack("<640f", *range(640)))
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text)) + text + data + struct.pack("<640f", *range(640))
+    )
 
 
 def resumed(model, tmp_path, saved_keys, *overrides):
@@ -266,7 +324,7 @@ def resumed(model, tmp_path, saved_keys, *overrides):
 
     (tmp_path / "step_1/policy/weights").mkdir(parents=True)
     (tmp_path / "step_1/policy/weights/config.json").write_text(json.dumps(CONFIG | saved_keys))
-    fields = {name: None for name in Saved._fields} | {"path": tmp_path / "step_1", "identity": {}, "config": None}
+    fields = dict.fromkeys(Saved._fields) | {"path": tmp_path / "step_1", "identity": {}, "config": None}
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 
@@ -277,7 +335,9 @@ def test_a_run_goes_on_with_the_head_that_it_untied(model, tmp_path):
 
 
 def test_a_run_does_not_go_on_with_another_rope(model, tmp_path):
-    assert ["rope_theta" in text for text in resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")] == [True]
+    assert [
+        "rope_theta" in text for text in resumed(model, tmp_path, {}, "++policy.hf_config_overrides.rope_theta=500.0")
+    ] == [True]
 
 
 # -- where they are asked -------------------------------------------------------------------------------------------------
@@ -285,13 +345,22 @@ def test_a_run_does_not_go_on_with_another_rope(model, tmp_path):
 
 BROKEN = {
     "gemma": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"})),
-    "quantised": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}})),
-    "dynamic rope": lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})),
+    "quantised": lambda folder: (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq"}})
+    ),
+    "dynamic rope": lambda folder: (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    ),
     "sliding window": lambda folder: (folder / "config.json").write_text(
-        json.dumps(CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0})
+        json.dumps(
+            CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+        )
     ),
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "adapter only": lambda folder: [(folder / "config.json").rename(folder / "adapter_config.json"), (folder / "model.safetensors").unlink()],
+    "adapter only": lambda folder: [
+        (folder / "config.json").rename(folder / "adapter_config.json"),
+        (folder / "model.safetensors").unlink(),
+    ],
     "config is no JSON": lambda folder: (folder / "config.json").write_text("{"),
 }
 
@@ -320,4 +389,14 @@ def test_the_critics_own_folder_is_checked(model, tmp_path):
     overrides = [f"policy.model_name={model}", "policy.tokenizer.name=null", f"value.model_name={tmp_path / 'critic'}", "~policy.hf_config_overrides",
                  "value.hf_config_overrides=null"]  # fmt: skip
     assert [f.key for f in check(load_ppo_config("ppo_tiny.yaml", overrides))] == ["value.model_name"]
-    assert list(check(load_ppo_config("ppo_tiny.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward", "ppo.policy_training_start_step=0"]))) == []
+    assert (
+        list(
+            check(
+                load_ppo_config(
+                    "ppo_tiny.yaml",
+                    [*overrides, "ppo.adv_estimator.name=raw_reward", "ppo.policy_training_start_step=0"],
+                )
+            )
+        )
+        == []
+    )

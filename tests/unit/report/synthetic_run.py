@@ -7,15 +7,21 @@ from nemo_rl_cpp.utils.logger import Logger
 
 CONFIG = {
     "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_num_steps": 60, "seed": 42},
-    "policy": {"model_name": "SmolLM2-135M-Instruct", "precision": "bfloat16",
-               "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2e-5, "betas": [0.9, 0.999]}}},
+    "policy": {
+        "model_name": "SmolLM2-135M-Instruct",
+        "precision": "bfloat16",
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2e-5, "betas": [0.9, 0.999]}},
+    },
     "loss_fn": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
     "logger": {"wandb": {"project": "grpo-dev"}},
 }
 DEFAULTS = {
     "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16, "max_num_steps": 1000000, "seed": 42},
-    "policy": {"model_name": "Qwen/Qwen2.5-1.5B", "precision": "bfloat16",
-               "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6, "betas": [0.9, 0.999]}}},
+    "policy": {
+        "model_name": "Qwen/Qwen2.5-1.5B",
+        "precision": "bfloat16",
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6, "betas": [0.9, 0.999]}},
+    },
     "loss_fn": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.01},
     "logger": {"wandb": {"project": "grpo-dev"}},
 }
@@ -39,29 +45,71 @@ def log_step(logger, step, rng):
     """One step's rows and rollouts."""
     reward = 0.15 + 0.5 * (1 - math.exp(-step / 25)) + rng.gauss(0, 0.03)
     equal = 30 + 45 * (1 - math.exp(-step / 40)) + rng.gauss(0, 4)
-    times = {"generation": 1.9 + rng.random() * 0.3, "policy_training": 1.2 + rng.random() * 0.2,
-             "reward_calculation": 0.12, "data_processing": 0.02, "advantage_calculation": 0.001}
+    times = {
+        "generation": 1.9 + rng.random() * 0.3,
+        "policy_training": 1.2 + rng.random() * 0.2,
+        "reward_calculation": 0.12,
+        "data_processing": 0.02,
+        "advantage_calculation": 0.001,
+    }
     total = sum(times.values()) + 0.03
-    logger.log_metrics({
-        "reward": reward, "loss": -0.01 + rng.gauss(0, 0.01), "grad_norm": abs(rng.gauss(0.8, 0.15)) * (9 if step == 33 else 1),
-        "approx_entropy": 0.3 + 0.9 * math.exp(-step / 20), "token_mult_prob_error": 1.0, "lr": 2e-5 * min(step / 10, 1.0),
-        "mean_gen_tokens_per_sample": 20 - 8 * (1 - math.exp(-step / 20)) + rng.random(), "max_gen_tokens_per_sample": 48,
-        "truncation_rate": 0.28 * math.exp(-step / 15), "groups/pct_equal": equal, "groups/pct_equal_best": equal * 0.8,
-        "groups/pct_equal_worst": equal * 0.2, "total_num_tokens": 2600, "probs_ratio": 1.0, "probs_ratio_min": 0.9,
-        "probs_ratio_max": 1.15, "advantages/min": -1.5, "advantages/max": 1.9,
-    }, step, prefix="train")
-    logger.log_metrics({"total_step_time": total, "accounted_share": 1 - 0.03 / total, **times}, step, prefix="timing/train")
-    logger.log_metrics({"tokens_per_sec": 2600 / total, "generation_tokens_per_sec": 2600 / times["generation"]}, step,
-                       prefix="performance")
-    logger.log_metrics({"peak_rss_gb/generation": 1.9, "peak_rss_gb/policy_training": 2.6 + 0.01 * rng.random(),
-                        "rss_gb": 1.7, "peak_rss_gb/run": 2.63}, step, prefix="memory", step_finished=True)
+    logger.log_metrics(
+        {
+            "reward": reward,
+            "loss": -0.01 + rng.gauss(0, 0.01),
+            "grad_norm": abs(rng.gauss(0.8, 0.15)) * (9 if step == 33 else 1),
+            "approx_entropy": 0.3 + 0.9 * math.exp(-step / 20),
+            "token_mult_prob_error": 1.0,
+            "lr": 2e-5 * min(step / 10, 1.0),
+            "mean_gen_tokens_per_sample": 20 - 8 * (1 - math.exp(-step / 20)) + rng.random(),
+            "max_gen_tokens_per_sample": 48,
+            "truncation_rate": 0.28 * math.exp(-step / 15),
+            "groups/pct_equal": equal,
+            "groups/pct_equal_best": equal * 0.8,
+            "groups/pct_equal_worst": equal * 0.2,
+            "total_num_tokens": 2600,
+            "probs_ratio": 1.0,
+            "probs_ratio_min": 0.9,
+            "probs_ratio_max": 1.15,
+            "advantages/min": -1.5,
+            "advantages/max": 1.9,
+        },
+        step,
+        prefix="train",
+    )
+    logger.log_metrics(
+        {"total_step_time": total, "accounted_share": 1 - 0.03 / total, **times}, step, prefix="timing/train"
+    )
+    logger.log_metrics(
+        {"tokens_per_sec": 2600 / total, "generation_tokens_per_sec": 2600 / times["generation"]},
+        step,
+        prefix="performance",
+    )
+    logger.log_metrics(
+        {
+            "peak_rss_gb/generation": 1.9,
+            "peak_rss_gb/policy_training": 2.6 + 0.01 * rng.random(),
+            "rss_gb": 1.7,
+            "peak_rss_gb/run": 2.63,
+        },
+        step,
+        prefix="memory",
+        step_finished=True,
+    )
     rows = []
     for index in range(16):
         a, b = rng.randrange(100), rng.randrange(100)
         right = rng.random() < reward
         answer = a + b if right else a + b + rng.choice((-10, -1, 1, 10))
-        rows.append((f"3 + 4 = 7\n12 + 30 = 42\n{a} + {b} =", f" {answer}\n" + "and so on " * (index == 5) * 9, float(right)))
-    logger.log_batched_dict_as_jsonl({
-        "content": [[prompt, answer] for prompt, answer, _ in rows], "rewards": [row[2] for row in rows],
-        "input_lengths": [20 + len(row[1]) for row in rows], "truncated": [index == 5 for index in range(16)],
-    }, f"train_data_step{step}.jsonl")
+        rows.append(
+            (f"3 + 4 = 7\n12 + 30 = 42\n{a} + {b} =", f" {answer}\n" + "and so on " * (index == 5) * 9, float(right))
+        )
+    logger.log_batched_dict_as_jsonl(
+        {
+            "content": [[prompt, answer] for prompt, answer, _ in rows],
+            "rewards": [row[2] for row in rows],
+            "input_lengths": [20 + len(row[1]) for row in rows],
+            "truncated": [index == 5 for index in range(16)],
+        },
+        f"train_data_step{step}.jsonl",
+    )

@@ -2,7 +2,14 @@
 
 from nemo_rl_cpp.utils.report.alerts import Alerts
 
-DEAD = {"grad_norm": 0.0, "reward": 0.5, "groups/pct_equal": 100.0, "accuracy": 0.5, "advantages/min": 0.0, "advantages/max": 0.0}
+DEAD = {
+    "grad_norm": 0.0,
+    "reward": 0.5,
+    "groups/pct_equal": 100.0,
+    "accuracy": 0.5,
+    "advantages/min": 0.0,
+    "advantages/max": 0.0,
+}
 ALIVE = {"grad_norm": 1.0, "reward": 0.5, "groups/pct_equal": 10.0, "token_mult_prob_error": 1.0}
 
 
@@ -44,4 +51,7 @@ def test_two_causes_are_two_rows():
     for step in range(1, 4):
         alerts.step(step, DEAD | {"cut_prompts_rate": 1.0, "token_mult_prob_error": 2.0})
     rows = alerts.table()
-    assert list(rows) == ["serious", "serious 2"] and sum("data.max_input_seq_length = 9" in text for text in rows.values()) == 1
+    assert (
+        list(rows) == ["serious", "serious 2"]
+        and sum("data.max_input_seq_length = 9" in text for text in rows.values()) == 1
+    )

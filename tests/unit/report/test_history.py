@@ -1,15 +1,19 @@
 import math
 
 import pytest
-
 from nemo_rl_cpp.utils.report.history import JsonlTail, MetricHistory
 
 
 def test_curves_are_in_step_order_and_keep_the_later_value():
-    history = MetricHistory([
-        {"step": 2, "a": 2.0}, {"step": 1, "a": 1.0, "text": "x", "list": [1]}, {"step": 2, "a": 3.0}, {"a": 9.0},
-        {"step": 3, "a": "nan", "b": "inf"},
-    ])
+    history = MetricHistory(
+        [
+            {"step": 2, "a": 2.0},
+            {"step": 1, "a": 1.0, "text": "x", "list": [1]},
+            {"step": 2, "a": 3.0},
+            {"a": 9.0},
+            {"step": 3, "a": "nan", "b": "inf"},
+        ]
+    )
     assert history.curve("a").steps == [1, 2, 3] and history.curve("a").values[:2] == [1.0, 3.0]
     assert math.isnan(history.curve("a").values[2]) and history.curve("a").finite().values == [1.0, 3.0]
     assert history.curve("none", "b").values == [math.inf] and history.curve("none").steps == []

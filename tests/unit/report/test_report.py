@@ -9,8 +9,6 @@ from typing import ClassVar
 
 import pytest
 import synthetic_run
-from pydantic import BaseModel, Field
-
 from nemo_rl_cpp.utils.access import to_plain
 from nemo_rl_cpp.utils.report import ReportWriter, write_report
 from nemo_rl_cpp.utils.report.defaults import schema_defaults
@@ -18,6 +16,7 @@ from nemo_rl_cpp.utils.report.findings_health import stage_shares
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.page import RunFacts, differences, duration, render
 from nemo_rl_cpp.utils.report.samples import MAX_CHARS, SampleBook, clip, pick, read_rollouts, spread
+from pydantic import BaseModel, Field
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -34,7 +33,9 @@ class Checker(HTMLParser):
         if tag not in VOID:
             self.stack.append((tag, attributes))
         self.ids.append(attributes.get("id"))
-        self.fetches += [value for key, value in attributes.items() if key in ("src", "srcset", "action", "data", "poster")]
+        self.fetches += [
+            value for key, value in attributes.items() if key in ("src", "srcset", "action", "data", "poster")
+        ]
         self.fetches += [v for k, v in attributes.items() if k in ("href", "xlink:href") and not v.startswith("#")]
         assert tag not in ("link", "iframe", "object", "embed", "img", "base")
 
@@ -86,7 +87,9 @@ def test_the_page_of_a_run_is_whole_and_refers_to_nothing_outside(run):
 
 
 def test_the_embedded_samples_are_valid_and_telling(run):
-    samples = json.loads(check(render(MetricHistory(), RunFacts("t", samples=SampleBook(run).samples()))).scripts["sample-data"])
+    samples = json.loads(
+        check(render(MetricHistory(), RunFacts("t", samples=SampleBook(run).samples()))).scripts["sample-data"]
+    )
     last = [s for s in samples if s["step"] == 60]
     tags = {tag for sample in last for tag in sample["tags"]}
     assert {"best", "worst", "longest", "truncated"} <= tags and len(last) <= 5
@@ -106,10 +109,17 @@ def test_the_cross_hair_data_match_the_curves(run):
 
 
 def test_hostile_text_cannot_leave_its_place(tmp_path):
-    evil = '</script><script>alert(1)</script><!-- <b>"\'&'
+    evil = "</script><script>alert(1)</script><!-- <b>\"'&"
     (tmp_path / "train_data_step1.jsonl").write_text(json.dumps({"content": [evil, evil], "rewards": 1.0}) + "\n")
-    facts = RunFacts(evil, status=evil, config={evil: evil}, defaults={"a": evil}, message=evil, environment={evil: evil},
-                     samples=SampleBook(tmp_path).samples())
+    facts = RunFacts(
+        evil,
+        status=evil,
+        config={evil: evil},
+        defaults={"a": evil},
+        message=evil,
+        environment={evil: evil},
+        samples=SampleBook(tmp_path).samples(),
+    )
     page = render(MetricHistory([{"step": 1, "train/reward": 1.0, f"timing/train/{evil[2:6]}": 1.0}]), facts)
     checker = check(page)
     assert json.loads(checker.scripts["sample-data"])[0]["response"] == evil
@@ -161,7 +171,9 @@ def test_the_report_can_be_made_again_from_the_folder(run):
     assert stable((run / "report.html").read_text()) == stable(before)
     with pytest.raises(ValueError, match="holds no metrics.jsonl"):
         write_report(run.parent)
-    bad = subprocess.run([sys.executable, "-m", "nemo_rl_cpp.utils.report", str(run.parent)], capture_output=True, text=True)
+    bad = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_cpp.utils.report", str(run.parent)], capture_output=True, text=True
+    )
     assert bad.returncode == 2 and "Traceback" not in bad.stderr
 
 
@@ -190,8 +202,15 @@ def test_a_run_killed_at_any_moment_leaves_a_whole_page(tmp_path):
 def test_a_long_run_stays_small_and_fast(tmp_path):
     history = MetricHistory()
     for step in range(1, 20_001):
-        history.add({"step": step, "train/reward": step % 7, "train/loss": 0.1, "timing/train/total_step_time": 1.0,
-                     "timing/train/generation": 0.5})
+        history.add(
+            {
+                "step": step,
+                "train/reward": step % 7,
+                "train/loss": 0.1,
+                "timing/train/total_step_time": 1.0,
+                "timing/train/generation": 0.5,
+            }
+        )
     started = time.process_time()
     page = render(history, RunFacts("long"))
     assert len(page) < 400_000 and time.process_time() - started < 5
@@ -202,7 +221,11 @@ def test_rollout_rows_of_every_shape_are_understood(tmp_path):
     rows = [
         {"content": ["prompt", "answer"], "rewards": [0.5], "token_loss_mask": [0, 0, 1, 1, 1], "idx": 3},
         {"content": [["p", "a", "Environment: correct"]], "rewards": 1.0, "input_lengths": [9]},
-        {"content": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], "rewards": "nan", "truncated": True},
+        {
+            "content": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}],
+            "rewards": "nan",
+            "truncated": True,
+        },
         {"content": "only text"},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
@@ -257,8 +280,17 @@ def test_schema_defaults_know_what_was_changed_and_what_follows():
 
 
 def test_time_between_steps_is_shown_beside_the_steps():
-    history = MetricHistory([{"step": 1, "timing/train/total_step_time": 6.0, "timing/train/generation": 4.0,
-                              "timing/train/checkpointing": 2.0, "timing/train/prepare_for_generation/total": 1.0}])
+    history = MetricHistory(
+        [
+            {
+                "step": 1,
+                "timing/train/total_step_time": 6.0,
+                "timing/train/generation": 4.0,
+                "timing/train/checkpointing": 2.0,
+                "timing/train/prepare_for_generation/total": 1.0,
+            }
+        ]
+    )
     assert stage_shares(history) == {"generation": 0.5, "checkpointing": 0.25, "prepare_for_generation": 0.125}
     text = " ".join(check(render(history, RunFacts("t"))).text)
     assert re.search(r"other\s+12\.5 %", text)

@@ -2,9 +2,15 @@ import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-
 from nemo_rl_cpp.utils.report.svg import (
-    Series, downsample, format_number, line_chart, line_frame, nice_ticks, running_mean, stacked_chart,
+    Series,
+    downsample,
+    format_number,
+    line_chart,
+    line_frame,
+    nice_ticks,
+    running_mean,
+    stacked_chart,
 )
 
 
@@ -22,8 +28,19 @@ def test_ticks_are_round_and_inside():
 
 
 def test_numbers_are_short():
-    pairs = [(0, "0"), (1.0, "1"), (0.12345678, "0.1235"), (2e-5, "2e-5"), (12345, "12.3k"), (1.5e6, "1.5M"), (-3.2e9, "-3.2G"),
-             (math.nan, "nan"), (math.inf, "∞"), (-math.inf, "-∞"), (9999, "9999")]
+    pairs = [
+        (0, "0"),
+        (1.0, "1"),
+        (0.12345678, "0.1235"),
+        (2e-5, "2e-5"),
+        (12345, "12.3k"),
+        (1.5e6, "1.5M"),
+        (-3.2e9, "-3.2G"),
+        (math.nan, "nan"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+        (9999, "9999"),
+    ]
     assert [format_number(value) for value, _ in pairs] == [text for _, text in pairs]
 
 
@@ -47,7 +64,11 @@ def test_a_line_lies_where_its_frame_says():
     frame = line_frame(series, 420, 190, False)
     path = parsed(line_chart(series)).find(".//path").get("d")
     assert path == f"M{frame.px(1):.1f} {frame.py(0):.1f}L{frame.px(3):.1f} {frame.py(10):.1f}"
-    assert frame.left == frame.px(1) and frame.right == frame.px(3) and frame.top < frame.py(10) < frame.py(0) < frame.bottom
+    assert (
+        frame.left == frame.px(1)
+        and frame.right == frame.px(3)
+        and frame.top < frame.py(10) < frame.py(0) < frame.bottom
+    )
 
 
 @pytest.mark.parametrize("ys", [[], [math.nan], [5.0], [5.0, 5.0], [math.inf, 1.0, math.nan, 2.0], [1e-300, 1e300]])
@@ -68,7 +89,11 @@ def test_stacked_bars_fill_their_heights():
     root = parsed(stacked_chart(["a", "b"], [1, 2], [[1.0, 2.0], [1.0, 0.0]], colors=[0, 7]))
     bars = root.findall(".//rect")
     heights = [float(bar.get("height")) for bar in bars]
-    assert len(bars) == 3 and heights[0] == pytest.approx(heights[1], abs=0.02) and heights[2] == pytest.approx(2 * heights[0], abs=0.02)
+    assert (
+        len(bars) == 3
+        and heights[0] == pytest.approx(heights[1], abs=0.02)
+        and heights[2] == pytest.approx(2 * heights[0], abs=0.02)
+    )
     assert bars[1].get("class") == "f7" and bars[1].find("title").text == "step 1: b 1 s"
     many = parsed(stacked_chart(["a"], list(range(1000)), [[1.0] * 1000], colors=[0]))
     assert len(many.findall(".//rect")) <= 120 and "step 0 to 8: a 1 s" in many.find(".//rect/title").text

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from reference import sampling as reference
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.config.policy import PolicyConfig
@@ -14,6 +12,7 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
+from reference import sampling as reference
 
 RULES = [(1.0, 1.0, 3), (1.0, 0.9, 0), (0.7, 0.5, 0), (2.0, 0.999, 40), (1.3, 0.8, 20), (1.0, 1e-6, 0), (1.0, 1.0, 1)]
 
@@ -30,12 +29,16 @@ def rows(random: torch.Generator, count: int, V: int) -> torch.Tensor:
 def boundary_is_clear(row: np.ndarray, temperature: float, top_p: float, top_k: int) -> bool:
     """Whether sums in float32 and in float64 must cut at the same place."""
     return all(
-        np.array_equal(reference.kept_tokens(row, temperature, top_k, p), reference.kept_tokens(row, temperature, top_k, top_p))
+        np.array_equal(
+            reference.kept_tokens(row, temperature, top_k, p), reference.kept_tokens(row, temperature, top_k, top_p)
+        )
         for p in (max(top_p - 2e-6, 1e-9), min(top_p + 2e-6, 1 - 1e-9) if top_p < 1 else 1.0)
     )
 
 
-def expected(row: np.ndarray, token: int, g: float, temperature: float, top_p: float, top_k: int) -> tuple[float, np.ndarray]:
+def expected(
+    row: np.ndarray, token: int, g: float, temperature: float, top_p: float, top_k: int
+) -> tuple[float, np.ndarray]:
     logprobs = reference.processed_logprobs(row, temperature, top_k, top_p)
     if not np.isfinite(logprobs[token]):
         return logprobs[token], np.zeros(len(row))
@@ -59,7 +62,9 @@ def test_values_and_gradients_equal_the_reference(dtype, bound):
                 compared += 1
                 removed += not np.isfinite(value)
                 assert logprobs[r].item() == pytest.approx(value, rel=bound, abs=bound)
-                np.testing.assert_allclose(gradient[r].numpy(), slope, rtol=bound, atol=bound * abs(float(g[r])) / temperature)
+                np.testing.assert_allclose(
+                    gradient[r].numpy(), slope, rtol=bound, atol=bound * abs(float(g[r])) / temperature
+                )
     assert compared >= 1000 and removed >= 100
 
 
@@ -99,7 +104,18 @@ def test_the_models_gradient_is_that_of_finite_differences(with_unfiltered):
 
     def objective():
         out, unfiltered = (torch.zeros(4, 12, dtype=torch.float64) for _ in range(2))
-        trainer.forward(batch, [0, 1, 2, 3], 0.8, True, True, False, out, top_p=0.95, top_k=40, unfiltered=unfiltered if with_unfiltered else None)
+        trainer.forward(
+            batch,
+            [0, 1, 2, 3],
+            0.8,
+            True,
+            True,
+            False,
+            out,
+            top_p=0.95,
+            top_k=40,
+            unfiltered=unfiltered if with_unfiltered else None,
+        )
         removed = torch.isinf(out)
         value = (out.masked_fill(removed, 0.0) * weights[0]).sum() + (unfiltered * weights[1]).sum()
         return float(value), removed
@@ -131,7 +147,9 @@ def rollout(policy, greedy=False):
     """16 rows in groups of 4, as generation left them."""
     prompts = torch.randint(4, 14, (4, 5), generator=torch.Generator().manual_seed(2)).repeat_interleave(4, 0)
     lengths = torch.full((16,), 5)
-    data = BatchedDataDict(input_ids=prompts, input_lengths=lengths, sample_index=torch.arange(16), draw_ids=torch.arange(16) // 4)
+    data = BatchedDataDict(
+        input_ids=prompts, input_lengths=lengths, sample_index=torch.arange(16), draw_ids=torch.arange(16) // 4
+    )
     out = policy.create_generation().generate(data, greedy=greedy)
     total = out["unpadded_sequence_lengths"]
     position = torch.arange(out["output_ids"].shape[1])[None]
@@ -144,7 +162,12 @@ def rollout(policy, greedy=False):
 
 NO_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 WITH_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
-FILTERS = [{"top_p": 0.7}, {"top_k": 4}, {"temperature": 0.7, "top_p": 0.8, "top_k": 6}, {"temperature": 1.4, "top_p": 0.3}]
+FILTERS = [
+    {"top_p": 0.7},
+    {"top_k": 4},
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 6},
+    {"temperature": 1.4, "top_p": 0.3},
+]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -172,7 +195,9 @@ def test_greedy_is_scored_without_a_filter(precision):
 def test_reference_logprobs_are_unfiltered_but_keep_the_temperature():
     filtered, plain = make_policy(temperature=0.7, top_k=3), make_policy(temperature=0.7)
     data = rollout(filtered)
-    assert torch.equal(filtered.get_reference_policy_logprobs(data)["reference_logprobs"], plain.get_logprobs(data)["logprobs"])
+    assert torch.equal(
+        filtered.get_reference_policy_logprobs(data)["reference_logprobs"], plain.get_logprobs(data)["logprobs"]
+    )
 
 
 def test_a_removed_token_counts_as_zero_and_has_no_gradient():
@@ -181,7 +206,9 @@ def test_a_removed_token_counts_as_zero_and_has_no_gradient():
     data["input_ids"] = torch.where(data["token_mask"] > 0, (data["input_ids"] + 1) % 14, data["input_ids"])
     assert (policy.get_logprobs(data)["logprobs"] == 0).all()
     settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
-    data["prev_logprobs"] = data["generation_logprobs"] = torch.full_like(data["generation_logprobs"], -0.1) * data["token_mask"]
+    data["prev_logprobs"] = data["generation_logprobs"] = (
+        torch.full_like(data["generation_logprobs"], -0.1) * data["token_mask"]
+    )
     result = policy.train(data, ClippedPGLossFn(settings), eval_mode=True)
     removed = sum(result["all_mb_metrics"]["num_filtered_out_tokens"])
     assert removed > 0.5 * float(data["token_mask"].sum())

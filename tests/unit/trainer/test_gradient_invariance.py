@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
@@ -20,7 +19,9 @@ def groups_batch(num_groups=5, generations=4, seed=0):
         for _ in range(generations):
             response = torch.randint(0, 61, (int(torch.randint(1, 30, (1,), generator=random)),), generator=random)
             rows.append(torch.cat([prompt, response]))
-            masks.append(torch.cat([torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)]))
+            masks.append(
+                torch.cat([torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)])
+            )
             groups.append(g)
     pad = torch.nn.utils.rnn.pad_sequence
     lengths = torch.tensor([len(r) for r in rows])
@@ -119,7 +120,10 @@ def test_responses_of_one_token_behind_a_shared_prompt(share):
     weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     trainer.backward(weight[:, None] * mask)
     grads, step = trainer.grads.clone(), 1e-6
-    masters, direction = model.masters, torch.randn(len(grads), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    masters, direction = (
+        model.masters,
+        torch.randn(len(grads), generator=torch.Generator().manual_seed(5), dtype=torch.float64),
+    )
     losses = []
     for sign in (1, -1):
         masters.add_(direction, alpha=sign * step)

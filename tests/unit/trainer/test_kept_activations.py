@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
@@ -11,7 +10,11 @@ from nemo_rl_cpp.models.weights import initialize_weights
 
 LLAMA = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
-FAMILIES = {"llama": LLAMA, "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False}, "qwen3": LLAMA | {"model_type": "qwen3"}}
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen3": LLAMA | {"model_type": "qwen3"},
+}
 PLENTY = 1 << 28
 
 
@@ -60,7 +63,9 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str)
+@pytest.mark.parametrize(
+    "split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str
+)
 def test_gradients_are_those_of_a_forward_of_its_own(family, dtype, split):
     keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
     data = prompts()
@@ -75,7 +80,9 @@ def test_gradients_are_those_of_a_forward_of_its_own(family, dtype, split):
     assert torch.equal(kept, computed)
 
 
-@pytest.mark.parametrize("engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str)
+@pytest.mark.parametrize(
+    "engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str
+)
 def test_they_are_found_however_the_engine_went_through_the_tokens(engine):
     """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
     keeping, plain = make_model(), make_model(max_bytes=0)

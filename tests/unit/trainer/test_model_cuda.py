@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights
@@ -77,7 +76,12 @@ def test_the_split_of_a_batch_does_not_change_log_probabilities(dtype):
     trainer = C.Trainer(model_on("cuda", CONFIGS["qwen3"], dtype))
     batch, ids, _ = batch_of_groups()
     results = []
-    for plan, share in [([[0, 1, 2, 3, 4, 5]], True), ([[0, 1, 2, 3, 4, 5]], False), ([[b] for b in range(6)], False), ([[5, 0], [1, 2, 3, 4]], True)]:
+    for plan, share in [
+        ([[0, 1, 2, 3, 4, 5]], True),
+        ([[0, 1, 2, 3, 4, 5]], False),
+        ([[b] for b in range(6)], False),
+        ([[5, 0], [1, 2, 3, 4]], True),
+    ]:
         out = torch.zeros(ids.shape)
         for rows in plan:
             trainer.forward(batch, rows, 1.0, share, False, False, out)
@@ -96,21 +100,37 @@ def test_digest_and_norm_are_the_cpus(dtype):
 @pytest.mark.parametrize("sampling", [(), ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5",)], ids=str)
 def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
     """Generation's log-probabilities are the training forward's, bit for bit, before the first update of every step."""
-    run = tiny.train(tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling)
+    run = tiny.train(
+        tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling
+    )
     assert run.policy.device == "cuda" and run.policy.model.device.startswith("cuda")
     for row in run.history:
         assert row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0
         assert row["token_mult_prob_error"] == 1.0 and row["grad_norm"] > 0
-    again = tiny.train(tmp_path / "again", *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling)
+    again = tiny.train(
+        tmp_path / "again",
+        *tiny.SMALL,
+        "cluster.device=cuda",
+        "grpo.max_num_steps=2",
+        f"policy.precision={precision}",
+        *sampling,
+    )
     assert again.policy.weight_digest() == run.policy.weight_digest()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_decode_steps_as_graphs_change_nothing(tmp_path, precision):
     """32 responses that end one after another, in two phases of generation with an update between them."""
-    args = [*tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", "policy.generation.max_new_tokens=40"]
+    args = [
+        *tiny.SMALL,
+        "cluster.device=cuda",
+        "grpo.max_num_steps=2",
+        f"policy.precision={precision}",
+        "policy.generation.max_new_tokens=40",
+    ]
     graphs, eager = (
-        tiny.train(tmp_path / str(eager), *args, f"policy.generation.vllm_cfg.enforce_eager={str(eager).lower()}") for eager in (False, True)
+        tiny.train(tmp_path / str(eager), *args, f"policy.generation.vllm_cfg.enforce_eager={str(eager).lower()}")
+        for eager in (False, True)
     )
     assert all(row["max_logprob_gap"] == 0.0 for row in graphs.history)
     assert [row["reward"] for row in graphs.history] == [row["reward"] for row in eager.history]

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from test_gradient_invariance import CONFIG, groups_batch
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 from nemo_rl_cpp.models.policy.train_step import GlobalCounts, Scoring, fused_token_loss, run_global_batch
 from nemo_rl_cpp.models.weights import initialize_weights
+from test_gradient_invariance import CONFIG, groups_batch
 
 TOKEN_LOSSES = {
     "grpo": {},
@@ -58,7 +57,9 @@ class AskedAfterwards(ClippedPGLossFn):
 
 def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples=100), on_policy=False):
     trainer = trainer_of(dtype)
-    result = run_global_batch(trainer, data, loss_fn, 0, len(data["input_ids"]), batching, Scoring(0.9), train=True, on_policy=on_policy)
+    result = run_global_batch(
+        trainer, data, loss_fn, 0, len(data["input_ids"]), batching, Scoring(0.9), train=True, on_policy=on_policy
+    )
     return result, trainer.grads.clone()
 
 
@@ -68,7 +69,11 @@ def test_asked_token_by_token_it_trains_as_asked_afterwards(name, dtype, bound):
     data = training_data()
     at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
     afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)
-    assert torch.equal(at_once.outputs, afterwards.outputs) and at_once.metrics == afterwards.metrics and at_once.loss == afterwards.loss
+    assert (
+        torch.equal(at_once.outputs, afterwards.outputs)
+        and at_once.metrics == afterwards.metrics
+        and at_once.loss == afterwards.loss
+    )
     assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
 
 
@@ -79,7 +84,11 @@ def test_without_old_logprobs_they_are_the_ones_being_computed():
     assert (grads - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)], ids=str)
+@pytest.mark.parametrize(
+    "batching",
+    [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)],
+    ids=str,
+)
 def test_gradients_do_not_depend_on_micro_batches(batching):
     data = training_data()
     whole, expected = train(ClippedPGLossFn({}), data)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from test_gradient_invariance import groups_batch
-from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
-
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
+from test_gradient_invariance import groups_batch
+from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
 
 NO_OTHER_TERM = {
     name: settings | {"reference_policy_kl_penalty": 0.0}
@@ -28,7 +27,9 @@ def data_with_zeros(rows):
     return data
 
 
-@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 5e-3)], ids=str)
+@pytest.mark.parametrize(
+    "dtype,bound", [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 5e-3)], ids=str
+)
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]], ids=str)
 def test_gradients_are_those_of_a_backward_of_every_row(rows, dtype, bound):
     data, settings = data_with_zeros(rows), {"reference_policy_kl_penalty": 0.0}
@@ -49,7 +50,9 @@ def test_every_loss_of_advantages_alone_does_without(name):
     assert some.zero_gradient_tokens > 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("settings", [{}, dict(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.1)], ids=["KL", "NLL"])
+@pytest.mark.parametrize(
+    "settings", [{}, dict(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.1)], ids=["KL", "NLL"]
+)
 def test_another_term_keeps_all_rows_together(settings):
     data = data_with_zeros([0, 1, 2, 3])
     assert ClippedPGLossFn(settings).zero_gradient_rows(data) is None
@@ -100,7 +103,9 @@ def test_rows_apart_come_last_and_keep_to_the_limits(batching):
     assert sorted(flat) == [1, 2, 4, 5, 6] and set(flat[:2]) == {2, 6}  # row 3 counts nowhere: sample_mask
     for rows in micro_batches:
         assert len(set(apart[rows].tolist())) == 1
-        assert len(rows) <= 3 and (len(rows) == 1 or not batching.max_tokens or C.packed_tokens(batch, rows, True) <= batching.max_tokens)
+        assert len(rows) <= 3 and (
+            len(rows) == 1 or not batching.max_tokens or C.packed_tokens(batch, rows, True) <= batching.max_tokens
+        )
 
 
 @pytest.mark.parametrize("samples", [[2, 1], [0, 0], [-1], [0, 10_000]], ids=str)

@@ -10,7 +10,6 @@ import shutil
 import warnings
 
 import pytest
-
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.durable import folder_problem
 

@@ -5,9 +5,8 @@ import threading
 import numpy as np
 import pytest
 import yaml
-from pydantic import BaseModel
-
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from pydantic import BaseModel
 
 
 def make(tmp_path, **config):
@@ -28,7 +27,11 @@ def steps(manager):
 def test_a_saved_checkpoint_has_its_files_manifest_and_status(tmp_path):
     manager = make(tmp_path)
     folder = save(manager, 3, val_reward=np.float32(0.5), bad=float("nan"))
-    assert json.loads((folder / "training_info.json").read_text()) == {"total_steps": 3, "val_reward": 0.5, "bad": "nan"}
+    assert json.loads((folder / "training_info.json").read_text()) == {
+        "total_steps": 3,
+        "val_reward": 0.5,
+        "bad": "nan",
+    }
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"grpo": {"seed": 42}}
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["step"] == 3 and manifest["files"]["policy/weights/model.safetensors"]["size"] == 1000
@@ -52,11 +55,14 @@ def test_config_may_be_a_model_and_run_config_too(tmp_path):
     assert yaml.safe_load((tmp_path / "step_5" / "config.yaml").read_text())["checkpoint_dir"] == "x"
 
 
-@pytest.mark.parametrize("config, message", [
-    ({"save_period": 0}, "checkpointing.save_period=0"),
-    ({"keep_top_k": -1}, "checkpointing.keep_top_k=-1"),
-    ({"checkpoint_dir": ""}, "checkpointing.checkpoint_dir is empty"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"save_period": 0}, "checkpointing.save_period=0"),
+        ({"keep_top_k": -1}, "checkpointing.keep_top_k=-1"),
+        ({"checkpoint_dir": ""}, "checkpointing.checkpoint_dir is empty"),
+    ],
+)
 def test_bad_configurations_are_refused(tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path, **config)
@@ -198,7 +204,10 @@ def test_best_falls_back_to_the_latest(tmp_path):
     manager = make(tmp_path, metric_name="val:accuracy")
     save(manager, 1)
     save(manager, 2)
-    with pytest.warns(UserWarning, match="Ignoring 2 checkpoint"), pytest.warns(UserWarning, match="Returning latest checkpoint"):
+    with (
+        pytest.warns(UserWarning, match="Ignoring 2 checkpoint"),
+        pytest.warns(UserWarning, match="Returning latest checkpoint"),
+    ):
         assert manager.get_best_checkpoint_path().endswith("step_2")
 
 

@@ -4,7 +4,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
 from nemo_rl_cpp.utils.timer import Timer
 

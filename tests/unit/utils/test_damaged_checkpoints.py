@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-
 from nemo_rl_cpp.algorithms.checkpointing import find_resume
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
 from nemo_rl_cpp.utils.durable import folder_problem, seal_folder
@@ -46,7 +45,11 @@ def flip_first_byte(path):
 def other_digit(path):
     """Well-formed as before, but for a number; of the same size."""
     content = path.read_bytes()
-    path.write_bytes(re.sub(rb"\d(?=\D*$)", lambda digit: b"%d" % (9 - int(digit[0])), content) if re.search(rb"\d", content) else b"0" * len(content))
+    path.write_bytes(
+        re.sub(rb"\d(?=\D*$)", lambda digit: b"%d" % (9 - int(digit[0])), content)
+        if re.search(rb"\d", content)
+        else b"0" * len(content)
+    )
 
 
 def make_fifo(path):

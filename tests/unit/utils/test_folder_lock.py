@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-
 from nemo_rl_cpp.utils import folder_lock
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.folder_lock import FolderError, FolderInUseError, FolderLock, holder_of
@@ -24,7 +23,9 @@ HOLD = (
 @pytest.fixture
 def other(tmp_path):
     """Another process in tmp_path/ck."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "ck")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "ck")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "in\n"
     yield process
     process.kill()

@@ -5,7 +5,6 @@ import sys
 import threading
 
 import pytest
-
 from nemo_rl_cpp.utils.interrupts import GracefulStop
 
 
@@ -41,7 +40,9 @@ def test_a_closed_terminal_and_a_scheduler_s_warning_end_a_run_like_sigterm(numb
     said, before = [], signal.getsignal(number)
     with GracefulStop(said.append) as stop:
         signal.raise_signal(number)
-        assert stop.reason == "terminated" and said[0].startswith(f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint")
+        assert stop.reason == "terminated" and said[0].startswith(
+            f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint"
+        )
     assert signal.getsignal(number) is before
 
 
@@ -106,7 +107,9 @@ def test_a_call_that_does_not_come_back_is_ended_after_the_second_signal():
         "            pass\n"
     )
     for second, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGTERM)
         assert process.stderr.readline() == "\n" and "once more to stop at once" in process.stderr.readline()
@@ -121,7 +124,10 @@ def test_a_run_that_saves_nothing_does_not_promise_a_checkpoint():
         signal.raise_signal(signal.SIGINT)
     with GracefulStop(said.append):
         signal.raise_signal(signal.SIGTERM)
-    assert said[0] == "Ctrl-C: the run ends after this step and saves nothing, since checkpointing.enabled is false; once more to stop at once"
+    assert (
+        said[0]
+        == "Ctrl-C: the run ends after this step and saves nothing, since checkpointing.enabled is false; once more to stop at once"
+    )
     assert said[1] == "SIGTERM: the run ends after this step, with a checkpoint; once more to stop at once"
 
 
@@ -154,7 +160,9 @@ def test_a_closed_terminal_and_a_scheduler_ask_too(number):
     said = []
     with GracefulStop(said.append) as stop:
         signal.raise_signal(number)
-        assert stop.reason == "terminated" and said[0].startswith(f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint")
+        assert stop.reason == "terminated" and said[0].startswith(
+            f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint"
+        )
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
@@ -182,6 +190,8 @@ def test_leaving_by_the_back_door_is_no_success():
     assert done.returncode == 1 and "os._exit(0) was called" in done.stderr
     done = subprocess.run([sys.executable, "-c", code.format(3)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
-    forked = code.replace("lambda: os._exit({})", "lambda: os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(0), 0)[1])")
+    forked = code.replace(
+        "lambda: os._exit({})", "lambda: os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(0), 0)[1])"
+    )
     done = subprocess.run([sys.executable, "-c", forked], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,7 +4,6 @@ import sys
 import types
 
 import pytest
-
 from nemo_rl_cpp.utils.logger import Logger
 from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger, parse_gpu_table
 
@@ -27,7 +26,9 @@ class Recorder(types.ModuleType):
         def call(*args, **kwargs):
             self.calls.append((name, args, kwargs))
             if name in ("init", "start_run"):
-                run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1", name="n-1")
+                run = types.SimpleNamespace(
+                    info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1", name="n-1"
+                )
                 run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
                 return run
             return None
@@ -59,7 +60,9 @@ def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    cfg = config(tmp_path, wandb_enabled=True, wandb={"project": "p", "name": "n", "log_nemo_gym_full_result_tables": False})
+    cfg = config(
+        tmp_path, wandb_enabled=True, wandb={"project": "p", "name": "n", "log_nemo_gym_full_result_tables": False}
+    )
     with Logger(cfg) as logger:
         first = logger.wandb_logger.run.id
         logger.log_hyperparams({"grpo": {"seed": 42}})
@@ -85,8 +88,14 @@ def test_mlflow(tmp_path, fake):
     assert mlflow.of("start_run") == [((), {"run_name": "r"})]
     (row,), kwargs = mlflow.of("log_metrics")[0]
     assert kwargs == {"step": 3, "run_id": "run-1"}
-    assert row == {"train/loss": 0.5, "train/lens/mean": 2.5, "train/lens/p50": 2.5, "train/lens/p90": pytest.approx(3.7),
-                   "train/lens/max": 4.0, "train/nested/a": 1.0}
+    assert row == {
+        "train/loss": 0.5,
+        "train/lens/mean": 2.5,
+        "train/lens/p50": 2.5,
+        "train/lens/p90": pytest.approx(3.7),
+        "train/lens/max": 4.0,
+        "train/nested/a": 1.0,
+    }
     assert mlflow.of("log_params")[0][0] == ({"a.b.0": 1, "a.b.1": 2},)
     assert len(mlflow.of("end_run")) >= 1
     Logger(config(tmp_path, mlflow_enabled=True, mlflow=section)).finish()
@@ -95,8 +104,13 @@ def test_mlflow(tmp_path, fake):
 
 def test_swanlab_and_trackio(tmp_path, fake):
     swanlab, trackio = fake("swanlab"), fake("trackio")
-    cfg = config(tmp_path, swanlab_enabled=True, swanlab={"project": "p", "name": "n"}, trackio_enabled=True,
-                 trackio={"project": "q", "name": "n"})
+    cfg = config(
+        tmp_path,
+        swanlab_enabled=True,
+        swanlab={"project": "p", "name": "n"},
+        trackio_enabled=True,
+        trackio={"project": "q", "name": "n"},
+    )
     with Logger(cfg) as logger:
         assert logger.swanlab_logger is not None
         logger.log_metrics({"loss": 0.5, "text": "x"}, 2, prefix="train")
@@ -128,7 +142,10 @@ def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
 def test_gpu_samples_have_their_own_axis_and_file(tmp_path, monkeypatch):
     table = "0, 93, 20480\n1, [N/A], 1024\n"
     assert parse_gpu_table(table) == {
-        "node.0.gpu.0.util": 93.0, "node.0.gpu.0.mem_gb": 20.0, "node.0.gpu.1.mem_gb": 1.0}
+        "node.0.gpu.0.util": 93.0,
+        "node.0.gpu.0.mem_gb": 20.0,
+        "node.0.gpu.1.mem_gb": 1.0,
+    }
     logger = Logger(config(tmp_path))
     monitor = RayGpuMonitorLogger(0.001, 0.001, parent_logger=logger)
     monkeypatch.setattr(monitor, "_gpu_metrics", lambda: parse_gpu_table(table))

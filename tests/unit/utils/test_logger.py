@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
-
 from nemo_rl_cpp.utils import tb_events
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.log_files import deterministic_rows, read_jsonl
 from nemo_rl_cpp.utils.logger import Logger, flatten_dict, get_experiment_dir, get_next_experiment_dir
 from nemo_rl_cpp.utils.plots import LinePlot
+from pydantic import BaseModel
 
 
 def rows(path):
@@ -39,27 +38,36 @@ def log_steps(logger, first, last):
     for step in range(first, last + 1):
         logger.log_metrics({"loss": 1.0 / step, "reward": step}, step, prefix="train")
         logger.log_metrics({"total_step_time": random.random()}, step, prefix="timing/train", step_finished=True)
-        logger.log_batched_dict_as_jsonl({"content": ["a", "b"], "rewards": [0.0, float(step)]}, f"train_data_step{step}.jsonl")
+        logger.log_batched_dict_as_jsonl(
+            {"content": ["a", "b"], "rewards": [0.0, float(step)]}, f"train_data_step{step}.jsonl"
+        )
         logger.log_plot(LinePlot("p", "x", "y", {"a": ([0, 1], [0, step])}), step, "train/p")
 
 
 def test_metrics_jsonl_rows_are_sorted_plain_and_strict_json(tmp_path):
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
         logger.log_metrics(
-            {"z": np.float32(0.5), "a": float("nan"), "m": {"n": [1, math.inf]}, "i": np.int64(3), "flag": True}, 4, prefix="train"
+            {"z": np.float32(0.5), "a": float("nan"), "m": {"n": [1, math.inf]}, "i": np.int64(3), "flag": True},
+            4,
+            prefix="train",
         )
         logger.log_metrics({"plain": 1}, 5)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text.splitlines()[0] == (
-        '{"step": 4, "train/a": "nan", "train/flag": true, "train/i": 3, "train/m/n": [1, "inf"], "train/z": 0.5}')
+        '{"step": 4, "train/a": "nan", "train/flag": true, "train/i": 3, "train/m/n": [1, "inf"], "train/z": 0.5}'
+    )
     assert rows(tmp_path / "metrics.jsonl")[1] == {"step": 5, "plain": 1}
 
 
 def test_torch_values_are_numbers_in_the_files(tmp_path):
     torch = pytest.importorskip("torch")
     with Logger({"log_dir": str(tmp_path)}) as logger:
-        logger.log_metrics({"loss": torch.tensor([0.25]), "norm": torch.tensor(2.0, requires_grad=True)}, 1, prefix="train")
-        logger.log_batched_dict_as_jsonl({"r": torch.tensor([1.0, float("nan")]), "ids": torch.tensor([[1], [2]])}, "x.jsonl")
+        logger.log_metrics(
+            {"loss": torch.tensor([0.25]), "norm": torch.tensor(2.0, requires_grad=True)}, 1, prefix="train"
+        )
+        logger.log_batched_dict_as_jsonl(
+            {"r": torch.tensor([1.0, float("nan")]), "ids": torch.tensor([[1], [2]])}, "x.jsonl"
+        )
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": [0.25], "train/norm": 2.0}]
     assert rows(tmp_path / "x.jsonl") == [{"r": 1.0, "ids": [1], "idx": 0}, {"r": "nan", "ids": [2], "idx": 1}]
     assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
@@ -93,7 +101,9 @@ def test_tensorboard_skips_what_is_no_number_with_one_message(tmp_path, capsys):
 
 def test_hyperparams_hide_secrets(tmp_path):
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
-        logger.log_hyperparams({"wandb": {"api_key": "s3cret", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"})
+        logger.log_hyperparams(
+            {"wandb": {"api_key": "s3cret", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
+        )
     stored = json.loads((tmp_path / "hyperparams.json").read_text())
     assert stored == {"wandb": {"api_key": "***", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
 
@@ -229,14 +239,18 @@ def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
 def test_a_folder_by_another_name_is_the_same_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "alias").symlink_to(tmp_path / "ck")
-    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, tmp_path / "alias" / checkpoint.name) == str(logs)
+    assert get_experiment_dir(
+        str(tmp_path / "logs"), {"log_dir": str(logs)}, tmp_path / "alias" / checkpoint.name
+    ) == str(logs)
 
 
 def test_moved_folders_are_still_the_run_s_own(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "ck").rename(tmp_path / "ck_moved")
     (tmp_path / "logs").rename(tmp_path / "logs_moved")
-    found = get_experiment_dir(str(tmp_path / "logs_moved"), {"log_dir": str(logs)}, tmp_path / "ck_moved" / checkpoint.name)
+    found = get_experiment_dir(
+        str(tmp_path / "logs_moved"), {"log_dir": str(logs)}, tmp_path / "ck_moved" / checkpoint.name
+    )
     assert found == str(tmp_path / "logs_moved" / "exp_001")
 
 
@@ -265,7 +279,9 @@ def test_another_run_s_folder_of_the_same_name_is_left_alone(tmp_path):
 @pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
 def test_a_log_dir_that_is_no_experiment_s_gives_a_new_folder(tmp_path, recorded):
     _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
-    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint) == str(tmp_path / "logs" / "exp_002")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint) == str(
+        tmp_path / "logs" / "exp_002"
+    )
 
 
 def test_cutting_back_removes_only_what_the_run_wrote(tmp_path):

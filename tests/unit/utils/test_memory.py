@@ -1,7 +1,6 @@
 import gc
 
 import pytest
-
 from nemo_rl_cpp.utils import memory
 from nemo_rl_cpp.utils.timer import Timer
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from nemo_rl_cpp.utils.plain_state import check_state, read_state, write_state
 
 STATE = {
@@ -78,14 +77,18 @@ class Foreign:
 
 def test_what_cannot_be_written_is_named_before_anything_is(tmp_path):
     state = {"extra_env_info": [{"board": Foreign()}]}
-    with pytest.raises(ValueError, match=r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"):
+    with pytest.raises(
+        ValueError, match=r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"
+    ):
         check_state(state, "rollouts")
     with pytest.raises(ValueError, match="is a Foreign"):
         write_state(tmp_path / "s", state)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("tree", [{"~": "os.system", "value": "true"}, {"~": "tensor", "value": "9"}, {"~": "tuple", "value": 3}, {"~": []}])
+@pytest.mark.parametrize(
+    "tree", [{"~": "os.system", "value": "true"}, {"~": "tensor", "value": "9"}, {"~": "tuple", "value": 3}, {"~": []}]
+)
 def test_a_state_that_it_did_not_write_is_refused(tmp_path, tree):
     (tmp_path / "s.json").write_text(json.dumps({"a": tree}))
     with pytest.raises(ValueError, match="not what this program writes"):

@@ -3,11 +3,10 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from rich.console import Console
-
 from nemo_rl_cpp.utils.log_samples import choose_samples, print_message_log_samples
 from nemo_rl_cpp.utils.logger import Logger
 from nemo_rl_cpp.utils.plots import logprob_error_plot, timeline_plots
+from rich.console import Console
 
 
 def error_data():
@@ -16,7 +15,8 @@ def error_data():
         "sample_mask": np.array([1, 1, 0]),
         "generation_logprobs": np.array([[0, 0, -1, -2, -1.0], [0, 0, -1, -1, 0], [0, 0, -9, -9, -9.0]]),
         "prev_logprobs": np.array([[0, 0, -1, -2, -1.0], [0, 0, -1, -1.5, 0], [0, 0, 0, 0, 0.0]]),
-        "prompt_lengths": np.array([2, 2, 2]), "full_lengths": np.array([5, 4, 5]),
+        "prompt_lengths": np.array([2, 2, 2]),
+        "full_lengths": np.array([5, 4, 5]),
     }
     return data
 
@@ -44,7 +44,10 @@ def test_nothing_is_plotted_without_a_counted_token(tmp_path):
 
 def test_timelines(tmp_path):
     plots = timeline_plots({1: [2.0, 4.0], 0: [0.0, 2.0, 9.0], 2: []}, "queue", 0.5)
-    assert plots["per_worker"].lines == {"worker_0": ([0.0, 0.5, 1.0], [0.0, 2.0, 9.0]), "worker_1": ([0.0, 0.5], [2.0, 4.0])}
+    assert plots["per_worker"].lines == {
+        "worker_0": ([0.0, 0.5, 1.0], [0.0, 2.0, 9.0]),
+        "worker_1": ([0.0, 0.5], [2.0, 4.0]),
+    }
     assert plots["average"].lines == {"average": ([0.0, 0.5], [1.0, 3.0])}
     assert timeline_plots({0: []}, "queue", 1.0) == {}
     with pytest.raises(ValueError, match="timeline_interval=0"):

@@ -2,11 +2,10 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
-
 from nemo_rl_cpp.utils import progress as progress_module
 from nemo_rl_cpp.utils.progress import Progress
 from nemo_rl_cpp.utils.timer import Timer
+from rich.console import Console
 
 
 class Clock:

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from nemo_rl_cpp.utils import tb_events
 from nemo_rl_cpp.utils.tb_events import EventFile
 

@@ -1,7 +1,6 @@
 import time
 
 import pytest
-
 from nemo_rl_cpp.utils import timer as timer_module
 from nemo_rl_cpp.utils.timer import StepAccounting, TimeoutChecker, Timer, convert_to_seconds
 

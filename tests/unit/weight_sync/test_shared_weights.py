@@ -1,7 +1,6 @@
 """Colocated refit: nothing moves, and no change of the weights goes unseen."""
 
 import pytest
-
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 
@@ -45,7 +44,9 @@ def test_weights_changed_between_generation_and_training_stop_the_run():
         refit.verify_before_training()
 
 
-@pytest.mark.parametrize("backend, colocated, words", [("native", False, "colocated.enabled=false"), ("vllm", True, "backend='vllm'")])
+@pytest.mark.parametrize(
+    "backend, colocated, words", [("native", False, "colocated.enabled=false"), ("vllm", True, "backend='vllm'")]
+)
 def test_what_is_not_supported_says_so(backend, colocated, words):
     with pytest.raises(ValueError, match=words):
         create_weight_synchronizer(Role(), Role(), backend, colocated)

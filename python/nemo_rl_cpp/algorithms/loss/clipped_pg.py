@@ -103,7 +103,9 @@ class ClippedPGLossFn:
         assert kind in ("tis", "icepop", "seq-mask-tis"), (
             f"truncated_importance_sampling_type is {kind!r}; expected tis, icepop or seq-mask-tis"
         )
-        assert high is not None and high > 0, f"truncated_importance_sampling_ratio is {high}; expected a positive number"
+        assert high is not None and high > 0, (
+            f"truncated_importance_sampling_ratio is {high}; expected a positive number"
+        )
         assert low is None or low <= high, f"truncated_importance_sampling_ratio_min {low} exceeds the ratio {high}"
         assert low is not None or kind == "tis", f"truncated_importance_sampling_ratio_min is needed by {kind}"
         assert kind != "seq-mask-tis" or not self.sequence_level_importance_ratios, (
@@ -190,7 +192,9 @@ class ClippedPGLossFn:
         `global_valid_positive_toks` counts the valid tokens of samples with a positive reward over the global batch;
         without it (and without that key in the data) the NLL term divides by this batch's own count.
         """
-        positive = data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
+        positive = (
+            data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
+        )
         return ops.clipped_pg_loss(
             curr_logprobs.detach(),
             curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if self.op_config().kl_penalty != 0 else None,

@@ -42,9 +42,5 @@ class LossFunction(Protocol):
     input_type: LossInputType
 
     def __call__(
-        self,
-        data: Mapping[str, Any],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        **kwargs: Any,
+        self, data: Mapping[str, Any], global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, dict[str, Any]]: ...

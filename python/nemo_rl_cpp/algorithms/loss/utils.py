@@ -1,7 +1,7 @@
 """From a model's logits to what a loss function takes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -19,12 +19,12 @@ def prepare_loss_input(
     logits: torch.Tensor,
     data: Mapping[str, Any],
     loss_fn: LossFunction,
-    vocab_parallel_rank: Optional[int] = None,
-    vocab_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-    context_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-    sampling_params: Optional[TrainingSamplingParams] = None,
-    d2t: Optional[torch.Tensor] = None,
-    chunk_size: Optional[int] = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: torch.distributed.ProcessGroup | None = None,
+    context_parallel_group: torch.distributed.ProcessGroup | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+    d2t: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """(keyword arguments for `loss_fn`, data): the logits themselves, or log-probs [B, S-1] of data["input_ids"].
 
@@ -40,7 +40,7 @@ def prepare_loss_input(
         logprobs = logits.to(torch.float32)[:, : data["input_ids"].shape[1] - 1]
         return {"next_token_logprobs": logprobs}, data
 
-    def logprobs_of(params: Optional[TrainingSamplingParams]) -> torch.Tensor:
+    def logprobs_of(params: TrainingSamplingParams | None) -> torch.Tensor:
         return get_next_token_logprobs_from_logits(
             input_ids=data["input_ids"],
             next_token_logits=logits,
@@ -60,11 +60,11 @@ def prepare_packed_loss_input(
     loss_fn: LossFunction,
     cu_seqlens_q: torch.Tensor | Sequence[int],
     cu_seqlens_q_padded: torch.Tensor | Sequence[int],
-    vocab_parallel_rank: Optional[int] = None,
-    vocab_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-    context_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-    sampling_params: Optional[TrainingSamplingParams] = None,
-    chunk_size: Optional[int] = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: torch.distributed.ProcessGroup | None = None,
+    context_parallel_group: torch.distributed.ProcessGroup | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+    chunk_size: int | None = None,
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The same from packed logits [1, T, V]: log-probs [B, S-1] in the layout of the unpacked data, 0 past each end."""
     if loss_fn.input_type != LossInputType.LOGPROB:
@@ -75,7 +75,7 @@ def prepare_packed_loss_input(
     lengths = _differences(cu_seqlens_q)
     packed = pack_rows(ids, lengths, cu_seqlens_q_padded)
 
-    def logprobs_of(params: Optional[TrainingSamplingParams]) -> torch.Tensor:
+    def logprobs_of(params: TrainingSamplingParams | None) -> torch.Tensor:
         rows = from_parallel_logits_to_logprobs_packed_sequences(
             logits,
             packed,
@@ -89,13 +89,18 @@ def prepare_packed_loss_input(
             chunk_size=chunk_size,
             sampling_params=params,
         )
-        keep = torch.arange(rows.shape[1], device=rows.device)[None, :] < (torch.tensor(lengths, device=rows.device) - 1)[:, None]
+        keep = (
+            torch.arange(rows.shape[1], device=rows.device)[None, :]
+            < (torch.tensor(lengths, device=rows.device) - 1)[:, None]
+        )
         return torch.where(keep, rows, torch.zeros_like(rows))
 
     return {"next_token_logprobs": _filtered(logprobs_of, data, loss_fn, sampling_params)}, data
 
 
-def pack_rows(rows: torch.Tensor, lengths: Sequence[int], cu_seqlens_padded: torch.Tensor | Sequence[int]) -> torch.Tensor:
+def pack_rows(
+    rows: torch.Tensor, lengths: Sequence[int], cu_seqlens_padded: torch.Tensor | Sequence[int]
+) -> torch.Tensor:
     """[1, T] from rows [B, S]: row b's first lengths[b] values at its padded offset, 0 elsewhere."""
     starts = [int(v) for v in cu_seqlens_padded]
     packed = rows.new_zeros((1, starts[-1]))
@@ -104,7 +109,9 @@ def pack_rows(rows: torch.Tensor, lengths: Sequence[int], cu_seqlens_padded: tor
     return packed
 
 
-def _filtered(logprobs_of: Any, data: Any, loss_fn: Any, sampling_params: Optional[TrainingSamplingParams]) -> torch.Tensor:
+def _filtered(
+    logprobs_of: Any, data: Any, loss_fn: Any, sampling_params: TrainingSamplingParams | None
+) -> torch.Tensor:
     logprobs = logprobs_of(sampling_params)
     if not need_top_k_or_top_p_filtering(sampling_params):
         return logprobs
@@ -120,6 +127,6 @@ def _differences(cu_seqlens: torch.Tensor | Sequence[int]) -> list[int]:
     return [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
 
 
-def _no_draft(d2t: Optional[torch.Tensor]) -> None:
+def _no_draft(d2t: torch.Tensor | None) -> None:
     if d2t is not None:
         raise NotImplementedError("d2t (draft models) is not supported; pass d2t=None")

@@ -52,11 +52,7 @@ class MseValueLossFn:
         return result
 
     def __call__(
-        self,
-        logits: Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
+        self, logits: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """(loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in them."""
         values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ class _PackedLoss:
         loss_fn: LossFunction,
         prepare_fn: Callable[..., Any],
         cu_seqlens_q: Tensor | Sequence[int],
-        cu_seqlens_q_padded: Optional[Tensor | Sequence[int]] = None,
-        vocab_parallel_rank: Optional[int] = None,
-        vocab_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
-        context_parallel_group: Optional[torch.distributed.ProcessGroup] = None,
+        cu_seqlens_q_padded: Tensor | Sequence[int] | None = None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: torch.distributed.ProcessGroup | None = None,
+        context_parallel_group: torch.distributed.ProcessGroup | None = None,
     ):
         require_single_process(vocab_parallel_group, "vocab_parallel_group")
         require_single_process(context_parallel_group, "context_parallel_group")

@@ -57,9 +57,14 @@ def _json_rows(path: Path) -> list[Row]:
 
 def _are_columns(whole: Any) -> bool:
     """Whether a JSON object holds columns of values; a conversation inside makes it a row."""
-    return isinstance(whole, dict) and bool(whole) and all(
-        isinstance(values, list) and not (values and isinstance(values[0], dict) and {"role", "from"} & values[0].keys())
-        for values in whole.values()
+    return (
+        isinstance(whole, dict)
+        and bool(whole)
+        and all(
+            isinstance(values, list)
+            and not (values and isinstance(values[0], dict) and {"role", "from"} & values[0].keys())
+            for values in whole.values()
+        )
     )
 
 
@@ -138,7 +143,9 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
     are read. ValueError when nothing fits.
     """
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
-    files = [file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")]
+    files = [
+        file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
+    ]
     endings = sorted({file.suffix.lower() for file in files})
     if len(endings) > 1:  # notes and descriptions beside the data
         endings = [ending for ending in endings if ending not in (".txt", ".json")]
@@ -165,5 +172,7 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
                 f"but split is {wanted!r}"
             )
     elif split not in (None, "train"):
-        raise ValueError(f"data: the folder {str(path)!r} (data_path) has only the split 'train', but split is {split!r}")
+        raise ValueError(
+            f"data: the folder {str(path)!r} (data_path) has only the split 'train', but split is {split!r}"
+        )
     return ListDataset(row for file in files for row in read_file(file))

@@ -53,7 +53,10 @@ class ListDataset:
         return ListDataset(self._rows[i] for i in indices)
 
     def map(
-        self, function: Callable[..., Mapping[str, Any]], remove_columns: Sequence[str] | None = None, with_indices: bool = False
+        self,
+        function: Callable[..., Mapping[str, Any]],
+        remove_columns: Sequence[str] | None = None,
+        with_indices: bool = False,
     ) -> ListDataset:
         """Each row updated with what the function returns for it (and, `with_indices`, its number); `remove_columns` of
         the old row are dropped."""

@@ -56,7 +56,9 @@ def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_
 def is_local(data_path: str) -> bool:
     """Whether a data_path means a file or folder of this machine, and not a data set on the hub."""
     path = Path(os.fspath(data_path)).expanduser()
-    return path.suffix.lower() in READERS or path.exists() or path.is_absolute() or str(data_path).startswith((".", "~"))
+    return (
+        path.suffix.lower() in READERS or path.exists() or path.is_absolute() or str(data_path).startswith((".", "~"))
+    )
 
 
 def _is_saved(path: Path) -> bool:
@@ -70,7 +72,9 @@ def _from_disk(path: Path, split: str | None) -> Any:
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if (split or "train") not in loaded:
-        raise ValueError(f"data: {str(path)!r} (data_path) has the splits {sorted(loaded)}, but split is {split or 'train'!r}")
+        raise ValueError(
+            f"data: {str(path)!r} (data_path) has the splits {sorted(loaded)}, but split is {split or 'train'!r}"
+        )
     return loaded[split or "train"]
 
 

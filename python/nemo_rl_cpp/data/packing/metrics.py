@@ -18,11 +18,7 @@ class PackingMetrics:
         self._times: list[float] = []
 
     def update(
-        self,
-        sequence_lengths: list[int],
-        bins: list[list[int]],
-        bin_capacity: int,
-        packing_time: float | None = None,
+        self, sequence_lengths: list[int], bins: list[list[int]], bin_capacity: int, packing_time: float | None = None
     ) -> dict[str, float]:
         """Adds one packing and returns its statistics (with `packing_time` in seconds if given)."""
         stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)

@@ -71,7 +71,9 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
             return found[0], "", 0.0, True
         return found[0], self.higher if secret > guess else self.lower, 0.0, False
 
-    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """The batch as it is, and the share of games won, when the batch has rewards."""
         rewards = batch.get("total_reward", batch.get("rewards"))
         return batch, {} if rewards is None else {"accuracy": rewards.float().mean().item()}

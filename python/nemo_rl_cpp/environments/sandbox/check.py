@@ -55,7 +55,9 @@ def missing_protections() -> list[str]:
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return ["/proc/PID/task/TID/children, by which the memory of a program's processes is added up (CONFIG_PROC_CHILDREN)"]
+        return [
+            "/proc/PID/task/TID/children, by which the memory of a program's processes is added up (CONFIG_PROC_CHILDREN)"
+        ]
     limits = Limits(time_s=10, memory_mb=256, processes=4)
     try:
         probe = run_program(_PROBE, limits=limits)
@@ -69,7 +71,9 @@ def missing_protections() -> list[str]:
 
 
 def _complaints(probe: Outcome) -> list[str]:
-    return (probe.stdout or probe.stderr).decode(errors="replace").strip().split("\n") or [f"the probe ended with {probe.exit_code}"]
+    return (probe.stdout or probe.stderr).decode(errors="replace").strip().split("\n") or [
+        f"the probe ended with {probe.exit_code}"
+    ]
 
 
 def require_sandbox() -> None:
@@ -87,7 +91,11 @@ def main() -> int:
     missing = missing_protections()
     for item in missing:
         print(f"missing: {item}")
-    print(_NEEDS if missing else "ok: programs run without network, without files but their own, within limits of time, memory and processes")
+    print(
+        _NEEDS
+        if missing
+        else "ok: programs run without network, without files but their own, within limits of time, memory and processes"
+    )
     return 1 if missing else 0
 
 

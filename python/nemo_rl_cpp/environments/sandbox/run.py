@@ -42,7 +42,9 @@ class Outcome:
     most_memory_mb: float = 0.0
 
 
-def run_program(source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None) -> Outcome:
+def run_program(
+    source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
+) -> Outcome:
     """Runs Python code with `stdin`, and `files` beside it in its folder; when this returns, no process of it is left.
 
     The calling process must have one thread only (it forks). Raises SandboxUnavailableError when the sandbox cannot be
@@ -50,7 +52,10 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None, file
     """
     run = _Run(limits or Limits())
     try:
-        run.start({**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}, stdin.encode("utf-8", "surrogatepass"))
+        run.start(
+            {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")},
+            stdin.encode("utf-8", "surrogatepass"),
+        )
         run.watch()
     finally:
         run.end()
@@ -209,7 +214,9 @@ class _Run:
 
     def _stop(self, reason: str, detail: str) -> None:
         self.outcome.stopped, self.outcome.detail = reason, detail
-        for pid in self.used.pids if reason == "memory_limit" else ():  # sooner than the kernel does, when all processors are busy
+        for pid in (
+            self.used.pids if reason == "memory_limit" else ()
+        ):  # sooner than the kernel does, when all processors are busy
             _kill_process(pid)
         self._kill()
 

@@ -76,7 +76,10 @@ def _argument(index: int) -> bytes:
 
 def _reported_if(index: int, code: int, values: tuple[int, ...]) -> list[bytes]:
     """Reports a call whose argument passes one of the comparisons."""
-    return [_argument(index), *(part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, _NOTIFY)))]
+    return [
+        _argument(index),
+        *(part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, _NOTIFY))),
+    ]
 
 
 # name -> (numbers, what is done with its arguments); a call that gets to the end of the instructions passes
@@ -93,7 +96,12 @@ _BY_ARGUMENT = {
 def filter_program(machine: str) -> bytes:
     """The filter as BPF instructions: another architecture's calls kill, forbidden ones are reported, the rest passes."""
     column = machine == "aarch64"
-    checks = [_instruction(_LOAD, _ARCH), _instruction(_EQUAL, _ARCHITECTURE[machine], 1), _instruction(_RETURN, _KILL), _instruction(_LOAD, _NR)]
+    checks = [
+        _instruction(_LOAD, _ARCH),
+        _instruction(_EQUAL, _ARCHITECTURE[machine], 1),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NR),
+    ]
     if machine == "x86_64":  # the same calls by other numbers
         checks += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
     for table, verdict in ((FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL)):
@@ -108,7 +116,9 @@ def install() -> int:
     """Puts the filter on the calling process and all that come from it; returns the descriptor that reports."""
     code = filter_program(kernel.machine())
     program = _Program(len(code) // 8, code)
-    return kernel.syscall("seccomp", ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_NEW_LISTENER), ctypes.byref(program))
+    return kernel.syscall(
+        "seccomp", ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_NEW_LISTENER), ctypes.byref(program)
+    )
 
 
 class Call(NamedTuple):
@@ -130,7 +140,9 @@ def reported_call(listener: int) -> Call | None:
     identity, number = struct.unpack_from("=Q", notification)[0], struct.unpack_from("=i", notification, 16)[0]
     arguments = struct.unpack_from("=6Q", notification, 32)
     column = kernel.machine() == "aarch64"
-    known = {pair[column]: name for name, pair in FORBIDDEN.items()} | {pair[column]: name for name, (pair, _) in _BY_ARGUMENT.items()}
+    known = {pair[column]: name for name, pair in FORBIDDEN.items()} | {
+        pair[column]: name for name, (pair, _) in _BY_ARGUMENT.items()
+    }
     name = known[number]
     charge = None
     if name == "mmap":

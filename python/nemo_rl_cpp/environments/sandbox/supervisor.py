@@ -106,7 +106,7 @@ def _watch(job: Job, program: int, listener: int, channel: socket.socket) -> Non
     watched.register(listener, select.POLLIN)
     watched.register(channel, select.POLLIN)
     held = _Held(job)
-    ended = 0
+    ended = status = 0
     while time.monotonic() < end:
         # looked at once more after the program's end: one of its children may have made a forbidden call
         events = dict(watched.poll(0 if ended else 5))
@@ -169,7 +169,9 @@ def _program(job: Job, channel: socket.socket) -> NoReturn:
         os.dup2(descriptor, number)
     _become_nobody()
     channel = socket.socket(fileno=os.dup2(channel.detach(), seccomp.CHANNEL, inheritable=False))
-    own = 2 if os.stat(f"{files.BOX}/main.py").st_uid == os.getuid() else 0  # the two processes above, when of the same user
+    own = (
+        2 if os.stat(f"{files.BOX}/main.py").st_uid == os.getuid() else 0
+    )  # the two processes above, when of the same user
     job.limits.apply(own)
     kernel.drop_privileges()
     kernel.forbid_huge_pages()

@@ -56,7 +56,10 @@ class Meter:
             usage.threads += map(int, threads)
             private_kb += next((size for thread in threads if (size := _private_kb(pid, thread))), 0.0)
             if pid not in self._slow:
-                self._slow[pid] = (_others_kb(pid, threads), set().union(*(_open_files(pid, thread) for thread in threads)))
+                self._slow[pid] = (
+                    _others_kb(pid, threads),
+                    set().union(*(_open_files(pid, thread) for thread in threads)),
+                )
             other_kb += _THREAD_KB * len(threads) + self._slow[pid][0]
             opened |= self._slow[pid][1]
         sockets = sum(name.startswith("socket:") for name in opened)
@@ -103,7 +106,10 @@ def _others_kb(pid: int, threads: list[str]) -> float:
     """What else belongs to a process: swapped and huge pages, page tables, mappings."""
     for thread in threads:
         try:
-            with open(f"/proc/{pid}/task/{thread}/status") as status, open(f"/proc/{pid}/task/{thread}/maps", "rb") as maps:
+            with (
+                open(f"/proc/{pid}/task/{thread}/status") as status,
+                open(f"/proc/{pid}/task/{thread}/maps", "rb") as maps,
+            ):
                 lines = (line.partition(":") for line in status)
                 found = [int(value.split()[0]) for name, _, value in lines if name in _IN_STATUS]
                 if found:
@@ -124,7 +130,9 @@ def _open_files(pid: int, thread: str) -> set[str]:
             except FileNotFoundError:
                 pass  # closed meanwhile
     except PermissionError:  # they are hidden: as many as there may be, of the kind that holds most
-        return {f"socket:{pid} {thread} {number}" for number in range(DESCRIPTORS)} if _private_kb(pid, thread) else set()
+        return (
+            {f"socket:{pid} {thread} {number}" for number in range(DESCRIPTORS)} if _private_kb(pid, thread) else set()
+        )
     except OSError:
         pass  # the thread has ended
     return found

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from nemo_rl_cpp.config.engines import ColocatedConfig as ColocationConfig
-from nemo_rl_cpp.config.engines import ResourcesConfig as OptionalResourcesConfig
 from nemo_rl_cpp.config.generation import GenerationConfig
 
 if TYPE_CHECKING:

@@ -151,7 +151,9 @@ class NativeGeneration(GenerationInterface):
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
         limit = _get(self.config, "max_new_tokens")
         if limit is None and not self.max_model_len:
-            raise ValueError("policy.generation.max_new_tokens is null and no longest sequence is known: set one of them")
+            raise ValueError(
+                "policy.generation.max_new_tokens is null and no longest sequence is known: set one of them"
+            )
         if limit is None:
             return (self.max_model_len - lengths).clamp(min=1)
         return torch.full_like(lengths, int(limit))

@@ -132,7 +132,9 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Name -> (shape, dtype) of the weights, under Hugging Face's names."""
         return None
 
-    def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None) -> list[Any]:
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None
+    ) -> list[Any]:
         """Sends the weights to a process of the same machine."""
         raise _cannot(self, "stream_weights_via_ipc_zmq")
 

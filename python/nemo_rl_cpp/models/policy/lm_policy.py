@@ -55,7 +55,9 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         self.reused_forward_share = self.zero_gradient_share = 0.0
         self._steps_since_comparison = 0  # of whole forward passes: generation's with training's own
         if self.device != "cpu" and config.kept_activations_gb:
-            raise ValueError(f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU")
+            raise ValueError(
+                f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU"
+            )
 
     @property
     def skips_prev_logprobs(self) -> bool:
@@ -64,24 +66,36 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
-    def get_logprobs(self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_logprobs(
+        self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """{"logprobs": [B, S]}: column t is log pi(token t | tokens before it); 0 where `token_mask` or `sample_mask` is 0,
         at column 0, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p and
         top_k, as generation reports them."""
         return BatchedDataDict(logprobs=self._score(self.model, data, micro_batch_size, self.scoring))
 
-    def get_reference_policy_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None) -> BatchedDataDict:
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
+    ) -> BatchedDataDict:
         """{"reference_logprobs": [B, S]} under the frozen initial weights and generation's temperature, but without top-k
         and top-p; else as `get_logprobs`."""
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
-        return BatchedDataDict(reference_logprobs=self._score(self.reference, data, micro_batch_size, self.scoring.unfiltered()))
+        return BatchedDataDict(
+            reference_logprobs=self._score(self.reference, data, micro_batch_size, self.scoring.unfiltered())
+        )
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def train(
-        self, data: Mapping[str, Any], loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None,
-        timer: Any = None, check_dim_skip_keys: Any = None,
+        self,
+        data: Mapping[str, Any],
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Any = None,
+        check_dim_skip_keys: Any = None,
     ) -> dict[str, Any]:
         """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 
@@ -110,8 +124,16 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
                 self.trainer.zero_grad()
             try:
                 result = run_global_batch(
-                    self.trainer, data, loss_fn, begin, begin + gbs, batching, self.scoring,
-                    train=not eval_mode, on_policy=on_policy and first, exactness=exactness if first else None,
+                    self.trainer,
+                    data,
+                    loss_fn,
+                    begin,
+                    begin + gbs,
+                    batching,
+                    self.scoring,
+                    train=not eval_mode,
+                    on_policy=on_policy and first,
+                    exactness=exactness if first else None,
                 )
             except NonFiniteError as error:
                 raise self._with_replay(error, data) from None
@@ -174,9 +196,13 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 
         config = generation_config or self.config.generation
-        options.setdefault("max_model_len", self.config.generation.effective_max_model_len(self.config.max_total_sequence_length))
+        options.setdefault(
+            "max_model_len", self.config.generation.effective_max_model_len(self.config.max_total_sequence_length)
+        )
         options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.config, self.tokenizer))
-        return NativeGeneration(native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options)
+        return NativeGeneration(
+            native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options
+        )
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Nothing to do: weights and workspace stay where they are."""

@@ -43,14 +43,20 @@ def wanted_tokens(data: Mapping[str, Any]) -> Tensor:
     return wanted
 
 
-def plan(data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching: MicroBatching, apart: Tensor | None = None) -> tuple[Any, list[list[int]]]:
+def plan(
+    data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching: MicroBatching, apart: Tensor | None = None
+) -> tuple[Any, list[list[int]]]:
     """The native batch and its micro-batches (lists of rows of [begin, end)); rows without a wanted token are left out, and
     rows of `apart` (bool [B]) come last, in micro-batches of their own."""
     batch = padded_batch(data, wanted)
     used, last = wanted.any(1).tolist(), [False] * len(wanted) if apart is None else apart.tolist()
     rows = [b for b in range(begin, end) if used[b]]
     parts = [b for b in rows if not last[b]], [b for b in rows if last[b]]
-    return batch, [micro for part in parts for micro in C.plan_micro_batches(batch, part, batching.max_samples, batching.max_tokens, batching.share_prefix)]
+    return batch, [
+        micro
+        for part in parts
+        for micro in C.plan_micro_batches(batch, part, batching.max_samples, batching.max_tokens, batching.share_prefix)
+    ]
 
 
 def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str, Any]:

@@ -47,7 +47,9 @@ class TorchLearningRate:
         self._optimizer = _StandInOptimizer(lr)
         self._weight_decay = weight_decay
         stages = [[stage.name, dict(stage.kwargs)] for stage in schedule.stages] if schedule is not None else []
-        self._definition = _plain({"lr": lr, "stages": stages, "milestones": list(schedule.milestones) if stages else []})
+        self._definition = _plain(
+            {"lr": lr, "stages": stages, "milestones": list(schedule.milestones) if stages else []}
+        )
         self._scheduler = self._build(schedule)
 
     def _build(self, schedule: TorchSchedule | None) -> Any:
@@ -99,7 +101,11 @@ class TorchLearningRate:
         if "definition" in state:
             return state["definition"] == json.loads(json.dumps(self._definition))
         own = self.state_dict()  # a state without a definition: by what it shows
-        return state.get("initial_lr") == own["initial_lr"] and len(state.get("stages", [])) == len(own["stages"]) and "scheduler" in state
+        return (
+            state.get("initial_lr") == own["initial_lr"]
+            and len(state.get("stages", [])) == len(own["stages"])
+            and "scheduler" in state
+        )
 
 
 def steps_of(state: dict[str, Any]) -> int:
@@ -165,7 +171,11 @@ def create_schedule(config: Any, total_steps: int | None = None) -> LearningRate
 def _plain(value: Any) -> Any:
     """Scheduler state as JSON: plain numbers, lists and dictionaries (attributes that are code are left out)."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if isinstance(v, (int, float, str, bool, list, tuple, dict, type(None)))}
+        return {
+            k: _plain(v)
+            for k, v in value.items()
+            if isinstance(v, (int, float, str, bool, list, tuple, dict, type(None)))
+        }
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value

@@ -93,7 +93,9 @@ class SingleProcessPolicy(GenerationInterface):
         """Rewards by a reward model."""
         raise _cannot("score", "a language model gives no scores; score responses in an environment")
 
-    def get_full_logits_ipc(self, data: Any, micro_batch_size: int | None = None, timer: Any = None) -> list[dict[str, Any]]:
+    def get_full_logits_ipc(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> list[dict[str, Any]]:
         """All logits, for distillation."""
         raise _cannot("get_full_logits_ipc", "distillation is not supported")
 
@@ -116,7 +118,12 @@ class SingleProcessPolicy(GenerationInterface):
         raise _cannot("swap_weights_via_reshard", "the engine reads the policy's own weights")
 
     def init_nccl_reshard_comm_group(
-        self, pp_ips: list[str], pp_ports: list[int], pp_size: int, pp_stages: list[int], sub_world_size: int,
+        self,
+        pp_ips: list[str],
+        pp_ports: list[int],
+        pp_size: int,
+        pp_stages: list[int],
+        sub_world_size: int,
         ranks_in_group: list[int],
     ) -> list[Any]:
         """Joins the groups of a resharding refit."""

@@ -33,7 +33,11 @@ class Scoring:
         if generation.temperature == 0:
             return Scoring()
         top_p, top_k = generation.top_p, generation.top_k
-        return Scoring(1.0 if generation.temperature is None else generation.temperature, 1.0 if top_p is None else top_p, max(top_k or 0, 0))
+        return Scoring(
+            1.0 if generation.temperature is None else generation.temperature,
+            1.0 if top_p is None else top_p,
+            max(top_k or 0, 0),
+        )
 
     @property
     def filters(self) -> bool:
@@ -105,13 +109,23 @@ def run_global_batch(
         evaluate: how the loss is asked, by default `evaluate_loss` (log-probabilities); for values `evaluate_value_loss`.
     """
     evaluate = evaluate or evaluate_loss
-    counts = GlobalCounts.of({k: v[begin:end] for k, v in data.items() if isinstance(v, Tensor) and v.dim() and len(v) == len(data["input_ids"])})
+    counts = GlobalCounts.of(
+        {
+            k: v[begin:end]
+            for k, v in data.items()
+            if isinstance(v, Tensor) and v.dim() and len(v) == len(data["input_ids"])
+        }
+    )
     wanted = wanted_tokens(data)
     apart = loss_fn.zero_gradient_rows(data) if train and hasattr(loss_fn, "zero_gradient_rows") else None
     batch, micro_batches = plan(data, wanted, begin, end, batching, apart)
     outputs = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
     d_outputs = torch.zeros_like(outputs)
-    unfiltered = torch.zeros_like(outputs) if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0 else None
+    unfiltered = (
+        torch.zeros_like(outputs)
+        if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0
+        else None
+    )
     d_unfiltered = None if unfiltered is None else torch.zeros_like(outputs)
     token_loss = fused_token_loss(trainer, loss_fn, data, counts, scoring) if train else None
     result = GlobalBatchResult(outputs)
@@ -120,13 +134,17 @@ def run_global_batch(
         result.packed_tokens += packed_tokens
         fused = token_loss is not None and (apart is None or not apart[rows[0]])
         if fused:
-            trainer.forward_with_loss(batch, rows, scoring.temperature, batching.share_prefix, batching.checkpoint, outputs, token_loss)
+            trainer.forward_with_loss(
+                batch, rows, scoring.temperature, batching.share_prefix, batching.checkpoint, outputs, token_loss
+            )
         else:
             trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, outputs,
                             top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=unfiltered)  # fmt: skip
         index = torch.tensor(rows)
         width = max(2, int(data["input_lengths"][index].max()))
-        curr, removed = without_removed_tokens(outputs[index, :width]) if scoring.filters else (outputs[index, :width], 0)
+        curr, removed = (
+            without_removed_tokens(outputs[index, :width]) if scoring.filters else (outputs[index, :width], 0)
+        )
         micro = select_rows(data, index, width)
         if exactness is not None:
             exactness.compare(curr, micro["generation_logprobs"].to(curr.dtype), wanted[index, :width])
@@ -143,20 +161,30 @@ def run_global_batch(
         elif train:
             d_outputs[index, loss.first_column : width] = loss.grad.to(d_outputs.dtype)
             if d_unfiltered is not None:
-                d_unfiltered[index, 1:width] = 0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_outputs.dtype)
+                d_unfiltered[index, 1:width] = (
+                    0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_outputs.dtype)
+                )
             trainer.backward(d_outputs, d_unfiltered)
         result.loss += loss.value
-        metrics = {**loss.metrics, "global_valid_seqs": float(counts.valid_seqs), "global_valid_toks": float(counts.valid_toks)}
+        metrics = {
+            **loss.metrics,
+            "global_valid_seqs": float(counts.valid_seqs),
+            "global_valid_toks": float(counts.valid_toks),
+        }
         result.metrics.append(metrics | {"num_filtered_out_tokens": float(removed)} if scoring.filters else metrics)
     if scoring.filters:
         result.outputs = without_removed_tokens(outputs)[0]
     return result
 
 
-def fused_token_loss(trainer: Any, loss_fn: Any, data: Mapping[str, Any], counts: GlobalCounts, scoring: Scoring) -> Any:
+def fused_token_loss(
+    trainer: Any, loss_fn: Any, data: Mapping[str, Any], counts: GlobalCounts, scoring: Scoring
+) -> Any:
     """The loss for the head to ask while it holds a token's logits, which saves computing them again; None where the loss
     looks at whole sequences or is a plain callable, and where the head does not allow it."""
-    if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(scoring.temperature, scoring.top_p, scoring.top_k):
+    if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
+        scoring.temperature, scoring.top_p, scoring.top_k
+    ):
         return None
     return loss_fn.token_loss(data, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
 
@@ -185,20 +213,31 @@ class LossResult:
         return all(grad is None or not grad.any() for grad in (self.grad, self.grad_unfiltered))
 
 
-def evaluate_loss(loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool) -> LossResult:
+def evaluate_loss(
+    loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool
+) -> LossResult:
     """Of log-probabilities [b, width]: the native loss, or any callable on log-probabilities that require grad. A loss
     sees them without column 0, whose token has none."""
     curr_logprobs = curr_logprobs[:, 1:]
     if hasattr(loss_fn, "native"):
-        result = loss_fn.native(curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
-        return LossResult(float(result.loss), dict(result.metrics), result.grad_logprobs, getattr(result, "grad_unfiltered", None))
+        result = loss_fn.native(
+            curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks
+        )
+        return LossResult(
+            float(result.loss), dict(result.metrics), result.grad_logprobs, getattr(result, "grad_unfiltered", None)
+        )
     leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)
     leaves = [leaf]
     if "curr_logprobs_unfiltered" in micro:
         leaves.append(micro["curr_logprobs_unfiltered"].detach().clone().requires_grad_(need_grad))
         micro = {**micro, "curr_logprobs_unfiltered": leaves[1]}
     with torch.set_grad_enabled(need_grad):
-        out = loss_fn(next_token_logprobs=leaf, data=micro, global_valid_seqs=counts.valid_seqs, global_valid_toks=counts.valid_toks)
+        out = loss_fn(
+            next_token_logprobs=leaf,
+            data=micro,
+            global_valid_seqs=counts.valid_seqs,
+            global_valid_toks=counts.valid_toks,
+        )
     loss, metrics = out if isinstance(out, tuple) else (out, {})
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise ValueError(f"a loss must return a scalar tensor or (scalar tensor, metrics), got {type(loss).__name__}")
@@ -214,7 +253,9 @@ def evaluate_loss(loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any],
     return LossResult(float(loss.detach()), metrics, grad, grads[1] if len(leaves) > 1 else None)
 
 
-def evaluate_value_loss(loss_fn: Any, values: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool) -> LossResult:
+def evaluate_value_loss(
+    loss_fn: Any, values: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool
+) -> LossResult:
     """Of values [b, width], column t the value of the state before token t (column 0 is 0): the native loss, or any
     callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) on values that require grad."""
     if hasattr(loss_fn, "native"):
@@ -224,7 +265,9 @@ def evaluate_value_loss(loss_fn: Any, values: Tensor, micro: Mapping[str, Any], 
     with torch.set_grad_enabled(need_grad):
         loss, metrics = loss_fn(leaf, micro, counts.valid_seqs, counts.valid_toks)
     grad = torch.autograd.grad(loss, leaf)[0] if need_grad else None
-    return LossResult(float(loss.detach()), {k: float(v) for k, v in metrics.items()}, grad, first_column=0, what="value")
+    return LossResult(
+        float(loss.detach()), {k: float(v) for k, v in metrics.items()}, grad, first_column=0, what="value"
+    )
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
@@ -238,4 +281,6 @@ def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
                 f"(its {loss.what} is {float(curr[row, column + loss.first_column]):.6g}); the weights were not updated"
             )
     if not math.isfinite(loss.value):
-        raise NonFiniteError(f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated")
+        raise NonFiniteError(
+            f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated"
+        )

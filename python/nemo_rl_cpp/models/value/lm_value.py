@@ -14,6 +14,7 @@ from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, evalua
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
+
 class Value(TrainedModel, ValueInterface):
     """A value model in training: values, optimizer steps, checkpoints (NeMo RL's `Value`).
 
@@ -44,7 +45,9 @@ class Value(TrainedModel, ValueInterface):
         )  # fmt: skip
         self.name = name_prefix
 
-    def get_values(self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_values(
+        self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """{"values": [B, S]}: column t is the value of the state before token t; 0 where `token_mask` or `sample_mask` is
         0, at column 0 and on padding. Without masks in `data`, of every token but the first."""
         return BatchedDataDict(values=self._score(self.model, data, micro_batch_size))
@@ -71,7 +74,15 @@ class Value(TrainedModel, ValueInterface):
                 self.trainer.zero_grad()
             try:
                 result = run_global_batch(
-                    self.trainer, data, loss_fn, begin, begin + gbs, batching, Scoring(), train=not eval_mode, evaluate=evaluate_value_loss
+                    self.trainer,
+                    data,
+                    loss_fn,
+                    begin,
+                    begin + gbs,
+                    batching,
+                    Scoring(),
+                    train=not eval_mode,
+                    evaluate=evaluate_value_loss,
                 )
             except NonFiniteError as error:
                 raise self._with_replay(NonFiniteError(f"value: {error}"), data) from None

@@ -50,7 +50,10 @@ class Alerts:
 
     def table(self) -> dict[str, str]:
         """Rows for the table at the end of a run."""
-        return {f"serious {number}" if number > 1 else "serious": _line(finding, "") for number, finding in enumerate(self.serious(), start=1)}
+        return {
+            f"serious {number}" if number > 1 else "serious": _line(finding, "")
+            for number, finding in enumerate(self.serious(), start=1)
+        }
 
     def _add(self, step: int, metrics: Mapping[str, Any], prefix: str) -> None:
         numbers = {f"{prefix}/{name}": value for name, value in metrics.items() if as_number(value) is not None}

@@ -25,8 +25,10 @@ def _groups_of_one(h: MetricHistory) -> str | None:
         return None
     if h.setting("grpo.adv_estimator.name", "grpo") not in ("grpo", "gdpo"):
         return None
-    return ("grpo.num_generations_per_prompt is 1: a response is compared with the others to its prompt, and there are none. "
-            "Set it to 2 or more (8 and 16 are usual).")
+    return (
+        "grpo.num_generations_per_prompt is 1: a response is compared with the others to its prompt, and there are none. "
+        "Set it to 2 or more (8 and 16 are usual)."
+    )
 
 
 def _prompts_cut(h: MetricHistory) -> str | None:
@@ -36,8 +38,10 @@ def _prompts_cut(h: MetricHistory) -> str | None:
     limit = h.setting("data.max_input_seq_length")
     longest = h.recent("train/mean_prompt_length")
     given = f" (they have {fmt(longest)} on average)" if longest is not None else ""
-    return (f"{'All' if share == 1 else 'Nearly all'} prompts have data.max_input_seq_length{f' = {limit}' if limit else ''} tokens or more{given}: "
-            "they are cut and train nothing. Raise data.max_input_seq_length (and policy.max_total_sequence_length), or shorten the prompts.")
+    return (
+        f"{'All' if share == 1 else 'Nearly all'} prompts have data.max_input_seq_length{f' = {limit}' if limit else ''} tokens or more{given}: "
+        "they are cut and train nothing. Raise data.max_input_seq_length (and policy.max_total_sequence_length), or shorten the prompts."
+    )
 
 
 def context_is_full(h: MetricHistory) -> bool:
@@ -58,22 +62,29 @@ def context_advice(h: MetricHistory) -> str:
     """What to do where `context_is_full`."""
     limit, mean = h.setting("policy.max_total_sequence_length"), h.recent("train/mean_gen_tokens_per_sample")
     prompt, wanted = h.recent("train/mean_prompt_length"), h.setting("policy.generation.max_new_tokens")
-    return (f"Prompts of {fmt(prompt or 0)} tokens leave {fmt(mean or 0)} of policy.max_total_sequence_length = {limit} for a response "
-            f"(policy.generation.max_new_tokens is {wanted}): raise policy.max_total_sequence_length, or shorten the prompts.")
+    return (
+        f"Prompts of {fmt(prompt or 0)} tokens leave {fmt(mean or 0)} of policy.max_total_sequence_length = {limit} for a response "
+        f"(policy.generation.max_new_tokens is {wanted}): raise policy.max_total_sequence_length, or shorten the prompts."
+    )
 
 
 def _masked_for_length(h: MetricHistory) -> str | None:
     rate, name = h.recent("train/truncation_rate"), _loop(h)
     if rate is None or rate < _NEARLY_ALL or not h.setting(f"{name}.overlong_filtering"):
         return None
-    return (f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
-            "policy.generation.max_new_tokens, or set it to false.")
+    return (
+        f"{name}.overlong_filtering masks every response that was cut off, and nearly all were: raise "
+        "policy.generation.max_new_tokens, or set it to false."
+    )
 
 
 def cut_costs_nothing(h: MetricHistory) -> bool:
     """Whether responses that were cut off are rewarded as well as all, as where answers fill exactly their length. Steps in
     which all were cut compare nothing: where there are no others, a reward that rises says it."""
-    cut, every, rate = (dict(zip(*h.curve(name).finite(), strict=True)) for name in ("train/reward_of_truncated", "train/reward", "train/truncation_rate"))
+    cut, every, rate = (
+        dict(zip(*h.curve(name).finite(), strict=True))
+        for name in ("train/reward_of_truncated", "train/reward", "train/truncation_rate")
+    )
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
         reward = sum(cut[step] for step in steps)
@@ -86,8 +97,10 @@ def _answers_cut(h: MetricHistory) -> str | None:
     rate, reward = h.recent("train/truncation_rate"), h.curve("train/reward").finite().values
     if rate is None or rate < _NEARLY_ALL or not reward or max(reward) > 0:
         return None
-    return ("Nearly all responses were cut off before they ended, and none was rewarded: raise policy.generation.max_new_tokens, or "
-            "add stop strings. A tokenizer that is not the model's own gives such text too: look at the samples.")
+    return (
+        "Nearly all responses were cut off before they ended, and none was rewarded: raise policy.generation.max_new_tokens, or "
+        "add stop strings. A tokenizer that is not the model's own gives such text too: look at the samples."
+    )
 
 
 def _constant_reward(h: MetricHistory) -> str | None:
@@ -95,5 +108,7 @@ def _constant_reward(h: MetricHistory) -> str | None:
     rewards = h.curve("train/accuracy", "train/reward").finite().values
     if equal is None or equal < 100 or len(rewards) < 3 or len(set(rewards)) > 1:
         return None
-    return (f"Every response of every step had the same reward, {fmt(rewards[0])}. Either the reward function gives one number to "
-            "everything (call it with a right and a wrong answer), or the task is out of reach: look at the samples.")
+    return (
+        f"Every response of every step had the same reward, {fmt(rewards[0])}. Either the reward function gives one number to "
+        "everything (call it with a right and a wrong answer), or the task is out of reach: look at the samples."
+    )

@@ -22,17 +22,28 @@ def exactness(h: MetricHistory) -> Finding | None:
     if not values:
         return None
     if all(value == 1.0 for value in values):
-        return Finding("good", "token_mult_prob_error is exactly 1.0: trainer and generator agree bit for bit",
-                       f"In all {len(values)} steps the trained probabilities are the sampled ones.", ERROR)
+        return Finding(
+            "good",
+            "token_mult_prob_error is exactly 1.0: trainer and generator agree bit for bit",
+            f"In all {len(values)} steps the trained probabilities are the sampled ones.",
+            ERROR,
+        )
     worst = max(values)
     if worst > 1.05:
-        return Finding("bad", f"Trainer and generator disagree: token_mult_prob_error reached {fmt(worst)}",
-                       "Above 1.05 the training signal is suspect: compare weights, precision and sampling parameters of "
-                       "the two.", ERROR)
+        return Finding(
+            "bad",
+            f"Trainer and generator disagree: token_mult_prob_error reached {fmt(worst)}",
+            "Above 1.05 the training signal is suspect: compare weights, precision and sampling parameters of the two.",
+            ERROR,
+        )
     differing = sum(value != 1.0 for value in values)
-    return Finding("info", f"Trainer and generator differ slightly in {differing} of {len(values)} steps: "
-                   f"token_mult_prob_error up to {worst:.6g}",
-                   "Rounding differs between the two. loss_fn.use_importance_sampling_correction=true corrects for it.", ERROR)
+    return Finding(
+        "info",
+        f"Trainer and generator differ slightly in {differing} of {len(values)} steps: "
+        f"token_mult_prob_error up to {worst:.6g}",
+        "Rounding differs between the two. loss_fn.use_importance_sampling_correction=true corrects for it.",
+        ERROR,
+    )
 
 
 @rule
@@ -44,8 +55,12 @@ def not_finite(h: MetricHistory) -> Finding | None:
             continue  # extrema over no token are infinite by definition
         broken = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
         if broken:
-            return Finding("bad", f"{name} was not finite in {count(len(broken), 'step')}, first in step {broken[0]}",
-                           "Look at the samples of that step, and lower the learning rate.", name)
+            return Finding(
+                "bad",
+                f"{name} was not finite in {count(len(broken), 'step')}, first in step {broken[0]}",
+                "Look at the samples of that step, and lower the learning rate.",
+                name,
+            )
     return None
 
 
@@ -60,8 +75,13 @@ def gradient_spikes(h: MetricHistory) -> Finding | None:
     if not spikes:
         return None
     where = ", ".join(map(str, spikes[:5])) + (", ..." if len(spikes) > 5 else "")
-    return Finding("warn", f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): up to {fmt(max(curve.values))}, "
-                   f"usually {fmt(usual)}", "policy.max_grad_norm limits their effect; look at the samples of these steps.", NORM)
+    return Finding(
+        "warn",
+        f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): up to {fmt(max(curve.values))}, "
+        f"usually {fmt(usual)}",
+        "policy.max_grad_norm limits their effect; look at the samples of these steps.",
+        NORM,
+    )
 
 
 @rule
@@ -70,8 +90,12 @@ def vanishing_gradient(h: MetricHistory) -> Finding | None:
     values = h.curve(NORM).finite().values[-10:]
     if len(values) < 3 or any(value != 0 for value in values):
         return None
-    return Finding("bad", f"The gradient was 0 in the last {len(values)} steps",
-                   cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked.", NORM)
+    return Finding(
+        "bad",
+        f"The gradient was 0 in the last {len(values)} steps",
+        cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked.",
+        NORM,
+    )
 
 
 @rule
@@ -81,8 +105,12 @@ def masked_sequences(h: MetricHistory) -> Finding | None:
     number = math.fsum(h.curve(name).finite().values)
     if number <= 0:
         return None
-    return Finding("warn", f"Left out: {count(number, 'sequence')} whose log-probabilities differed too much",
-                   "grpo.seq_logprob_error_threshold masks them; the cause is a difference between generator and trainer.", name)
+    return Finding(
+        "warn",
+        f"Left out: {count(number, 'sequence')} whose log-probabilities differed too much",
+        "grpo.seq_logprob_error_threshold masks them; the cause is a difference between generator and trainer.",
+        name,
+    )
 
 
 @rule
@@ -92,9 +120,13 @@ def stale_samples(h: MetricHistory) -> Finding | None:
     number = math.fsum(h.curve(name).finite().values)
     if number <= 0:
         return None
-    return Finding("info", f"{count(number, 'sample')} came from an older version of the policy",
-                   "dynamic_sampling_keep_surplus=true keeps surplus groups for the next step; exactness is claimed for "
-                   "current samples only.", name)
+    return Finding(
+        "info",
+        f"{count(number, 'sample')} came from an older version of the policy",
+        "dynamic_sampling_keep_surplus=true keeps surplus groups for the next step; exactness is claimed for "
+        "current samples only.",
+        name,
+    )
 
 
 @rule
@@ -106,8 +138,12 @@ def verifier_timeouts(h: MetricHistory) -> Finding | None:
     number = math.fsum(value for name in names for value in h.curve(name).finite().values)
     if number <= 0:
         return None
-    return Finding("warn", f"{count(number, 'answer')} could not be verified within their deadline and scored as failed",
-                   "Look for hostile or enormous answers among the samples, or raise the deadline of the environment.", names[0])
+    return Finding(
+        "warn",
+        f"{count(number, 'answer')} could not be verified within their deadline and scored as failed",
+        "Look for hostile or enormous answers among the samples, or raise the deadline of the environment.",
+        names[0],
+    )
 
 
 @rule
@@ -119,7 +155,9 @@ def where_time_goes(h: MetricHistory) -> Finding | None:
     label, share = max(shares.items(), key=lambda item: item[1])
     if share < 0.5:
         return None
-    return Finding("info", f"The stage {label} takes {percent(share)} of the time of a step", "", f"timing/train/{label}")
+    return Finding(
+        "info", f"The stage {label} takes {percent(share)} of the time of a step", "", f"timing/train/{label}"
+    )
 
 
 @rule
@@ -128,8 +166,12 @@ def unexplained_time(h: MetricHistory) -> Finding | None:
     share = h.recent("timing/train/accounted_share")
     if share is None or share > 0.9:
         return None
-    return Finding("warn", f"{percent(1 - share)} of a step's time belongs to no named stage",
-                   "The machine may be busy with something else, or a stage lacks its timer.", "timing/train/accounted_share")
+    return Finding(
+        "warn",
+        f"{percent(1 - share)} of a step's time belongs to no named stage",
+        "The machine may be busy with something else, or a stage lacks its timer.",
+        "timing/train/accounted_share",
+    )
 
 
 @rule
@@ -140,8 +182,12 @@ def slowing_down(h: MetricHistory) -> Finding | None:
         return None
     if tokens is not None and tokens.first > 0 and tokens.last / tokens.first > 0.8 * time.last / time.first:
         return None
-    return Finding("warn", f"Steps became slower: {fmt(time.first)} s to {fmt(time.last)} s, for about the same number of tokens",
-                   "The machine may be shared or hot, or memory may be short.", STEP_TIME)
+    return Finding(
+        "warn",
+        f"Steps became slower: {fmt(time.first)} s to {fmt(time.last)} s, for about the same number of tokens",
+        "The machine may be shared or hot, or memory may be short.",
+        STEP_TIME,
+    )
 
 
 @rule
@@ -156,8 +202,12 @@ def memory_growth(h: MetricHistory) -> Finding | None:
     # the first quarter is warm-up: only growth after it counts
     if not all(a < b for a, b in zip(means, means[1:], strict=False)) or means[3] < 1.15 * means[1]:
         return None
-    return Finding("warn", f"Memory keeps growing: {fmt(means[1])} to {fmt(means[3])} GiB after the warm-up",
-                   "Something is kept from step to step; the run may end for lack of memory.", name)
+    return Finding(
+        "warn",
+        f"Memory keeps growing: {fmt(means[1])} to {fmt(means[3])} GiB after the warm-up",
+        "Something is kept from step to step; the run may end for lack of memory.",
+        name,
+    )
 
 
 @rule
@@ -167,9 +217,13 @@ def logprob_mismatch(h: MetricHistory) -> Finding | None:
     number = math.fsum(value for name in names[:1] for value in h.curve(name).finite().values)
     if number <= 0:
         return None
-    return Finding("warn", f"Training gave {count(number, 'token')} another probability than generation did",
-                   "policy.reuse_generation_logprobs=auto computes the log-probabilities again then; the weights, the precision "
-                   "or the arithmetic of the two differ.", names[0])
+    return Finding(
+        "warn",
+        f"Training gave {count(number, 'token')} another probability than generation did",
+        "policy.reuse_generation_logprobs=auto computes the log-probabilities again then; the weights, the precision "
+        "or the arithmetic of the two differ.",
+        names[0],
+    )
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
@@ -184,7 +238,9 @@ def stage_shares(h: MetricHistory) -> dict[str, float]:
         if label in ("total_step_time", "accounted_share") or "/" in label or "tokens_per_sec" in label:
             continue
         seconds[label] = math.fsum(h.curve(name).finite().values)
-    total = math.fsum(h.curve(STEP_TIME).finite().values) + math.fsum(seconds.get(label, 0.0) for label in BETWEEN_STEPS)
+    total = math.fsum(h.curve(STEP_TIME).finite().values) + math.fsum(
+        seconds.get(label, 0.0) for label in BETWEEN_STEPS
+    )
     if total <= 0:
         return {}
     return dict(sorted(((k, v / total) for k, v in seconds.items()), key=lambda item: -item[1]))

@@ -3,7 +3,12 @@
 import math
 
 from nemo_rl_cpp.utils.report.findings import Finding, percent, rule
-from nemo_rl_cpp.utils.report.findings_causes import cause_of_no_signal, context_advice, context_is_full, cut_costs_nothing
+from nemo_rl_cpp.utils.report.findings_causes import (
+    cause_of_no_signal,
+    context_advice,
+    context_is_full,
+    cut_costs_nothing,
+)
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.svg import format_number as fmt
 
@@ -21,10 +26,16 @@ def reward_trend(h: MetricHistory) -> Finding | None:
     if trend.sigmas > 3:
         return Finding("good", f"The reward rose {span}", "The policy is learning from its rewards.", REWARD)
     if trend.sigmas < -3:
-        return Finding("bad", f"The reward fell {span}",
-                       "Look at the learning rate, the KL weight and the samples with the highest rewards.", REWARD)
-    advice = ("The change is within the noise between steps: more steps, a higher learning rate or an easier task would "
-              "show whether the policy learns.")
+        return Finding(
+            "bad",
+            f"The reward fell {span}",
+            "Look at the learning rate, the KL weight and the samples with the highest rewards.",
+            REWARD,
+        )
+    advice = (
+        "The change is within the noise between steps: more steps, a higher learning rate or an easier task would "
+        "show whether the policy learns."
+    )
     return Finding("warn", f"The reward has not clearly moved: {span}", advice, REWARD)
 
 
@@ -54,9 +65,13 @@ def past_its_best(h: MetricHistory) -> Finding | None:
     best, last = max(curve.values), curve.values[-1]
     if best > curve.values[0] and last < best - max(0.05, 0.25 * (best - curve.values[0])):
         at = curve.steps[curve.values.index(best)]
-        return Finding("warn", f"Validation accuracy is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
-                       f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} "
-                       "is the one to keep.", ACCURACY)
+        return Finding(
+            "warn",
+            f"Validation accuracy is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
+            f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} "
+            "is the one to keep.",
+            ACCURACY,
+        )
     return None
 
 
@@ -93,9 +108,12 @@ def no_signal(h: MetricHistory) -> Finding | None:
         return None
     level = "bad" if silent * 2 > len(low.values) else "warn"
     cause = cause_of_no_signal(h) if level == "bad" else None
-    return Finding(level, f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0",
-                   cause or "All rewards within each group were equal. More generations per prompt or other prompts would help.",
-                   "train/advantages/max")
+    return Finding(
+        level,
+        f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0",
+        cause or "All rewards within each group were equal. More generations per prompt or other prompts would help.",
+        "train/advantages/max",
+    )
 
 
 @rule
@@ -105,10 +123,14 @@ def prompts_cut(h: MetricHistory) -> Finding | None:
     if not share:
         return None
     limit = h.setting("data.max_input_seq_length")
-    return Finding("bad" if share > 0.5 else "warn", f"{percent(share)} of prompts were too long: they were cut and train nothing",
-                   cause_of_no_signal(h) if share >= 0.9 else
-                   f"Raise data.max_input_seq_length{f' (it is {limit})' if limit else ''}, or leave such prompts out of the data.",
-                   "train/cut_prompts_rate")
+    return Finding(
+        "bad" if share > 0.5 else "warn",
+        f"{percent(share)} of prompts were too long: they were cut and train nothing",
+        cause_of_no_signal(h)
+        if share >= 0.9
+        else f"Raise data.max_input_seq_length{f' (it is {limit})' if limit else ''}, or leave such prompts out of the data.",
+        "train/cut_prompts_rate",
+    )
 
 
 @rule
@@ -119,15 +141,28 @@ def truncation(h: MetricHistory) -> Finding | None:
         return None
     level = "bad" if rate > 0.6 else "warn"
     if context_is_full(h):
-        return Finding(level, f"{percent(rate)} of responses were cut off at the end of the context", context_advice(h), "train/truncation_rate")
+        return Finding(
+            level,
+            f"{percent(rate)} of responses were cut off at the end of the context",
+            context_advice(h),
+            "train/truncation_rate",
+        )
     if cut_costs_nothing(h):
-        return Finding("info", f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others",
-                       "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more.", "train/truncation_rate")
+        return Finding(
+            "info",
+            f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others",
+            "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more.",
+            "train/truncation_rate",
+        )
     if (h.recent("train/reward_of_truncated") or 0) > 0:
         level = "warn"  # they earn something: whether their ends are missed does not show
-    return Finding(level, f"{percent(rate)} of responses were cut off at the length limit",
-                   "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
-                   "(grpo.reward_shaping, grpo.overlong_filtering).", "train/truncation_rate")
+    return Finding(
+        level,
+        f"{percent(rate)} of responses were cut off at the length limit",
+        "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
+        "(grpo.reward_shaping, grpo.overlong_filtering).",
+        "train/truncation_rate",
+    )
 
 
 @rule
@@ -136,9 +171,13 @@ def entropy_collapse(h: MetricHistory) -> Finding | None:
     trend = h.trend("train/approx_entropy")
     if trend is None or trend.first <= 0 or trend.last > 0.25 * trend.first or trend.last > 0.2:
         return None
-    return Finding("warn", f"The entropy collapsed from {fmt(trend.first)} to {fmt(trend.last)}",
-                   "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
-                   "loss_fn.ratio_clip_max (clip higher) or the KL weight.", "train/approx_entropy")
+    return Finding(
+        "warn",
+        f"The entropy collapsed from {fmt(trend.first)} to {fmt(trend.last)}",
+        "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
+        "loss_fn.ratio_clip_max (clip higher) or the KL weight.",
+        "train/approx_entropy",
+    )
 
 
 @rule
@@ -147,8 +186,12 @@ def entropy_explosion(h: MetricHistory) -> Finding | None:
     trend = h.trend("train/approx_entropy")
     if trend is None or trend.first <= 0 or trend.last < 3 * trend.first or trend.last < 1.0 or trend.sigmas < 3:
         return None
-    return Finding("warn", f"The entropy grew from {fmt(trend.first)} to {fmt(trend.last)}",
-                   "The policy is becoming random: lower the learning rate or raise the KL weight.", "train/approx_entropy")
+    return Finding(
+        "warn",
+        f"The entropy grew from {fmt(trend.first)} to {fmt(trend.last)}",
+        "The policy is becoming random: lower the learning rate or raise the KL weight.",
+        "train/approx_entropy",
+    )
 
 
 @rule
@@ -157,9 +200,12 @@ def kl_drift(h: MetricHistory) -> Finding | None:
     kl = h.recent("train/kl_penalty")
     if kl is None or kl < 0.5:
         return None
-    return Finding("warn", f"The policy is far from its reference: KL {fmt(kl)} per token",
-                   "Raise loss_fn.reference_policy_kl_penalty or lower the learning rate if the text degrades.",
-                   "train/kl_penalty")
+    return Finding(
+        "warn",
+        f"The policy is far from its reference: KL {fmt(kl)} per token",
+        "Raise loss_fn.reference_policy_kl_penalty or lower the learning rate if the text degrades.",
+        "train/kl_penalty",
+    )
 
 
 @rule
@@ -170,8 +216,12 @@ def length_change(h: MetricHistory) -> Finding | None:
     if trend is None or trend.first <= 0 or abs(trend.sigmas) < 3 or 2 / 3 < trend.last / trend.first < 1.5:
         return None
     word = "longer" if trend.change > 0 else "shorter"
-    return Finding("info", f"Responses became {word}: {fmt(trend.first)} to {fmt(trend.last)} tokens",
-                   "Compare samples of early and late steps to see what changed.", name)
+    return Finding(
+        "info",
+        f"Responses became {word}: {fmt(trend.first)} to {fmt(trend.last)} tokens",
+        "Compare samples of early and late steps to see what changed.",
+        name,
+    )
 
 
 @rule
@@ -180,8 +230,12 @@ def warming_up(h: MetricHistory) -> Finding | None:
     values = h.curve("train/lr").finite().values
     if len(values) < 3 or not all(a < b for a, b in zip(values[-3:], values[-2:], strict=False)):
         return None
-    return Finding("info", f"The learning rate is still warming up: {fmt(values[-1])} at the last step",
-                   "Judge the speed of learning only after the warm-up.", "train/lr")
+    return Finding(
+        "info",
+        f"The learning rate is still warming up: {fmt(values[-1])} at the last step",
+        "Judge the speed of learning only after the warm-up.",
+        "train/lr",
+    )
 
 
 @rule
@@ -192,11 +246,17 @@ def value_quality(h: MetricHistory) -> Finding | None:
     if explained is None:
         return None
     if explained < 0:
-        return Finding("warn", f"The value model explains nothing: explained variance {fmt(explained)}",
-                       "Its predictions are worse than the mean return: train it longer before the policy "
-                       "(ppo.policy_training_start_step), or raise its learning rate.", name)
+        return Finding(
+            "warn",
+            f"The value model explains nothing: explained variance {fmt(explained)}",
+            "Its predictions are worse than the mean return: train it longer before the policy "
+            "(ppo.policy_training_start_step), or raise its learning rate.",
+            name,
+        )
     level = "good" if explained > 0.5 else "info"
-    return Finding(level, f"The value model explains {percent(min(explained, 1.0))} of the variance of the returns", "", name)
+    return Finding(
+        level, f"The value model explains {percent(min(explained, 1.0))} of the variance of the returns", "", name
+    )
 
 
 @rule
@@ -206,6 +266,10 @@ def sampling_cost(h: MetricHistory) -> Finding | None:
     count = h.recent(name)
     if count is None or count < 3 or math.isnan(count):
         return None
-    return Finding("warn", f"Dynamic sampling needed {fmt(count)} generation batches a step",
-                   "Few groups have differing rewards: choose prompts nearer to the policy's ability, or raise "
-                   "grpo.batch_multiplier to generate them in one go.", name)
+    return Finding(
+        "warn",
+        f"Dynamic sampling needed {fmt(count)} generation batches a step",
+        "Few groups have differing rewards: choose prompts nearer to the policy's ability, or raise "
+        "grpo.batch_multiplier to generate them in one go.",
+        name,
+    )

@@ -100,7 +100,9 @@ class MetricHistory:
         # steps differ from their neighbours by noise alone: half their mean square is its variance
         noise = math.fsum((b - a) ** 2 for a, b in zip(values, values[1:], strict=False)) / (2 * (len(values) - 1))
         error = math.sqrt(2 * noise / stretch)
-        sigmas = (last - first) / error if error > 0 else math.copysign(math.inf, last - first) if last != first else 0.0
+        sigmas = (
+            (last - first) / error if error > 0 else math.copysign(math.inf, last - first) if last != first else 0.0
+        )
         return Trend(first, last, sigmas, stretch)
 
     @property

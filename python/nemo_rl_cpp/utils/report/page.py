@@ -23,18 +23,38 @@ PANELS: list[tuple[str, str, bool, dict[str, str]]] = [
     ("Loss", "", False, {"loss": "train/loss"}),
     ("Gradient norm", "", True, {"grad_norm": "train/grad_norm"}),
     ("Entropy", "nats per token", True, {"approx_entropy": "train/approx_entropy"}),
-    ("Response length", "tokens", True,
-     {"mean": "train/mean_gen_tokens_per_sample", "longest": "train/max_gen_tokens_per_sample"}),
+    (
+        "Response length",
+        "tokens",
+        True,
+        {"mean": "train/mean_gen_tokens_per_sample", "longest": "train/max_gen_tokens_per_sample"},
+    ),
     ("Cut off at the length limit", "share", True, {"truncation_rate": "train/truncation_rate"}),
     ("token_mult_prob_error", "1.0 is exact", False, {"token_mult_prob_error": "train/token_mult_prob_error"}),
     ("KL to the reference", "per token", False, {"kl_penalty": "train/kl_penalty"}),
-    ("Groups with equal rewards", "%", True, {"all": "train/groups/pct_equal", "best": "train/groups/pct_equal_best",
-                                              "worst": "train/groups/pct_equal_worst"}),
-    ("Probability ratio", "", False, {"mean": "train/probs_ratio", "lowest": "train/probs_ratio_min",
-                                      "highest": "train/probs_ratio_max"}),
+    (
+        "Groups with equal rewards",
+        "%",
+        True,
+        {
+            "all": "train/groups/pct_equal",
+            "best": "train/groups/pct_equal_best",
+            "worst": "train/groups/pct_equal_worst",
+        },
+    ),
+    (
+        "Probability ratio",
+        "",
+        False,
+        {"mean": "train/probs_ratio", "lowest": "train/probs_ratio_min", "highest": "train/probs_ratio_max"},
+    ),
     ("Learning rate", "", True, {"lr": "train/lr"}),
-    ("Speed", "tokens per second", True, {"whole step": "performance/tokens_per_sec",
-                                          "generation": "performance/generation_tokens_per_sec"}),
+    (
+        "Speed",
+        "tokens per second",
+        True,
+        {"whole step": "performance/tokens_per_sec", "generation": "performance/generation_tokens_per_sec"},
+    ),
     ("Value loss", "", True, {"critic/loss": "train/critic/loss"}),
     ("Explained variance", "of the value model", False, {"explained_var": "train/critic/explained_var"}),
 ]
@@ -69,7 +89,9 @@ def render(history: MetricHistory, facts: RunFacts, now: float | None = None) ->
     ]
     sections = [section for section in sections if section[2]]
     links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in sections)
-    body = "".join(f'<section id="{key}"><h2>{escape(title)}</h2>{content}</section>' for key, title, content in sections)
+    body = "".join(
+        f'<section id="{key}"><h2>{escape(title)}</h2>{content}</section>' for key, title, content in sections
+    )
     written = int(now if now is not None else time.time())
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -94,7 +116,9 @@ def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> st
     elif trend.sigmas > 3:
         text = f"The policy is learning: reward {format_number(trend.first)} → {format_number(trend.last)} in {steps}"
     elif trend.sigmas < -3:
-        text = f"The policy is getting worse: reward {format_number(trend.first)} → {format_number(trend.last)} in {steps}"
+        text = (
+            f"The policy is getting worse: reward {format_number(trend.first)} → {format_number(trend.last)} in {steps}"
+        )
     else:
         text = f"No clear change in {steps}: reward {format_number(trend.first)} → {format_number(trend.last)}"
     accuracy = history.curve("validation/accuracy").finite().values
@@ -109,9 +133,16 @@ def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> st
 def _header(history: MetricHistory, facts: RunFacts, found: list[Finding], written: int) -> str:
     done = history.last_step
     share = min(done / facts.total_steps, 1.0) if facts.total_steps else None
-    progress = "" if share is None else (
-        f'<div class="progress" title="{done} of {facts.total_steps} steps"><div style="width:{100 * share:.1f}%"></div></div>')
-    tiles = "".join(f'<div class="tile"><span>{escape(k)}</span><b>{escape(v)}</b></div>' for k, v in _tiles(history, facts))
+    progress = (
+        ""
+        if share is None
+        else (
+            f'<div class="progress" title="{done} of {facts.total_steps} steps"><div style="width:{100 * share:.1f}%"></div></div>'
+        )
+    )
+    tiles = "".join(
+        f'<div class="tile"><span>{escape(k)}</span><b>{escape(v)}</b></div>' for k, v in _tiles(history, facts)
+    )
     status = _STATUS_TEXT.get(facts.status, facts.status)
     return (
         f'<div class="top"><h1>{escape(facts.title)}</h1><span class="pill {escape(facts.status)}">{escape(status)}</span>'
@@ -126,7 +157,8 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str]]:
         return None if value is None else format_number(value)
 
     seconds = sum(history.curve(STEP_TIME).finite().values) + sum(
-        history.curve("timing/validation/total_validation_time").finite().values)
+        history.curve("timing/validation/total_validation_time").finite().values
+    )
     peak = history.curve("memory/peak_rss_gb/run").finite().values
     error = history.curve("train/token_mult_prob_error").finite().values
     accuracy = history.curve("validation/accuracy").finite().values
@@ -157,7 +189,8 @@ def _curves(history: MetricHistory) -> str:
     for title, unit, zero_based, metrics in PANELS:
         series = [
             Series(label, curve.steps, curve.values, smooth=title in _SMOOTHED)
-            for label, name in metrics.items() if (curve := history.curve(name)).finite().values
+            for label, name in metrics.items()
+            if (curve := history.curve(name)).finite().values
         ]
         if series:
             last = series[0].ys[-1]
@@ -168,7 +201,7 @@ def _curves(history: MetricHistory) -> str:
 def _card(title: str, unit: str, value: str, series: list[Series], zero_based: bool, wide: bool = False) -> str:
     width, height = (860, 230) if wide else (420, 190)
     drawing = svg.line_chart(series, width=width, height=height, title=title, zero_based=zero_based)
-    head = f'<h3>{escape(title)} <small>{escape(unit)}</small><span>{escape(value)}</span></h3>'
+    head = f"<h3>{escape(title)} <small>{escape(unit)}</small><span>{escape(value)}</span></h3>"
     hover = _hover(series, width, height, zero_based)
     return f'<figure class="card{" wide" if wide else ""}" data-chart="{escape(hover, quote=True)}">{head}{drawing}</figure>'
 
@@ -178,7 +211,8 @@ def _hover(series: list[Series], width: int, height: int, zero_based: bool) -> s
     drawn = [Series(s.label, *svg.downsample(s.xs, s.ys)) for s in series]
     frame = svg.line_frame(drawn, width, height, zero_based)
     points = [
-        {"l": s.label, "p": [[x, float(f"{y:.5g}")] for x, y in zip(s.xs, s.ys, strict=True) if y - y == 0]} for s in drawn
+        {"l": s.label, "p": [[x, float(f"{y:.5g}")] for x, y in zip(s.xs, s.ys, strict=True) if y - y == 0]}
+        for s in drawn
     ]
     return json.dumps({"w": width, "f": list(frame) if frame else None, "s": points}, separators=(",", ":"))
 
@@ -193,7 +227,9 @@ def _time(history: MetricHistory) -> str:
     inside = [layer for label, layer in zip(labels, layers, strict=True) if label not in BETWEEN_STEPS]
     rest = [max(total - sum(values), 0.0) for total, *values in zip(steps.values, *inside, strict=True)]
     legend = "".join(
-        f'<li><i class="b{k}"></i>{escape(label)} <b>{100 * shares[label]:.1f} %</b></li>' for k, label in enumerate(labels))
+        f'<li><i class="b{k}"></i>{escape(label)} <b>{100 * shares[label]:.1f} %</b></li>'
+        for k, label in enumerate(labels)
+    )
     mean = sum(steps.values) / len(steps.values)
     unexplained = 100 * sum(rest) / max(sum(map(sum, layers)) + sum(rest), 1e-12)
     return (
@@ -226,7 +262,9 @@ def _memory(history: MetricHistory) -> str:
     ]
     now = history.curve("memory/rss_gb")
     if now.finite().values:
-        cards.append(_card("After each step", "GiB", format_number(now.values[-1]), [Series("rss", *now)], zero_based=True))
+        cards.append(
+            _card("After each step", "GiB", format_number(now.values[-1]), [Series("rss", *now)], zero_based=True)
+        )
     return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 
 
@@ -248,11 +286,15 @@ def _configuration(facts: RunFacts) -> str:
     parts = []
     if facts.defaults:
         changed = differences(facts.config, facts.defaults)
-        rows = "".join(f"<tr><td><code>{escape(k)}</code></td><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for k, a, b in changed)
+        rows = "".join(
+            f"<tr><td><code>{escape(k)}</code></td><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for k, a, b in changed
+        )
         parts.append(f"<p>{len(changed)} values differ from the defaults.</p>")
         if rows:
             parts.append(f"<table><tr><th>key</th><th>value</th><th>default</th></tr>{rows}</table>")
-    parts.append(f"<details><summary>The whole configuration</summary><pre>{escape(dump_yaml(facts.config))}</pre></details>")
+    parts.append(
+        f"<details><summary>The whole configuration</summary><pre>{escape(dump_yaml(facts.config))}</pre></details>"
+    )
     return "".join(parts)
 
 

@@ -74,8 +74,12 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
         length = _number(row.get("response_token_lengths", row.get("input_lengths")))
     reward = _number(row.get("rewards", row.get("reward")))
     return {
-        "idx": row.get("idx", 0), "prompt": clip(prompt), "response": clip(response), "reward": reward,
-        "length": None if length is None else int(length), "truncated": bool(_number(row.get("truncated")) or 0),
+        "idx": row.get("idx", 0),
+        "prompt": clip(prompt),
+        "response": clip(response),
+        "reward": reward,
+        "length": None if length is None else int(length),
+        "truncated": bool(_number(row.get("truncated")) or 0),
     }
 
 

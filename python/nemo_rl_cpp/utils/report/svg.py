@@ -110,16 +110,23 @@ def line_chart(
     drawn = [Series(s.label, *downsample(s.xs, s.ys), s.smooth) for s in series]
     frame = line_frame(drawn, width, height, zero_based, titled=standalone and bool(title), labelled=standalone)
     if frame is None:
-        return _wrap(f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>',
-                     width, height, title, standalone)
+        return _wrap(
+            f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>',
+            width,
+            height,
+            title,
+            standalone,
+        )
     parts = [_grid(frame)]
     for index, s in enumerate(drawn):
         parts.append(_draw_line(s, index % len(_COLORS), frame))
     if len(drawn) > 1:
         parts.append(_legend([s.label for s in drawn], frame))
     if standalone:
-        parts.append(f'<text x="{(frame.left + frame.right) / 2:.0f}" y="{height - 4}" text-anchor="middle">'
-                     f"{escape(x_label)}</text>")
+        parts.append(
+            f'<text x="{(frame.left + frame.right) / 2:.0f}" y="{height - 4}" text-anchor="middle">'
+            f"{escape(x_label)}</text>"
+        )
     return _wrap("".join(parts), width, height, title, standalone)
 
 
@@ -138,13 +145,24 @@ def line_frame(
 
 
 def stacked_chart(
-    labels: Sequence[str], xs: Sequence[float], layers: Sequence[Sequence[float]], *, colors: Sequence[int],
-    width: int = 1240, height: int = 210,
+    labels: Sequence[str],
+    xs: Sequence[float],
+    layers: Sequence[Sequence[float]],
+    *,
+    colors: Sequence[int],
+    width: int = 1240,
+    height: int = 210,
 ) -> str:
     """One bar a step, made of the layers (`layers[k][i]` is layer k of `xs[i]`, drawn in colour `colors[k]`); many steps
     are averaged into fewer bars."""
     if not xs:
-        return _wrap(f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>', width, height, "", False)
+        return _wrap(
+            f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>',
+            width,
+            height,
+            "",
+            False,
+        )
     size = math.ceil(len(xs) / 120)
     stretches = [range(i, min(i + size, len(xs))) for i in range(0, len(xs), size)]
     bars = [[sum(layer[i] for i in stretch) / len(stretch) for layer in layers] for stretch in stretches]
@@ -166,8 +184,10 @@ def stacked_chart(
                 base += value
     for index in sorted({0, len(bars) // 2, len(bars) - 1}):
         anchor = "start" if index == 0 else "end" if index == len(bars) - 1 else "middle"
-        parts.append(f'<text x="{frame.left + (index + 0.5) * bar_width:.0f}" y="{height - 5}" text-anchor="{anchor}">'
-                     f"{xs[stretches[index][0]]:g}</text>")
+        parts.append(
+            f'<text x="{frame.left + (index + 0.5) * bar_width:.0f}" y="{height - 5}" text-anchor="{anchor}">'
+            f"{xs[stretches[index][0]]:g}</text>"
+        )
     return _wrap("".join(parts), width, height, "", False)
 
 
@@ -183,11 +203,15 @@ def _grid(frame: Frame, x_ticks: bool = True) -> str:
     parts = []
     for y in nice_ticks(frame.y0, frame.y1):
         py = frame.py(y)
-        parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{py:.1f}" y2="{py:.1f}"/>'
-                     f'<text x="{frame.left - 5}" y="{py + 3.5:.1f}" text-anchor="end">{format_number(y)}</text>')
+        parts.append(
+            f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{py:.1f}" y2="{py:.1f}"/>'
+            f'<text x="{frame.left - 5}" y="{py + 3.5:.1f}" text-anchor="end">{format_number(y)}</text>'
+        )
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>')
     for x in nice_ticks(frame.x0, frame.x1, 5) if x_ticks else []:
-        parts.append(f'<text x="{frame.px(x):.1f}" y="{frame.bottom + 14}" text-anchor="middle">{format_number(x)}</text>')
+        parts.append(
+            f'<text x="{frame.px(x):.1f}" y="{frame.bottom + 14}" text-anchor="middle">{format_number(x)}</text>'
+        )
     return "".join(parts)
 
 
@@ -200,8 +224,11 @@ def _draw_line(series: Series, color: int, frame: Frame) -> str:
         mean = running_mean(series.ys, max(3, len(series.ys) // 20))
         parts.append(f'<path class="line s{color}" d="{_path(series.xs, mean, frame)}"/>')
     if len(series.xs) <= 12:
-        parts += [f'<circle class="f{color}" cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="2.2"/>'
-                  for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
+        parts += [
+            f'<circle class="f{color}" cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="2.2"/>'
+            for x, y in zip(series.xs, series.ys, strict=True)
+            if math.isfinite(y)
+        ]
     return "".join(parts)
 
 
@@ -217,8 +244,10 @@ def _path(xs: Sequence[float], ys: Sequence[float], frame: Frame) -> str:
 def _legend(labels: Sequence[str], frame: Frame) -> str:
     x, parts = frame.left, []
     for index, label in enumerate(labels):
-        parts.append(f'<rect class="f{index % len(_COLORS)}" x="{x:.0f}" y="{frame.top - 15}" width="10" height="3"/>'
-                     f'<text x="{x + 14:.0f}" y="{frame.top - 10}">{escape(label)}</text>')
+        parts.append(
+            f'<rect class="f{index % len(_COLORS)}" x="{x:.0f}" y="{frame.top - 15}" width="10" height="3"/>'
+            f'<text x="{x + 14:.0f}" y="{frame.top - 10}">{escape(label)}</text>'
+        )
         x += 24 + 6.2 * len(label)
     return "".join(parts)
 

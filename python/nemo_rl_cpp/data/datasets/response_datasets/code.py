@@ -15,7 +15,10 @@ def _functions() -> list[tuple[str, str]]:
     """(name, expression) of all functions."""
     single = [(f"{word}_{n}", f"x {sign} {n}") for word, sign in _SIGNS.items() for n in range(2, 21)]
     pairs = [
-        (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}") for n in range(2, 10) for word in ("plus", "minus") for m in range(2, 10)
+        (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}")
+        for n in range(2, 10)
+        for word in ("plus", "minus")
+        for m in range(2, 10)
     ]
     return single + pairs
 

@@ -29,7 +29,9 @@ class GuessNumberDataset(GeneratedDataset):
         **kwargs: Any,
     ):
         if not 0 <= min_number < max_number:
-            raise ValueError(f"data: guess_number needs 0 <= min_number < max_number, got {min_number} and {max_number}")
+            raise ValueError(
+                f"data: guess_number needs 0 <= min_number < max_number, got {min_number} and {max_number}"
+            )
         self.secrets = range(min_number, max_number + 1)
         self.prompt = prompt.replace("{low}", str(min_number)).replace("{high}", str(max_number))
         self.stop_strings = stop_strings

@@ -33,7 +33,13 @@ class HubMultichoiceDataset(HubMathDataset):
             {"role": "user", "content": f"{question}\n{listed}"},
             {"role": "assistant", "content": letters[right]},
         ]
-        return {"question": question, "options": options, "answer": letters[right], "messages": messages, "task_name": self.task_name}
+        return {
+            "question": question,
+            "options": options,
+            "answer": letters[right],
+            "messages": messages,
+            "task_name": self.task_name,
+        }
 
 
 class MMLUDataset(HubMultichoiceDataset):

@@ -52,7 +52,11 @@ class ResponseDataset(RawDataset):
         self.task_name = task_name_of(data_path)
         self.dataset = load_dataset_from_path(data_path, subset, split or "train")
         columns = self.dataset.column_names
-        ready = next((name for name in ("messages", "conversations") if name in columns), None) if input_key == _INPUT else None
+        ready = (
+            next((name for name in ("messages", "conversations") if name in columns), None)
+            if input_key == _INPUT
+            else None
+        )
         self.input_key = ready or input_key
         self.output_key = output_key
         self._answers_inside = ready is not None and output_key == _OUTPUT
@@ -78,7 +82,11 @@ class ResponseDataset(RawDataset):
             formatted = self.format_data(row)
         except ValueError as error:
             raise ValueError(f"data: {self.data_path}, row {number + 1}: {error}") from None
-        return {**formatted, "task_name": row["task_name"]} if self.input_key == "messages" and row.get("task_name") else formatted
+        return (
+            {**formatted, "task_name": row["task_name"]}
+            if self.input_key == "messages" and row.get("task_name")
+            else formatted
+        )
 
     def format_data(self, data: dict[str, Any]) -> dict[str, Any]:
         """One row as messages; the last one is the answer."""
@@ -107,8 +115,14 @@ def _answer(value: Any) -> Any:
 
 def _hint(columns: list[str]) -> str:
     questions = [name for name in ("prompt", "question", "problem", "instruction", "query") if name in columns]
-    answers = [name for name in ("answer", "ground_truth", "reward_model", "completion", "solution", "response") if name in columns]
+    answers = [
+        name
+        for name in ("answer", "ground_truth", "reward_model", "completion", "solution", "response")
+        if name in columns
+    ]
     if not questions:
         return ""
-    answer = answers[0] + (".ground_truth" if answers[0] == "reward_model" else "") if answers else "the answer's column"
+    answer = (
+        answers[0] + (".ground_truth" if answers[0] == "reward_model" else "") if answers else "the answer's column"
+    )
     return f"; perhaps input_key: {questions[0]} and output_key: {answer}"

@@ -1,12 +1,13 @@
-// Stands in for CUDA's header when the kernels of csrc/kernels/cuda are compiled for the CPU: it runs every thread of a block as a
-// fiber, and the blocks one after the other. A fiber runs until it waits at a barrier or in a shuffle, or ends; so a run repeats
-// itself exactly. What CUDA leaves undefined and is cheap to see makes the launch fail with a message:
+// Stands in for CUDA's header when the kernels of csrc/kernels/cuda are compiled for the CPU: it runs every thread of a
+// block as a fiber, and the blocks one after the other. A fiber runs until it waits at a barrier or in a shuffle, or
+// ends; so a run repeats itself exactly. What CUDA leaves undefined and is cheap to see makes the launch fail with a
+// message:
 //   - threads of a block that wait at different barriers, or lanes of a warp in different shuffles
 //   - a barrier or shuffle that a thread which has not ended never reaches
 //   - a shuffle with less than the full mask, or one that reads a lane which takes no part
 //   - more dynamic shared memory than a block may have
-// What tensor cores do is emulated in kernels/cuda/tensor_core.cuh beside this file, which is found before the one of csrc.
-// The sources must have gone through rewrite.py: launches and dynamic shared memory are no C++.
+// What tensor cores do is emulated in kernels/cuda/tensor_core.cuh beside this file, which is found before the one of
+// csrc. The sources must have gone through rewrite.py: launches and dynamic shared memory are no C++.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -50,7 +51,8 @@ namespace emulation {
 using Place = std::source_location;
 constexpr int kWarpSize = 32;
 constexpr int kStackBytes = 64 * 1024;
-constexpr std::int64_t kMostSharedBytes = 99 * 1024;  // what a block may have on the smallest of the architectures we build for
+constexpr std::int64_t kMostSharedBytes =
+    99 * 1024;  // what a block may have on the smallest of the architectures we build for
 
 /// A copy into shared memory that has begun; it is done when its thread waits for it, no sooner.
 struct Copy {
@@ -59,7 +61,8 @@ struct Copy {
   int bytes;
 };
 
-/// A fiber starts by setcontext, for a stack of its own; later switches go by _setjmp and _longjmp, which make no system calls.
+/// A fiber starts by setcontext, for a stack of its own; later switches go by _setjmp and _longjmp, which make no
+/// system calls.
 struct Fiber {
   ucontext_t context;
   jmp_buf place;
@@ -77,7 +80,8 @@ struct Meeting {
   Place place;  ///< where the first of them waits
 };
 
-/// The values that lanes show each other: two sets by turns, for a lane may be at the next shuffle while others still read.
+/// The values that lanes show each other: two sets by turns, for a lane may be at the next shuffle while others still
+/// read.
 struct Warp {
   Meeting meeting;
   unsigned char values[2][kWarpSize][16];
@@ -204,7 +208,8 @@ inline void run_block() {
 /// What rewrite.py makes of kernel<<<grid, threads, bytes, stream>>>(arguments).
 class Launch {
  public:
-  Launch(dim3 grid, unsigned threads, std::int64_t bytes, cudaStream_t) : grid_(grid), threads_(threads), bytes_(bytes) {}
+  Launch(dim3 grid, unsigned threads, std::int64_t bytes, cudaStream_t)
+      : grid_(grid), threads_(threads), bytes_(bytes) {}
 
   template <class Kernel, class... Arguments>
   void operator()(const Kernel& kernel, const Arguments&... arguments) const {
@@ -229,8 +234,8 @@ class Launch {
 
 using Shown = unsigned char (*)[16];
 
-/// Shows the other lanes a value and gets theirs, which stay until the lane shows its next but one; every live lane of the warp calls
-/// this. `present`: which do.
+/// Shows the other lanes a value and gets theirs, which stay until the lane shows its next but one; every live lane of
+/// the warp calls this. `present`: which do.
 template <class T>
 Shown show(const T& value, const char* what, const Place& place, std::uint32_t& present) {
   static_assert(sizeof(T) <= 16);
@@ -296,8 +301,11 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, const emulation::Place place
 }
 /// Among groups of `width` lanes: the group's lane `from`.
 template <class T>
-T __shfl_sync(unsigned mask, T value, int from, int width = emulation::kWarpSize, const emulation::Place place = emulation::Place::current()) {
-  if (from < 0 || from >= width) emulation::fail("shuffle from lane " + std::to_string(from) + " of " + std::to_string(width) + ": " + emulation::name_of(place));
+T __shfl_sync(unsigned mask, T value, int from, int width = emulation::kWarpSize,
+              const emulation::Place place = emulation::Place::current()) {
+  if (from < 0 || from >= width)
+    emulation::fail("shuffle from lane " + std::to_string(from) + " of " + std::to_string(width) + ": " +
+                    emulation::name_of(place));
   return emulation::value_of_lane(mask, value, emulation::lane() / width * width + from, place);
 }
 /// Lanes that would read from outside keep their own value.

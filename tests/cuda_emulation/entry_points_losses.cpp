@@ -1,4 +1,5 @@
-// C functions by which the tests call the CUDA launchers of losses and estimators, in float64; see entry_points_model.cpp.
+// C functions by which the tests call the CUDA launchers of losses and estimators, in float64; see
+// entry_points_model.cpp.
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/launchers.h"
@@ -8,9 +9,12 @@ using Int = std::int64_t;
 
 extern "C" {
 
-Int gae(Int rows, Int tokens, double* rewards, double* values, double* mask, double* logprobs, double* reference, double* advantages, double* returns,
-        double gamma, double lambda, double lambda_value, Int decoupled, double alpha, double kl_coef) {
-  GaeArgs<double> args{rows, tokens, rewards, {values, tokens}, {mask, tokens}, {logprobs, tokens}, {reference, tokens}, advantages, returns};
+Int gae(Int rows, Int tokens, double* rewards, double* values, double* mask, double* logprobs, double* reference,
+        double* advantages, double* returns, double gamma, double lambda, double lambda_value, Int decoupled,
+        double alpha, double kl_coef) {
+  GaeArgs<double> args{
+      rows,       tokens, rewards, {values, tokens}, {mask, tokens}, {logprobs, tokens}, {reference, tokens},
+      advantages, returns};
   return gae_launch(args, GaeConfig{gamma, lambda, lambda_value, decoupled != 0, alpha, kl_coef}, nullptr);
 }
 
@@ -21,23 +25,33 @@ Int whiten(Int rows, Int tokens, double* values, double* mask, Int rule, Int zer
   return whiten_launch(args, static_cast<WhitenRule>(rule), zero_masked != 0, moments.data(), &scale, nullptr);
 }
 
-Int token_advantages(Int rows, Int tokens, double* advantages, double* mask, double* logprobs, double* reference, double kl_coef, double* out) {
-  TokenAdvantageArgs<double> args{rows, tokens, advantages, {mask, tokens}, {logprobs, tokens}, {reference, tokens}, kl_coef, KlEstimator::k3, out};
+Int token_advantages(Int rows, Int tokens, double* advantages, double* mask, double* logprobs, double* reference,
+                     double kl_coef, double* out) {
+  TokenAdvantageArgs<double> args{
+      rows, tokens, advantages, {mask, tokens}, {logprobs, tokens}, {reference, tokens}, kl_coef, KlEstimator::k3, out};
   return token_advantages_launch(args, nullptr);
 }
 
 /// metrics [kNumValueMetrics]
-Int value_loss(Int rows, Int tokens, double* values, double* returns, double* old_values, double* token_mask, double* sample_mask, double* valid_tokens,
-               double cliprange, double* grad, double* metrics) {
+Int value_loss(Int rows, Int tokens, double* values, double* returns, double* old_values, double* token_mask,
+               double* sample_mask, double* valid_tokens, double cliprange, double* grad, double* metrics) {
   std::vector<double> sums(rows * kValueRowSize);
-  const ValueLossArgs<double> args{rows, tokens, {values, tokens}, {returns, tokens}, {old_values, tokens}, {token_mask, tokens},
-                                   sample_mask, valid_tokens, grad};
+  const ValueLossArgs<double> args{rows,
+                                   tokens,
+                                   {values, tokens},
+                                   {returns, tokens},
+                                   {old_values, tokens},
+                                   {token_mask, tokens},
+                                   sample_mask,
+                                   valid_tokens,
+                                   grad};
   return value_loss_launch(args, ValueLossConfig{1.0, cliprange}, sums.data(), metrics, nullptr);
 }
 
 /// The plain PPO loss with a KL term; metrics [kNumPGMetrics], counts [kNumLossCounts].
-Int clipped_pg_loss(Int rows, Int tokens, double* curr, double* advantages, double* prev, double* generation, double* reference, double* token_mask,
-                    double* sample_mask, double* counts, Int sequence_level, double kl_penalty, double* grad, double* metrics) {
+Int clipped_pg_loss(Int rows, Int tokens, double* curr, double* advantages, double* prev, double* generation,
+                    double* reference, double* token_mask, double* sample_mask, double* counts, Int sequence_level,
+                    double kl_penalty, double* grad, double* metrics) {
   ClippedPGConfig config;
   config.token_level_loss = sequence_level == 0;
   config.sequence_level_ratios = sequence_level != 0;

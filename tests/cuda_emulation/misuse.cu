@@ -6,7 +6,18 @@
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-enum Misuse { kNone, kDivergentShuffle, kPartialMask, kLaneOutside, kBitsOutside, kTwoBarriers, kEndedLane, kUnalignedRow, kRowElsewhere, kPartOfAWarp };
+enum Misuse {
+  kNone,
+  kDivergentShuffle,
+  kPartialMask,
+  kLaneOutside,
+  kBitsOutside,
+  kTwoBarriers,
+  kEndedLane,
+  kUnalignedRow,
+  kRowElsewhere,
+  kPartOfAWarp
+};
 
 __global__ void misuse_kernel(Misuse what, float* out) {
   extern __shared__ __align__(16) uint4 shared[];

@@ -52,14 +52,15 @@ struct MultiplyPairs {
 #define NRL_COLUMNS(step, j, x) "vmovups 192*" step "+64*" j "(%[b]), %%" x "\n\t"
 /// Step s of four, columns x0 to x2; those of the following step go to y0 to y2. Register w holds the element of row 0,
 /// and v does after it.
-#define NRL_STEP(op, s, after, w, v, x0, x1, x2, y0, y1, y2)                                                  \
-  NRL_ROW(op, w, v, "32*" s "+8", x0, x1, x2, "zmm8", "zmm9", "zmm10")                                        \
-  NRL_COLUMNS(after, "0", y0) NRL_ROW_FROM_MEMORY(op, "32*" s "+4", x0, x1, x2, "zmm11", "zmm12", "zmm13")    \
-      NRL_COLUMNS(after, "1", y1) NRL_ROW(op, v, w, "32*" s "+12", x0, x1, x2, "zmm14", "zmm15", "zmm16")     \
-          NRL_COLUMNS(after, "2", y2) NRL_ROW(op, w, v, "32*" s "+20", x0, x1, x2, "zmm17", "zmm18", "zmm19") \
-              NRL_ROW_FROM_MEMORY(op, "32*" s "+16", x0, x1, x2, "zmm20", "zmm21", "zmm22")                   \
-                  NRL_ROW(op, v, w, "32*" s "+28", x0, x1, x2, "zmm23", "zmm24", "zmm25")                     \
-                      NRL_ROW_FROM_MEMORY(op, "32*" s "+24", x0, x1, x2, "zmm26", "zmm27", "zmm28")           \
+#define NRL_STEP(op, s, after, w, v, x0, x1, x2, y0, y1, y2)                                               \
+  NRL_ROW(op, w, v, "32*" s "+8", x0, x1, x2, "zmm8", "zmm9", "zmm10")                                     \
+  NRL_COLUMNS(after, "0", y0)                                                                              \
+  NRL_ROW_FROM_MEMORY(op, "32*" s "+4", x0, x1, x2, "zmm11", "zmm12", "zmm13") NRL_COLUMNS(after, "1", y1) \
+      NRL_ROW(op, v, w, "32*" s "+12", x0, x1, x2, "zmm14", "zmm15", "zmm16") NRL_COLUMNS(after, "2", y2)  \
+          NRL_ROW(op, w, v, "32*" s "+20", x0, x1, x2, "zmm17", "zmm18", "zmm19")                          \
+              NRL_ROW_FROM_MEMORY(op, "32*" s "+16", x0, x1, x2, "zmm20", "zmm21", "zmm22")                \
+                  NRL_ROW(op, v, w, "32*" s "+28", x0, x1, x2, "zmm23", "zmm24", "zmm25")                  \
+                      NRL_ROW_FROM_MEMORY(op, "32*" s "+24", x0, x1, x2, "zmm26", "zmm27", "zmm28")        \
                           NRL_ROW(op, w, v, "32*" after, x0, x1, x2, "zmm29", "zmm30", "zmm31")
 #define NRL_EACH_SUM(f)                                                                                                \
   f("0", "0", "zmm8") f("0", "1", "zmm9") f("0", "2", "zmm10") f("1", "0", "zmm11") f("1", "1", "zmm12")               \

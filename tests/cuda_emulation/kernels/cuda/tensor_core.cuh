@@ -1,5 +1,5 @@
-// Stands in for csrc/kernels/cuda/tensor_core.cuh: the same functions by the layouts that the PTX manual gives. A copy is done only
-// where its thread waits for it, so what is read too early is not there yet.
+// Stands in for csrc/kernels/cuda/tensor_core.cuh: the same functions by the layouts that the PTX manual gives. A copy
+// is done only where its thread waits for it, so what is read too early is not there yet.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -24,7 +24,8 @@ struct WarpWords {
     std::memcpy(held.words, mine, sizeof held);
     std::uint32_t present = 0;
     const emulation::Shown shown = emulation::show(held, what, place, present);
-    if (present != 0xffffffffu) emulation::fail(std::string(what) + " without all lanes of a warp: " + emulation::name_of(place));
+    if (present != 0xffffffffu)
+      emulation::fail(std::string(what) + " without all lanes of a warp: " + emulation::name_of(place));
     for (int lane = 0; lane < 32; ++lane) std::memcpy(of[lane], shown[lane], sizeof held);
   }
 };
@@ -34,21 +35,26 @@ struct MatrixRows {
   const bfloat16* row[32];
   MatrixRows(const bfloat16* mine, const Place& place) {
     const char* const begin = reinterpret_cast<const char*>(mine);
-    if (reinterpret_cast<std::uintptr_t>(mine) % 16 != 0) emulation::fail("matrix row that is not 16-byte aligned: " + emulation::name_of(place));
+    if (reinterpret_cast<std::uintptr_t>(mine) % 16 != 0)
+      emulation::fail("matrix row that is not 16-byte aligned: " + emulation::name_of(place));
     if (begin < emulation::shared_bytes || begin + 16 > emulation::shared_bytes + emulation::kMostSharedBytes)
       emulation::fail("matrix row outside of shared memory: " + emulation::name_of(place));
     std::uint32_t present = 0;
     const emulation::Shown shown = emulation::show(mine, "matrix load", place, present);
-    if (present != 0xffffffffu) emulation::fail("matrix load without all lanes of a warp: " + emulation::name_of(place));
+    if (present != 0xffffffffu)
+      emulation::fail("matrix load without all lanes of a warp: " + emulation::name_of(place));
     for (int lane = 0; lane < 32; ++lane) std::memcpy(&row[lane], shown[lane], sizeof row[lane]);
   }
 };
 
-inline std::uint32_t pair_of(bfloat16 left, bfloat16 right) { return left.bits | static_cast<std::uint32_t>(right.bits) << 16; }
+inline std::uint32_t pair_of(bfloat16 left, bfloat16 right) {
+  return left.bits | static_cast<std::uint32_t>(right.bits) << 16;
+}
 
 }  // namespace emulated
 
-inline void multiply_add(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1, const Place place = Place::current()) {
+inline void multiply_add(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1,
+                         const Place place = Place::current()) {
   const std::uint32_t b[2] = {b0, b1};
   const emulated::WarpWords<4> all_a(a, "matrix product", place);
   const emulated::WarpWords<2> all_b(b, "matrix product", place);
@@ -70,13 +76,16 @@ inline void load_matrices(const bfloat16* row, std::uint32_t (&to)[4], const Pla
   for (int i = 0; i < 4; ++i) to[i] = emulated::pair_of(rows.row[8 * i + g][2 * t], rows.row[8 * i + g][2 * t + 1]);
 }
 
-inline void load_matrices_transposed(const bfloat16* row, std::uint32_t (&to)[4], const Place place = Place::current()) {
+inline void load_matrices_transposed(const bfloat16* row, std::uint32_t (&to)[4],
+                                     const Place place = Place::current()) {
   const emulated::MatrixRows rows(row, place);
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
   for (int i = 0; i < 4; ++i) to[i] = emulated::pair_of(rows.row[8 * i + 2 * t][g], rows.row[8 * i + 2 * t + 1][g]);
 }
 
-inline std::uint32_t bfloat16_pair(float left, float right) { return emulated::pair_of(bfloat16(left), bfloat16(right)); }
+inline std::uint32_t bfloat16_pair(float left, float right) {
+  return emulated::pair_of(bfloat16(left), bfloat16(right));
+}
 
 inline float power_of_2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
@@ -86,7 +95,8 @@ void copy_async(void* to, const void* from, bool present, const Place place = Pl
   if (begin < emulation::shared_bytes || begin + Bytes > emulation::shared_bytes + emulation::kMostSharedBytes)
     emulation::fail("copy to outside of shared memory: " + emulation::name_of(place));
   if (reinterpret_cast<std::uintptr_t>(to) % Bytes != 0 || reinterpret_cast<std::uintptr_t>(from) % Bytes != 0)
-    emulation::fail("copy between addresses that are no multiples of " + std::to_string(Bytes) + ": " + emulation::name_of(place));
+    emulation::fail("copy between addresses that are no multiples of " + std::to_string(Bytes) + ": " +
+                    emulation::name_of(place));
   emulation::block.fibers[emulation::block.current].copies.back().push_back({to, present ? from : nullptr, Bytes});
 }
 

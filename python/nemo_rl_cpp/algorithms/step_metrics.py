@@ -59,6 +59,8 @@ def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
 def mean_over_epochs(epochs: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of several passes over one batch: means, lowest of `_min`, highest of `_max`. With more than one pass
     those of the last one are there too, under `last_epoch/`. A metric that only some passes have is taken from these."""
+    if len(epochs) == 1:
+        return epochs[0]
     result = {}
     for name in dict.fromkeys(name for metrics in epochs for name in metrics):
         values = [metrics[name] for metrics in epochs if name in metrics]

@@ -1,11 +1,8 @@
-"""What a training loop is made of. A mode is another component here, never another loop."""
+"""What watches and keeps a run: logs, checkpoints, clocks, the report, signals."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_cpp.algorithms.validation import Validator
-from nemo_rl_cpp.experience.prompt_source import PromptSource
-from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
 from nemo_rl_cpp.utils.interrupts import GracefulStop
@@ -48,53 +45,7 @@ class RunServices:
             if observer is not None:
                 self.timer.subscribe(observer)
 
-
-@dataclass
-class TrainingComponents:
-    """What GRPO and PPO share.
-
-    Attributes:
-        refit: brings the policy's weights to the engine (`WeightSynchronizer`).
-        prompts: the next prompts, each G times.
-        rollouts: lets the engine answer them and the environments score the answers.
-        sampler: collects rollouts until there are enough to train on (`GroupSampler`).
-        advantage_estimator: rewards to advantages.
-        validator: None when there is nothing to validate on.
-    """
-
-    policy: Any
-    generation: Any
-    tokenizer: Any
-    refit: Any
-    prompts: PromptSource
-    rollouts: RolloutRunner
-    sampler: Any
-    advantage_estimator: Any
-    loss_fn: Any
-    validator: Validator | None
-    run: RunServices
-
     @property
-    def models(self) -> dict[str, Any]:
-        """What a checkpoint saves, by the name of its folder."""
-        return {"policy": self.policy}
-
-
-@dataclass
-class GRPOComponents(TrainingComponents):
-    """The components of `grpo_loop`."""
-
-
-@dataclass
-class PPOComponents(TrainingComponents):
-    """The components of `ppo_loop`.
-
-    Attributes:
-        critic: values for the advantages and their training (`Critic`, or `NoCritic`).
-    """
-
-    critic: Any
-
-    @property
-    def models(self) -> dict[str, Any]:
-        return {"policy": self.policy} | self.critic.models
+    def saves(self) -> bool:
+        """Whether checkpoints are written."""
+        return self.checkpoints is not None and self.checkpoints.enabled

@@ -61,7 +61,7 @@ class StopWhenLearned:
         self.run, self.target = run, target
 
     def step(self, step, metrics):
-        rewards = [row["accuracy"] for row in self.run.services.history[-5:]]
+        rewards = [row["accuracy"] for row in self.run.history[-5:]]
         if len(rewards) == 5 and sum(rewards) / 5 > self.target:
             self.run.state.stop("learned")
 
@@ -73,7 +73,7 @@ class StopWhenLearned:
 
 
 def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> TrainingRun:
-    """The same, after training; `run.services.history` holds the metrics of each step. `until`: stop at this mean raw reward."""
+    """The same, after training; `run.history` holds the metrics of each step. `until`: stop at this mean raw reward."""
     run = make(folder, *overrides, **options)
     if until is not None:
         run.services.progress = StopWhenLearned(run, until)
@@ -84,9 +84,9 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
 def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNamespace:
     """Trains until the mean accuracy of five steps is `until`, and validates; what is left of the run can be sent between processes."""
     run = train(Path(folder), f"{kind_of(config)}.seed={seed}", config=config, until=until)
-    accuracy = [row["accuracy"] for row in run.services.history]
+    accuracy = [row["accuracy"] for row in run.history]
     return SimpleNamespace(
-        history=run.services.history,
+        history=run.history,
         first=accuracy[0],
         last=sum(accuracy[-5:]) / 5,
         held_out=run.validator.run(run.state.step).metrics["accuracy"],

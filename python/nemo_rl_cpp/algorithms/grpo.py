@@ -23,7 +23,7 @@ def make_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
     return GroupAdvantages(ADVANTAGE_ESTIMATORS[settings.name](settings, config.loss_fn), config.grpo)
 
 
-ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=sampled_by_policy)
+ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=sampled_by_policy, needs_tokens=False)
 
 __all__ = [
     "ALGORITHM",

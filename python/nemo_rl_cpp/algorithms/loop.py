@@ -52,7 +52,8 @@ def train_loop(run: "TrainingRun") -> None:
                 run.refit.verify_before_training()
                 metrics |= add_logprobs(run.policy, batch, needs, weight_version=state.step)
                 metrics |= mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
-                require_valid_tokens(samples, batch, config.algorithm)
+                if run.algorithm.needs_tokens:
+                    require_valid_tokens(samples, batch, config.algorithm)
             with timer("advantage_calculation"):
                 run.advantages.add(batch)
             metrics |= train_epochs(run, batch, timer)

@@ -22,6 +22,6 @@ def make_advantages(config: PPOMasterConfig) -> TokenAdvantages:
     return TokenAdvantages(ADVANTAGE_ESTIMATORS[settings.name](settings, config.loss_fn))
 
 
-ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=spoken_by_assistant)
+ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=spoken_by_assistant, needs_tokens=True)
 
 __all__ = ["ALGORITHM", "MasterConfig", "PPOConfig", "PPOSaveState", "make_advantages", "ppo_train"]

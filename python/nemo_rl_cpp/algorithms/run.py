@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
@@ -36,10 +37,13 @@ class Algorithm:
     Attributes:
         make_advantages: the stage `Advantages` of a configuration.
         is_trained: which messages of a conversation the policy is trained on.
+        needs_tokens: whether a step without a single token to train on ends the run. PPO would go on to shrink both models
+            by weight decay, epoch after epoch; a step of GRPO has one update, and the report says that it taught nothing.
     """
 
     make_advantages: Callable[[Any], Advantages]
     is_trained: Callable[[dict[str, Any]], bool]
+    needs_tokens: bool
 
 
 @dataclass
@@ -79,6 +83,16 @@ class TrainingRun:
     def models(self) -> dict[str, Any]:
         """What a checkpoint saves, by the name of its folder."""
         return {"policy": self.policy} | self.critic.models
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dictionary a step of this process: `step`, its metrics, `seconds` and rates."""
+        return self.services.history
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of this run's logs; None where nothing is logged."""
+        return None if self.services.logger is None else Path(self.services.logger.log_dir)
 
     def train(self) -> None:
         """Trains to the end that the configuration or the user sets; then the report, the logs and a summary are complete."""

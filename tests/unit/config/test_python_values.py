@@ -157,7 +157,7 @@ def test_a_configuration_made_in_python_is_checked(tiny, key, value, message):
 
 @pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED[:-1])
 def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
-    from nemo_rl_cpp.algorithms import grpo
+    from nemo_rl_cpp.algorithms.build import build_run
 
     config = GRPOMasterConfig(**tiny)
     node = config
@@ -165,22 +165,18 @@ def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
     for part in sections:
         node = node[part]
     node[name] = value
-    for start in (
-        lambda: grpo.setup(config, None, None, None),
-        lambda: grpo.main(config),
-        lambda: checked(config, GRPOMasterConfig),
-    ):
+    for start in (lambda: build_run(config), lambda: checked(config, GRPOMasterConfig)):
         with pytest.raises(ConfigError, match=message):
             start()
 
 
 def test_other_runs_are_checked_too():
-    from nemo_rl_cpp.algorithms import ppo
+    from nemo_rl_cpp.algorithms.build import build_run
     from nemo_rl_cpp.evals import eval as evals
 
     tree = load_ppo_config("ppo_tiny.yaml").model_dump()
     with pytest.raises(ConfigError, match="must be greater than 1"):
-        ppo.setup(changed(tree, "loss_fn.ratio_clip_c", 0.5), None, None, None)
+        build_run(changed(tree, "loss_fn.ratio_clip_c", 0.5))
     with pytest.raises(ConfigError, match="is greedy, so all responses"):
         evals.main(
             changed(

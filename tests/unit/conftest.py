@@ -1,4 +1,4 @@
-"""Shared by the tests of tokenizer, data sets and processors. Nothing here needs a network."""
+"""Shared by tests of tokenizers, data sets and message logs. Nothing here needs a network."""
 
 import pytest
 

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
+from nemo_rl_cpp.algorithms.advantage_estimator import (
+    ADVANTAGE_ESTIMATORS,
+    ReinforcePlusPlusAdvantageEstimator,  # noqa: F401  (the guides' place for it)
+)
 from nemo_rl_cpp.algorithms.components import GRPOComponents
+from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling  # noqa: F401  (the guides' place for it)
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
 from nemo_rl_cpp.algorithms.resume import opened

@@ -5,27 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.logits_sampling_utils import (
+from nemo_rl_cpp.compat.algorithms.logits_sampling_utils import (
     TrainingSamplingParams,
     apply_top_k_top_p,
     need_top_k_or_top_p_filtering,
 )
-from nemo_rl_cpp.algorithms.utils import (
-    get_gdpo_reward_component_keys,
+from nemo_rl_cpp.compat.algorithms.utils import (
     mask_out_neg_inf_logprobs,
     masked_mean,
     masked_var,
     maybe_pad_last_batch,
     print_performance_metrics,
-    set_seed,
 )
-from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.distributed.model_utils import (
+from nemo_rl_cpp.compat.distributed.model_utils import (
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
     get_logprobs_from_vocab_parallel_logits,
     get_next_token_logprobs_from_logits,
 )
+from nemo_rl_cpp.config import load_grpo_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -98,14 +96,6 @@ def test_last_batch_is_padded_with_masked_rows():
     assert out["input_ids"].tolist() == [[0, 1], [2, 3], [4, 5], [4, 5]] and out["sample_mask"].tolist() == [1, 1, 1, 0]
     assert out["input_lengths"].tolist() == [2, 2, 1, 1] and out["token_mask"].shape == (4, 2)
     assert maybe_pad_last_batch(out, 2, 2)["input_ids"].shape == (4, 2)
-
-
-def test_seeds_and_component_keys():
-    set_seed(3)
-    a = torch.rand(2)
-    set_seed(3)
-    assert torch.equal(a, torch.rand(2))
-    assert get_gdpo_reward_component_keys({"reward/b": 1, "reward/a": 2, "total_reward": 3}) == ["reward/a", "reward/b"]
 
 
 def test_performance_rates_by_hand():

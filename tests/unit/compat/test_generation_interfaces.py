@@ -1,16 +1,17 @@
 import pytest
 import torch
 from fakes import ByteTokenizer, FakeGeneration
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.generation import configure_generation_config
-from nemo_rl_cpp.models.generation.interfaces import (
+from nemo_rl_cpp.compat.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.compat.models.generation import configure_generation_config
+from nemo_rl_cpp.compat.models.generation.interfaces import (
+    GenerationInterface,
     GenerationSamplingParams,
     should_use_async_rollouts,
     verify_right_padding,
 )
-from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
-from nemo_rl_cpp.models.value.interfaces import ValueInterface
-from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
+from nemo_rl_cpp.compat.models.policy.interfaces import ColocatablePolicyInterface
+from nemo_rl_cpp.compat.models.value.interfaces import ValueInterface
+from nemo_rl_cpp.compat.weight_sync.interfaces import WeightSynchronizer
 
 
 def test_right_padding():
@@ -79,9 +80,12 @@ def test_sampling_and_async_choice():
 
 
 def test_what_an_engine_cannot_do_it_says():
-    engine = FakeGeneration()
+    class Engine(FakeGeneration, GenerationInterface):
+        pass
+
+    engine = Engine()
     assert engine.shutdown() and not engine.requires_kv_scale_sync and engine.get_logger_metrics() == {}
-    with pytest.raises(NotImplementedError, match="FakeGeneration has no update_weights_from_collective"):
+    with pytest.raises(NotImplementedError, match="Engine has no update_weights_from_collective"):
         engine.update_weights_from_collective()
     for interface in (ColocatablePolicyInterface, ValueInterface, WeightSynchronizer):
         with pytest.raises(TypeError, match="abstract"):

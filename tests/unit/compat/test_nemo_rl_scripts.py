@@ -1,14 +1,14 @@
-"""What NeMo RL's run scripts import and do before training, with `nemo_rl` replaced by `nemo_rl_cpp`."""
+"""What NeMo RL's run scripts import and do before training, with `nemo_rl` replaced by `nemo_rl_cpp.compat`."""
 
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from nemo_rl_cpp.algorithms.grpo import MasterConfig
-from nemo_rl_cpp.data_plane.factory import maybe_configure_data_plane_env
-from nemo_rl_cpp.models.generation import configure_generation_config
-from nemo_rl_cpp.utils.config import load_config, parse_hydra_overrides, resolve_config
+from nemo_rl_cpp.compat.algorithms.grpo import MasterConfig
+from nemo_rl_cpp.compat.data_plane.factory import maybe_configure_data_plane_env
+from nemo_rl_cpp.compat.models.generation import configure_generation_config
+from nemo_rl_cpp.compat.utils.config import load_config, parse_hydra_overrides, resolve_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 IMPORTS = {
@@ -40,7 +40,7 @@ def test_the_scripts_imports_exist(script):
         f"{module}.{name}"
         for module, names in IMPORTS[script].items()
         for name in names.split()
-        if not hasattr(import_module(f"nemo_rl_cpp.{module}"), name)
+        if not hasattr(import_module(f"nemo_rl_cpp.compat.{module}"), name)
     ]
     assert not missing
 
@@ -58,4 +58,4 @@ def test_the_grpo_scripts_first_steps_with_vllm():
 
 def test_training_beside_generation_says_what_to_call():
     with pytest.raises(NotImplementedError, match="ppo_train"):
-        import_module("nemo_rl_cpp.algorithms.ppo").async_ppo_train()
+        import_module("nemo_rl_cpp.compat.algorithms.ppo").async_ppo_train()

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nemo_rl_cpp.data.packing import PackingAlgorithm, PackingMetrics, get_packer
+from nemo_rl_cpp.compat.data.packing import PackingAlgorithm, PackingMetrics, get_packer
 from reference import packing as reference
 
 REFERENCES = {

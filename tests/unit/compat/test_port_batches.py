@@ -5,17 +5,17 @@ import warnings
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.advantage_estimator import GeneralizedAdvantageEstimator
-from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
-from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
-from nemo_rl_cpp.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
-from nemo_rl_cpp.data.interfaces import TaskDataSpec
-from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message, get_formatted_message_log
-from nemo_rl_cpp.data.multimodal_utils import PackedTensor
-from nemo_rl_cpp.data.packing import get_packer
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.experience.rollouts import calculate_rewards
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.compat.algorithms.advantage_estimator import GeneralizedAdvantageEstimator
+from nemo_rl_cpp.compat.algorithms.grpo import dynamic_sampling
+from nemo_rl_cpp.compat.algorithms.loss import ClippedPGLossConfig
+from nemo_rl_cpp.compat.algorithms.reward_functions import RewardShapingConfig, apply_reward_shaping
+from nemo_rl_cpp.compat.data.interfaces import TaskDataSpec
+from nemo_rl_cpp.compat.data.llm_message_utils import batched_message_log_to_flat_message, get_formatted_message_log
+from nemo_rl_cpp.compat.data.multimodal_utils import PackedTensor
+from nemo_rl_cpp.compat.data.packing import get_packer
+from nemo_rl_cpp.compat.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.compat.experience.rollouts import calculate_rewards
+from nemo_rl_cpp.compat.utils.checkpoint import CheckpointManager
 
 
 @pytest.mark.parametrize("rows, arguments, words", [

@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from nemo_rl_cpp.utils.config import (
+from nemo_rl_cpp.compat.utils.config import (
     OverridesError,
     load_config,
     merge_with_override,
@@ -94,8 +94,8 @@ def test_what_is_no_tree_is_refused_in_a_sentence(tree):
 
 
 def test_a_generation_section_is_configured_as_nemo_rls_scripts_do():
+    from nemo_rl_cpp.compat.models.generation import configure_generation_config
     from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
-    from nemo_rl_cpp.models.generation import configure_generation_config
 
     config = GRPOMasterConfig(**load_grpo_config("grpo_tiny.yaml").model_dump())
     tokenizer = types.SimpleNamespace(pad_token_id=5, eos_token_id=6)

@@ -6,9 +6,9 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import pytest
 import torch
-from nemo_rl_cpp.utils import logger as module
-from nemo_rl_cpp.utils.logger import Logger, MLflowLogger, SwanlabLogger, TensorboardLogger, WandbLogger
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.compat.utils import logger as module
+from nemo_rl_cpp.compat.utils.logger import Logger, MLflowLogger, SwanlabLogger, TensorboardLogger, WandbLogger
+from nemo_rl_cpp.compat.utils.timer import Timer
 
 OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow", "tensorboard", "trackio")} | {
     "monitor_gpus": False

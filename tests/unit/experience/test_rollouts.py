@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+from nemo_rl_cpp.compat.experience.rollouts import run_async_multi_turn_rollout, run_sample_multi_turn_rollout
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
@@ -15,9 +16,7 @@ from nemo_rl_cpp.experience.rollouts import (
     calculate_rewards,
     generate_responses,
     repeat_prompts,
-    run_async_multi_turn_rollout,
     run_multi_turn_rollout,
-    run_sample_multi_turn_rollout,
 )
 
 TOKENIZER = ByteTokenizer()

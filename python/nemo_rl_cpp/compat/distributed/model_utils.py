@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms.logits_sampling_utils import (
+from nemo_rl_cpp.compat.algorithms.logits_sampling_utils import (
     TrainingSamplingParams,
     apply_top_k_top_p,
     need_top_k_or_top_p_filtering,

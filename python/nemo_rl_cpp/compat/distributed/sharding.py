@@ -1,33 +1,56 @@
 """How a batch is split over shards: plainly, by length (dynamic batching), or by bins (sequence packing)."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl_cpp.distributed.batched_data_dict import (
-    BatchedDataDict,
-    BatchError,
-    DynamicBatchingArgs,
-    SequencePackingArgs,
-    SlicedDataDict,
-)
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.compat.data.packing import get_packer
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.compat.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+
     Shards = list[SlicedDataDict]
 
 
-def shard_plain(batch: BatchedDataDict, shards: int, batch_size: int) -> "Shards":
+class BatchError(ValueError, AssertionError):
+    """A batch and a request that do not fit; also an AssertionError, which is what NeMo RL raises here."""
+
+
+class SequencePackingArgs(TypedDict):
+    """How `shard_by_batch_size` packs sequences into micro-batches."""
+
+    max_tokens_per_microbatch: int
+    """capacity of a bin, in tokens after padding each sequence to `sequence_length_pad_multiple`"""
+    input_key: str
+    input_lengths_key: str
+    algorithm: str
+    """a name of `nemo_rl_cpp.compat.data.packing.PackingAlgorithm`"""
+    microbatch_order: NotRequired[Literal["packer", "largest_first"]]
+    sequence_length_pad_multiple: int
+
+
+class DynamicBatchingArgs(TypedDict):
+    """How `shard_by_batch_size` forms micro-batches of similar lengths under a token budget."""
+
+    max_tokens_per_microbatch: int
+    """upper bound of rows x padded length in one micro-batch"""
+    sequence_length_round: int
+    """micro-batch lengths are rounded up to a multiple of this"""
+    input_key: str
+    input_lengths_key: str
+
+
+def shard_plain(batch: "BatchedDataDict", shards: int, batch_size: int) -> "Shards":
     """Shard i: rows [i*s, (i+1)*s) of every chunk, s = ceil(batch_size / shards)."""
-    return [_take(batch, rows) for rows in _plain_rows(batch.size, shards, batch_size)]
+    return [batch.part(rows) for rows in _plain_rows(batch.size, shards, batch_size)]
 
 
 def shard_dynamic(
-    batch: BatchedDataDict, shards: int, batch_size: int, args: DynamicBatchingArgs
+    batch: "BatchedDataDict", shards: int, batch_size: int, args: DynamicBatchingArgs
 ) -> "tuple[Shards, list[int]]":
     """Rows sorted by length within a chunk and dealt out in turn; micro-batches common to all shards."""
-    from nemo_rl_cpp._native import C
-
     if batch_size % shards:
         raise BatchError(f"dynamic batching needs equal shards, but {batch_size} rows do not split over {shards}")
     plan = C.plan_dynamic_batching(
@@ -39,7 +62,7 @@ def shard_dynamic(
         batch[args["input_key"]].shape[1],
     )
     rows = [[plan.order[position] for position in shard] for shard in _plain_rows(batch.size, shards, batch_size)]
-    parts = [_take(batch, shard_rows) for shard_rows in rows]
+    parts = [batch.part(shard_rows) for shard_rows in rows]
     for part in parts:
         part.micro_batch_indices = [[list(span) for span in chunk] for chunk in plan.micro_batch_indices]
         part.micro_batch_lengths = [list(chunk) for chunk in plan.micro_batch_lengths]
@@ -47,11 +70,9 @@ def shard_dynamic(
 
 
 def shard_packed(
-    batch: BatchedDataDict, shards: int, batch_size: int, args: SequencePackingArgs
+    batch: "BatchedDataDict", shards: int, batch_size: int, args: SequencePackingArgs
 ) -> "tuple[Shards, list[int]]":
     """Bins of every chunk dealt out in turn: bin j goes to shard j mod shards."""
-    from nemo_rl_cpp.data.packing import get_packer
-
     order = args.get("microbatch_order")
     if order not in (None, "packer", "largest_first"):
         raise ValueError(f"microbatch_order is {order!r}; it must be 'packer' or 'largest_first'")
@@ -77,7 +98,7 @@ def shard_packed(
             indices[shard].append([[a, b] for a, b in zip(ends, ends[1:])])
             lengths[shard].append([tokens for _, tokens in own])
             counts[shard].append(ends[-1])
-    parts = [_take(batch, shard_rows) for shard_rows in rows]
+    parts = [batch.part(shard_rows) for shard_rows in rows]
     for shard, part in enumerate(parts):
         part.micro_batch_indices = indices[shard]
         part.micro_batch_lengths = lengths[shard]
@@ -98,12 +119,6 @@ def _plain_rows(rows: int, shards: int, batch_size: int) -> list[list[int]]:
     ]
 
 
-def _lengths(batch: BatchedDataDict, key: str) -> list[int]:
+def _lengths(batch: "BatchedDataDict", key: str) -> list[int]:
     lengths = batch[key]
     return lengths.tolist() if torch.is_tensor(lengths) else [int(length) for length in lengths]
-
-
-def _take(batch: BatchedDataDict, rows: list[int]) -> SlicedDataDict:
-    part = SlicedDataDict()
-    part.update(batch.select_indices(rows).data)
-    return part

@@ -105,3 +105,8 @@ def logprob_error_plot(data: Mapping[str, Any]) -> LinePlot | None:
             f"Max rel error (prob): {relative[steepest]:.4g}": (xs[steepest], float(gap[steepest])),
         },
     )
+
+
+def matplotlib_figure(figure: Any) -> Any:
+    """A matplotlib Figure of a figure or `LinePlot`; None when a LinePlot meets no matplotlib."""
+    return figure.to_matplotlib() if hasattr(figure, "to_matplotlib") else figure

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from nemo_rl_cpp.algorithms.logits_sampling_utils import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction, LossInputType
-from nemo_rl_cpp.algorithms.utils import mask_out_neg_inf_logprobs
-from nemo_rl_cpp.distributed.model_utils import (
+from nemo_rl_cpp.compat.algorithms.logits_sampling_utils import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from nemo_rl_cpp.compat.algorithms.utils import mask_out_neg_inf_logprobs
+from nemo_rl_cpp.compat.distributed.model_utils import (
     from_parallel_logits_to_logprobs_packed_sequences,
     get_next_token_logprobs_from_logits,
     require_single_process,

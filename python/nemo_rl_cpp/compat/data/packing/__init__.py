@@ -1,6 +1,6 @@
 """Sequence packing."""
 
-from nemo_rl_cpp.data.packing.algorithms import (
+from nemo_rl_cpp.compat.data.packing.algorithms import (
     ConcatenativePacker,
     FirstFitDecreasingPacker,
     FirstFitPacker,
@@ -10,7 +10,7 @@ from nemo_rl_cpp.data.packing.algorithms import (
     SequencePacker,
     get_packer,
 )
-from nemo_rl_cpp.data.packing.metrics import PackingMetrics
+from nemo_rl_cpp.compat.data.packing.metrics import PackingMetrics
 
 __all__ = [
     "ConcatenativePacker",

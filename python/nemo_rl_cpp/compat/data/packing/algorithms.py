@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.data.packing.metrics import PackingMetrics
+from nemo_rl_cpp.compat.data.packing.metrics import PackingMetrics
 
 
 class PackingAlgorithm(enum.Enum):

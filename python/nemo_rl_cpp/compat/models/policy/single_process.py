@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.compat.models.generation.interfaces import GenerationInterface
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.compat.models.policy.interfaces import ScoreOutputSpec
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-    from nemo_rl_cpp.models.policy.interfaces import ScoreOutputSpec
 
 
 class SingleProcessPolicy(GenerationInterface):

@@ -156,7 +156,6 @@ class CheckpointManager:
 
         FolderInUseError (a RuntimeError) when another process is at work in the same checkpoint_dir.
         """
-        self.finalize_pending()
         make_folder(self.checkpoint_dir, "checkpointing.checkpoint_dir")
         self._store.acquire()
         folder = self._store.temporary(step)
@@ -290,7 +289,7 @@ class CheckpointManager:
         a manifest is another program's and stays, until a save needs its name. Does nothing while a save is going on
         there, or where the folder cannot be written.
         """
-        if not self.checkpoint_dir.is_dir() or self._store.saving or self.has_pending_finalization:
+        if not self.checkpoint_dir.is_dir() or self._store.saving:
             return []
         try:
             self._store.acquire()

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ class CheckpointManager(house.CheckpointManager):
         super().__init__(config)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
+        """Waits for background work, then makes `tmp_step_N`."""
+        self.finalize_pending()
+        return super().init_tmp_checkpoint(step, training_info, run_config)
+
+    def recover(self) -> list[str]:
+        """Finishes or removes what a crash in mid-save left behind; nothing while background work goes on."""
+        return [] if self.has_pending_finalization else super().recover()
 
     def begin_finalization(self, checkpoint_path: Path | str, wait_fn: Callable[[], None] | None = None) -> None:
         """`finalize_checkpoint` on a background thread, after `wait_fn()`. Nothing may write to the folder any more,

@@ -6,7 +6,8 @@
 
 A fixed point over names. A function, class or method of the package is reached when code that is reached mentions its
 name; a method needs its class to be reached as well. The start is what users call: the command lines, `examples/`, the
-names that `nemo_rl_cpp` itself exports, the names that the guides print, and the dotted names of configurations.
+names that `nemo_rl_cpp` itself exports, the names that the guides print, what docs/guides call, and the dotted names of
+configurations.
 Imports and `__all__` mention nothing; a text that is a class's name does, since registries look classes up by it. Names
 are not resolved, so that one name in two places counts as reached in both: the result is a lower bound.
 `nemo_rl_cpp.compat`, which is for ports, is neither counted nor a start.
@@ -35,6 +36,8 @@ STARTS = (
 # decorators that only change how a function is called; any other registers or calls it
 PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
                     "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip
+# functions that look an attribute up by a text that they are given
+LOOK_UP = {"getattr", "hasattr", "_tell"}
 # methods that a base class of another package calls
 CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "run"}
 
@@ -53,7 +56,7 @@ class Item:
 
 
 def mentions(node: ast.AST) -> Iterator[str]:
-    """The names in `node`, those in text annotations, in `getattr(x, "name")` and in dotted texts as well."""
+    """The names in `node`, those in text annotations, in `getattr(x, "name")` and dotted texts too."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
             yield part.id
@@ -63,12 +66,16 @@ def mentions(node: ast.AST) -> Iterator[str]:
             yield from dotted(part.value)
             if re.fullmatch(r"[A-Z]\w+", part.value):
                 yield part.value
-        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in ("getattr", "hasattr"):
+        elif isinstance(part, ast.Call) and called_name(part) in LOOK_UP:
             yield from (a.value for a in part.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
         for annotation in (getattr(part, "annotation", None), getattr(part, "returns", None)):
             for text in ast.walk(annotation) if annotation is not None else ():
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
                     yield from re.findall(r"\w+", text.value)
+
+
+def called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def dotted(text: str) -> list[str]:
@@ -133,6 +140,8 @@ def starting_names(root: Path) -> set[str]:
     here = Path(__file__).resolve().parents[1] / "unit" / "porting" / "guide_names.json"
     for entries in json.loads((guides if guides.exists() else here).read_text()).values():
         names |= set(entries)
+    for page in (root / "docs" / "guides").glob("*.md"):
+        names |= set(re.findall(r"\b(\w+)\(", page.read_text()))
     for folder in ("configs", "examples"):
         for file in (root / folder).rglob("*"):
             if file.suffix in {".yaml", ".ipynb", ".py"}:

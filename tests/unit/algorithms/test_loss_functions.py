@@ -1,4 +1,4 @@
-"""The loss classes: settings, autograd, NLL, filtered log-probs, and packed against unpacked."""
+"""The loss classes: settings, autograd, and the exceptional cases."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Shared functions of the algorithms: masked statistics, filtering of logits, log-probs, padding, rates."""
+"""Masked statistics, filtering of logits, log-probabilities from logits, padding, rates."""
 
 import math
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""NeMo RL's batches: sharding, packing, dynamic batching, micro-batches, and gathering over ranks."""
+
 import random
 from copy import deepcopy
 

@@ -1,3 +1,5 @@
+"""The best checkpoint, and checkpoints that are finished in the background."""
+
 import threading
 
 import pytest

@@ -1,7 +1,8 @@
-"""Message logs to flat tensors, with values that can be read off by hand."""
+"""NeMo RL's functions on message logs, with values that can be read off by hand."""
 
 import pytest
 import torch
+from nemo_rl_cpp.compat.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.compat.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.compat.data.llm_message_utils import (
     add_loss_mask_to_message_log,
@@ -92,3 +93,8 @@ def test_formatted_log_warns_without_bos_and_keeps_empty_messages_integer(tiny):
     with pytest.warns(UserWarning, match="BOS"):
         log = get_formatted_message_log([{"role": "user", "content": ""}], tiny, TaskDataSpec(), add_eos_token=False)
     assert log[0]["token_ids"].dtype == torch.int64 and log[0]["token_ids"].shape == (0,)
+
+
+def test_texts_of_a_processed_dataset_are_encoded_without_special_tokens(tiny):
+    data = AllTaskProcessedDataset([], tiny, TaskDataSpec(), {})
+    assert data.encode_single("12") == ([5, 6], 2) and data.encode_single(["1", "2"]) == ([5, 6], 2)

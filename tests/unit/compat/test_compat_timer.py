@@ -1,3 +1,5 @@
+"""Events and the newest measurement of a timer."""
+
 import time
 
 import pytest

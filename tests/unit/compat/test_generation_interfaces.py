@@ -1,3 +1,5 @@
+"""What NeMo RL's code asks of a generation engine and of its configuration."""
+
 import pytest
 import torch
 from fakes import ByteTokenizer, FakeGeneration

@@ -1,4 +1,4 @@
-"""The loss classes: settings, autograd, NLL, filtered log-probs, and packed against unpacked."""
+"""Losses on logits and on packed sequences, against the unpacked loss; NLL; filtered log-probabilities."""
 
 import math
 

@@ -1,3 +1,5 @@
+"""Plots of a logger: which sample is drawn, files, and cutting them back."""
+
 import json
 import os
 import xml.etree.ElementTree as ElementTree

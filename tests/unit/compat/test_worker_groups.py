@@ -1,3 +1,5 @@
+"""Clusters and worker groups as code for several workers calls them."""
+
 import socket
 
 import pytest

@@ -125,7 +125,7 @@ def test_a_mistake_of_ours_names_our_function():
     sentence = one_sentence(caught(chunk_list_to_workers, 3, 2))
     assert (
         sentence.startswith("unexpected TypeError: ")
-        and "in chunk_list_to_workers (nemo_rl_cpp/environments/utils.py:" in sentence
+        and "in chunk_list_to_workers (nemo_rl_cpp/compat/environments/utils.py:" in sentence
     )
 
 

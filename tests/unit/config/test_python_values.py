@@ -229,15 +229,16 @@ def test_the_guides_names_are_known():
 
 def test_there_is_one_class_of_a_name():
     import nemo_rl_cpp.config as config
-    from nemo_rl_cpp.algorithms import advantage_estimator, grpo, loss, reward_functions, reward_scaling
+    from nemo_rl_cpp.algorithms import reward_scaling
+    from nemo_rl_cpp.compat.algorithms import advantage_estimator, grpo, loss, reward_functions
+    from nemo_rl_cpp.compat.distributed import virtual_cluster
+    from nemo_rl_cpp.compat.environments import code_environment, math_environment
+    from nemo_rl_cpp.compat.models import generation
+    from nemo_rl_cpp.compat.models import value as value_model
     from nemo_rl_cpp.config import cluster, env, value
     from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, RewardPenaltyConfig
     from nemo_rl_cpp.config.loss import MseValueLossConfig
     from nemo_rl_cpp.config.rewards import RewardShapingConfig
-    from nemo_rl_cpp.distributed import virtual_cluster
-    from nemo_rl_cpp.environments import code_environment, math_environment
-    from nemo_rl_cpp.models import generation
-    from nemo_rl_cpp.models import value as value_model
 
     assert loss.ClippedPGLossConfig is ClippedPGLossConfig and loss.MseValueLossConfig is MseValueLossConfig
     assert reward_functions.RewardShapingConfig is grpo.RewardShapingConfig is RewardShapingConfig

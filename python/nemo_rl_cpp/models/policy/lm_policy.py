@@ -13,13 +13,12 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
-from nemo_rl_cpp.models.policy.single_process import SingleProcessPolicy
 from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, run_global_batch
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
 from nemo_rl_cpp.utils.memory import available_bytes
 
 
-class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
+class Policy(TrainedModel, ColocatablePolicyInterface):
     """A language model in training: log-probabilities, optimizer steps, checkpoints (NeMo RL's `Policy`).
 
     Args:

@@ -1,6 +1,6 @@
 """GRPO, DAPO and ProRLv2: what is theirs. The loop is `algorithms/loop.py`, the same as PPO's."""
 
-from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
+from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, ReinforcePlusPlusAdvantageEstimator
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loop import train_loop as grpo_train
@@ -26,11 +26,6 @@ def make_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=sampled_by_policy, needs_tokens=False)
 
 __all__ = [
-    "ALGORITHM",
-    "GRPOConfig",
-    "GRPOSaveState",
-    "MasterConfig",
-    "dynamic_sampling",
-    "grpo_train",
+    "ALGORITHM", "GRPOConfig", "GRPOSaveState", "MasterConfig", "ReinforcePlusPlusAdvantageEstimator", "dynamic_sampling", "grpo_train",
     "make_advantages",
-]
+]  # fmt: skip

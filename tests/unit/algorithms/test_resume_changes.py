@@ -355,7 +355,7 @@ def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
         r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25",
         capsys.readouterr().out,
     )
-    assert run.value.learning_rate == 0.25
+    assert run.critic.model.learning_rate == 0.25
     with pytest.raises(
         ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"
     ):

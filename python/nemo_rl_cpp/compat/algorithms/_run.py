@@ -5,9 +5,9 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms.build import Parts, assemble, make_parts, make_validator
 from nemo_rl_cpp.algorithms.run_data import RunData
+from nemo_rl_cpp.compat.models.policy.lm_policy import Policy
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 
 def environments(train: Mapping[str, Any] | None, validation: Mapping[str, Any] | None) -> Environments:

@@ -49,6 +49,7 @@ class Policy:
     """Counts its training calls in its weights."""
 
     skips_prev_logprobs = True
+    learning_rate = 1e-3
 
     def __init__(self):
         self.events, self.version, self.trained = [], 0, []
@@ -88,7 +89,19 @@ class Policy:
             "prev_logprobs": data["generation_logprobs"],
         }
 
-    def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None, checkpointing_cfg=None):
+    def keep_bad_batches(self, folder):
+        pass
+
+    def non_finite_parameters(self):
+        return []
+
+    def checkpoint_bytes(self, optimizer):
+        return 0
+
+    def performance(self):
+        return {}
+
+    def save_checkpoint(self, weights_path, optimizer_path=None, *, checkpointing_cfg=None):
         self.events.append("save")
         for path in filter(None, (weights_path, optimizer_path)):
             path.mkdir(parents=True)

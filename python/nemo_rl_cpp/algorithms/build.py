@@ -301,7 +301,7 @@ def keep_bad_batches(parts: Parts) -> None:
     """A batch with a loss or gradient that is not finite goes to the folder `replay` of the run's logs."""
     for model in (parts.policy, parts.value):
         if model is not None:
-            model.replay_dir = Path(parts.logger.log_dir) / "replay"
+            model.keep_bad_batches(Path(parts.logger.log_dir) / "replay")
 
 
 __all__ = ["ALGORITHMS", "LoopConfig", "Parts", "assemble", "build_run", "make_parts"]

@@ -26,7 +26,6 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.models.weights import named_views
 from nemo_rl_cpp.preflight.resumed import IDENTITY
 from nemo_rl_cpp.utils.access import to_json
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
@@ -225,29 +224,17 @@ def _free(checkpoints: CheckpointManager) -> int:
 
 
 def _size(run: "TrainingRun") -> int:
-    """Bytes of a checkpoint's tensors; 0 for models that do not say."""
-    total = 0
-    for trained in run.models.values():
-        if hasattr(trained, "model"):
-            total += trained.model.compute.nbytes
-            if run.services.checkpoints.save_optimizer:
-                total += sum(tensor.nbytes for tensor in trained._optimizer_tensors().values())
-    return total
+    """Bytes of a checkpoint's tensors."""
+    return sum(model.checkpoint_bytes(run.services.checkpoints.save_optimizer) for model in run.models.values())
 
 
 def check_weights(run: "TrainingRun") -> None:
     """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
-    for name, trained in run.models.items():
-        model = getattr(trained, "model", None)
-        for flat in (
-            () if model is None else {t.data_ptr(): t for t in (model.compute, model.masters) if t is not None}.values()
-        ):
-            if bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
-                continue
-            bad = [n for n, view in named_views(model.layout, flat).items() if not bool(torch.isfinite(view).all())]
+    for name, model in run.models.items():
+        if bad := model.non_finite_parameters():
             raise NonFiniteError(
-                f"{name}: after step {run.state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, earlier "
-                f"checkpoints are untouched. The learning rate is {to_json(trained.learning_rate)}: lower it"
+                f"{name}: after step {run.state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, "
+                f"earlier checkpoints are untouched. The learning rate is {to_json(model.learning_rate)}: lower it"
             )
 
 

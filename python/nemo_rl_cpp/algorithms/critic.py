@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
+from nemo_rl_cpp.models.value.interfaces import ValueInterface
 from nemo_rl_cpp.utils.timer import Timer
 
 
 class Critic:
     """A value model and its loss."""
 
-    def __init__(self, model: Any, loss_fn: Any) -> None:
+    def __init__(self, model: ValueInterface, loss_fn: Any) -> None:
         self.model, self.loss_fn = model, loss_fn
 
     @property

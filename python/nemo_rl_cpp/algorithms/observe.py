@@ -123,12 +123,7 @@ def log_times(run: "TrainingRun", report: StepReport) -> None:
         total_num_tokens=report.metrics.get("total_num_tokens", 0),
         num_generated_tokens=report.generated_tokens,
     )
-    for share in (
-        "reused_forward_share",
-        "zero_gradient_share",
-    ):  # the first is 0 in a process's first step: of how it ran, not of what it did
-        if hasattr(run.policy, share):
-            performance[share] = getattr(run.policy, share)
+    performance |= run.policy.performance()
     if services.logger is not None:
         services.logger.log_metrics(performance, step, prefix="performance")
         if services.memory is not None:

@@ -17,7 +17,10 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
+from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS
+from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
 
 class Advantages(Protocol):
@@ -67,10 +70,10 @@ class TrainingRun:
     algorithm: Algorithm
     tokenizer: Any
     environments: Environments
-    policy: Any
+    policy: PolicyInterface
     critic: Critic | NoCritic
-    generation: Any
-    refit: Any
+    generation: GenerationInterface
+    refit: WeightSynchronizer
     prompts: PromptSource
     rollouts: RolloutRunner
     sampler: GroupSampler
@@ -80,7 +83,7 @@ class TrainingRun:
     services: RunServices
 
     @property
-    def models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, TrainedModelInterface]:
         """What a checkpoint saves, by the name of its folder."""
         return {"policy": self.policy} | self.critic.models
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 
 
 class LogprobNeeds(NamedTuple):
@@ -25,7 +26,9 @@ class LogprobNeeds(NamedTuple):
         return cls(loss.reference_policy_kl_penalty != 0, seq_logprob_error_threshold is not None)
 
 
-def add_logprobs(policy: Any, batch: BatchedDataDict, needs: LogprobNeeds, weight_version: int) -> dict[str, float]:
+def add_logprobs(
+    policy: PolicyInterface, batch: BatchedDataDict, needs: LogprobNeeds, weight_version: int
+) -> dict[str, float]:
     """Adds `prev_logprobs` and `reference_policy_logprobs` [B, S] as far as they are needed.
 
     `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see

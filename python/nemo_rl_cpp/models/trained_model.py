@@ -177,6 +177,24 @@ class TrainedModel:
         if optimizer_path is not None:
             self._save_optimizer(Path(optimizer_path))
 
+    def checkpoint_bytes(self, optimizer: bool) -> int:
+        """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
+        moments = sum(tensor.nbytes for tensor in self._optimizer_tensors().values()) if optimizer else 0
+        return self.model.compute.nbytes + moments
+
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
+        bad: dict[str, None] = {}
+        for flat in {t.data_ptr(): t for t in (self.model.compute, self.model.masters) if t is not None}.values():
+            if not bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
+                views = named_views(self.model.layout, flat)
+                bad |= dict.fromkeys(name for name, view in views.items() if not bool(torch.isfinite(view).all()))
+        return list(bad)
+
+    def keep_bad_batches(self, folder: Path) -> None:
+        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
+        self.replay_dir = folder
+
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {"exp_avg": self.trainer.exp_avg, "exp_avg_sq": self.trainer.exp_avg_sq}
         if self.model.masters.data_ptr() != self.model.compute.data_ptr():

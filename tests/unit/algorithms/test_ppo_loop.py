@@ -43,6 +43,10 @@ class Critic:
         return {"loss": torch.tensor([0.3]), "grad_norm": torch.tensor([2.0]), "all_mb_metrics": metrics}
 
     save_checkpoint = Policy.save_checkpoint
+    keep_bad_batches = Policy.keep_bad_batches
+    non_finite_parameters = Policy.non_finite_parameters
+    checkpoint_bytes = Policy.checkpoint_bytes
+    learning_rate = 2e-3
 
 
 def make(tmp_path, *overrides, respond=None, with_value=True):

@@ -20,6 +20,7 @@ from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logpr
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
 from nemo_rl_cpp.compat.algorithms._run import environments, nothing_but, parts_of, refuse_processor, train
 from nemo_rl_cpp.compat.algorithms._run import validate as validated
+from nemo_rl_cpp.compat.weight_sync.factory import create_weight_synchronizer
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
 from nemo_rl_cpp.config.python_values import checked
@@ -27,7 +28,6 @@ from nemo_rl_cpp.config.rewards import RewardScalingConfig, RewardShapingConfig
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.rollout_runner import aggregate_rollout_metrics
 from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, extract_initial_prompt_messages, sampled_by_policy
-from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 __all__ = [
     "AdvEstimatorConfig",

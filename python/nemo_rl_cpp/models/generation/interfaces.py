@@ -1,7 +1,6 @@
 """The contract between rollouts and a generation engine: token ids in, token ids out."""
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import torch
@@ -45,38 +44,33 @@ class GenerationOutputSpec(TypedDict):
     generation_lengths: "torch.Tensor"
     unpadded_sequence_lengths: "torch.Tensor"
     logprobs: "torch.Tensor"
-    routed_experts: "NotRequired[torch.Tensor]"
-    r3_routed_experts_missing_routes: "NotRequired[torch.Tensor]"
-    r3_routed_experts_expected_routes: "NotRequired[torch.Tensor]"
-    r3_routed_experts_actual_routes: "NotRequired[torch.Tensor]"
     truncated: "NotRequired[torch.Tensor]"
     __extra__: Any
 
 
-class GenerationInterface(ABC):
-    """A generation engine."""
+class GenerationInterface(Protocol):
+    """A generation engine. What a row yields depends on its prompt, its sampling settings and its random key alone, never on
+    the rest of the batch."""
 
-    reports_finished = False
-    """Whether `generate` takes `on_finished`, a callable that is told of responses as they end."""
+    reports_finished: bool = False
+    """Whether `generate` takes `on_finished`, a callable `(rows, token ids of each)` that is told of responses as they end."""
 
-    @abstractmethod
+    def prepare_for_generation(self) -> bool:
+        """Called before `generate`: makes room and wakes up what generation needs."""
+
     def generate(
-        self, data: "BatchedDataDict[GenerationDatumSpec]", greedy: bool
+        self, data: "BatchedDataDict[GenerationDatumSpec]", greedy: bool = False, **beside: Any
     ) -> "BatchedDataDict[GenerationOutputSpec]":
-        """A response for every prompt. Greedy: temperature 0, top_k 1."""
+        """A response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
 
-    @abstractmethod
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Makes room and wakes up what generation needs; `tags=["weights"]` or `["kv_cache"]` only that."""
+        `beside` is `on_finished` for engines that say `reports_finished`, and empty for all others.
+        """
 
-    @abstractmethod
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Gives back what only generation needs."""
-
-    def shutdown(self) -> bool:
-        """Ends the engine. Safe to call twice."""
-        return True
+    def finish_generation(self) -> bool:
+        """Called after the last `generate` of a step: gives back what only generation needs."""
 
     def invalidate_kv_cache(self) -> bool:
-        """Forgets cached keys and values; whether there was such a cache."""
-        return False
+        """Forgets cached keys and values, since the weights are new; whether there was such a cache."""
+
+    def weight_digest(self) -> str:
+        """The digest of the weights that the engine reads, comparable with `PolicyInterface.weight_digest`."""

@@ -1,14 +1,14 @@
 """What the training loop asks of a policy, wherever it runs."""
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
+    from nemo_rl_cpp.config.generation import GenerationConfig
+    from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
     from nemo_rl_cpp.utils.timer import Timer
 
 
@@ -24,57 +24,73 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: "torch.Tensor"
 
 
-class PolicyInterface(ABC):
-    """A model in training."""
+class TrainedModelInterface(Protocol):
+    """A model in training, policy or critic: what watching and saving ask of it.
 
-    @abstractmethod
-    def get_logprobs(
-        self, data: "BatchedDataDict[GenerationDatumSpec]", timer: "Timer | None" = None
-    ) -> "BatchedDataDict[LogprobOutputSpec]":
-        """Log-probabilities of the tokens of input_ids [B, S] under the current weights."""
+    A call may fail; then it raises, and the message names what failed (a rank, a file, a parameter). Nothing of a failed
+    call is kept.
+    """
 
-    @abstractmethod
-    def get_reference_policy_logprobs(
-        self,
-        data: "BatchedDataDict[GenerationDatumSpec]",
-        micro_batch_size: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> "BatchedDataDict[ReferenceLogprobOutputSpec]":
-        """Log-probabilities under the reference weights."""
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
 
-    @abstractmethod
-    def train(
-        self,
-        data: "BatchedDataDict",
-        loss_fn: "LossFunction",
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> dict[str, Any]:
-        """One optimizer step a global batch: {"loss", "grad_norm", "all_mb_metrics"}. `eval_mode` computes only."""
+    def save_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, *, checkpointing_cfg: Any = None
+    ) -> None:
+        """Makes `weights_path` a Hugging Face folder with the tokenizer, and `optimizer_path` a folder of what a bit-identical
+        resume needs besides. Neither folder exists before the call."""
 
-    @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the weights, gradients and optimizer state ready on the device."""
+    def checkpoint_bytes(self, optimizer: bool) -> int:
+        """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
 
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Gives back what only training needs."""
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters that hold an infinity or NaN; empty for a healthy model."""
 
-    @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Writes weights, optimizer state and tokenizer."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Ends the policy's processes. Safe to call twice."""
+    def keep_bad_batches(self, folder: Path) -> None:
+        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
 
 
-class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that may share its device with a generation engine."""
+class PolicyInterface(TrainedModelInterface, Protocol):
+    """A language model in training.
 
-    @abstractmethod
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Makes the weights ready for log-probabilities."""
+    Weights have a version: it counts the `train` calls of the run. A batch of B rows and S columns holds `input_ids` int64
+    [B, S] padded on the right, `input_lengths` int64 [B], `token_mask` and `sample_mask`; results have a row for each.
+    """
+
+    @property
+    def skips_prev_logprobs(self) -> bool:
+        """Whether generation's log-probabilities are exactly those of the first training forward, so that the loop need not
+        score a batch before it is trained on."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """Called before `get_logprobs` and `get_reference_policy_logprobs` of a step."""
+
+    def get_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{"logprobs": float32 [B, S]}: column t is the log-probability of token t given those before it, under the present
+        weights and generation's temperature and filters; 0 where nothing is trained and in column 0."""
+
+    def get_reference_policy_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{"reference_logprobs": float32 [B, S]}: as `get_logprobs`, under the frozen first weights and without filters."""
+
+    def prepare_for_training(self) -> None:
+        """Called before `train`."""
+
+    def train(self, data: Mapping[str, Any], loss_fn: Any, *, timer: "Timer | None" = None) -> dict[str, Any]:
+        """One pass over the batch, one optimizer step a global batch.
+
+        Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch,
+        "prev_logprobs": float32 [B, S] of the weights before the first update}. After the call the engine's weights are old.
+        """
+
+    def finish_training(self) -> None:
+        """Called after `train`."""
+
+    def weight_digest(self) -> str:
+        """Text that is equal for equal weights, by which generation and training are compared."""
+
+    def create_generation(self, generation_config: "GenerationConfig", *, seed: int) -> "GenerationInterface":
+        """An engine that answers with this policy's weights."""
+
+    def performance(self) -> dict[str, float]:
+        """Numbers of how the last step ran, logged as `performance/<name>`; empty where there are none."""

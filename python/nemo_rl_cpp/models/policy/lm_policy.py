@@ -12,13 +12,13 @@ from torch import Tensor
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, run_global_batch
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
 from nemo_rl_cpp.utils.memory import available_bytes
 
 
-class Policy(TrainedModel, ColocatablePolicyInterface):
+class Policy(TrainedModel, PolicyInterface):
     """A language model in training: log-probabilities, optimizer steps, checkpoints (NeMo RL's `Policy`).
 
     Args:
@@ -202,6 +202,11 @@ class Policy(TrainedModel, ColocatablePolicyInterface):
         return NativeGeneration(
             native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options
         )
+
+    def performance(self) -> dict[str, float]:
+        """`reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it says
+        how a step ran, not what it did."""
+        return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Nothing to do: weights and workspace stay where they are."""

@@ -1,5 +1,6 @@
-"""NeMo RL's contract of a generation engine: the house's, with the calls by which weights would be moved to other processes."""
+"""NeMo RL's contract of a generation engine, with the calls by which weights would be moved to other processes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_cpp.config.engines import ColocatedConfig as ColocationConfig
 from nemo_rl_cpp.config.engines import ResourcesConfig as OptionalResourcesConfig
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.models.generation import interfaces as house
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 
 if TYPE_CHECKING:
@@ -91,8 +91,33 @@ def should_use_async_rollouts(generation_config: "GenerationConfig | None") -> b
     return generation_config.get("backend") == "vllm" and bool(engine.get("async_engine"))
 
 
-class GenerationInterface(house.GenerationInterface):
+class GenerationInterface(ABC):
     """A generation engine. Only what every engine can do is abstract; the rest says that it cannot."""
+
+    reports_finished = False
+    """Whether `generate` takes `on_finished`, a callable that is told of responses as they end."""
+
+    @abstractmethod
+    def generate(
+        self, data: "BatchedDataDict[GenerationDatumSpec]", greedy: bool
+    ) -> "BatchedDataDict[GenerationOutputSpec]":
+        """A response for every prompt. Greedy: temperature 0, top_k 1."""
+
+    @abstractmethod
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Makes room and wakes up what generation needs; `tags=["weights"]` or `["kv_cache"]` only that."""
+
+    @abstractmethod
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Gives back what only generation needs."""
+
+    def shutdown(self) -> bool:
+        """Ends the engine. Safe to call twice."""
+        return True
+
+    def invalidate_kv_cache(self) -> bool:
+        """Forgets cached keys and values; whether there was such a cache."""
+        return False
 
     @property
     def requires_kv_scale_sync(self) -> bool:

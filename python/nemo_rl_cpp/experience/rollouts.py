@@ -80,7 +80,7 @@ def run_multi_turn_rollout(
         early = EarlyScoring(turn.active, tokenizer, task_to_env)
         beside = (
             {"on_finished": early.finished}
-            if early.useful and getattr(policy_generation, "reports_finished", False)
+            if getattr(policy_generation, "reports_finished", False) and early.useful
             else {}
         )
         conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))

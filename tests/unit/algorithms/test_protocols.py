@@ -49,7 +49,7 @@ def asked(tmp_path_factory):
     """By Protocol: the names that GRPO and PPO with all that uses a model ask for, in runs that save and meet a full disk."""
     names = {protocol: set() for protocol in NATIVE}
     watched = (
-        "checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=null",
+        "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null",
         "loss_fn.reference_policy_kl_penalty=0.1", "policy.reuse_generation_logprobs=never",
     )  # fmt: skip
     for config, options in (("grpo_tiny.yaml", tiny.SMALL), ("ppo_tiny.yaml", PPO)):
@@ -194,8 +194,8 @@ class OtherEngine:
 def test_another_back_end_runs_the_whole_loop(tmp_path):
     run = tiny.make(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "grpo.val_period=2", "checkpointing.enabled=true", "checkpointing.save_period=2",
-        "checkpointing.metric_name=val:accuracy", "loss_fn.reference_policy_kl_penalty=0.1", policy_factory=OtherPolicy,
-        environment=None,
+        "checkpointing.metric_name=val:accuracy", "loss_fn.reference_policy_kl_penalty=0.1",
+        "grpo.skip_reference_policy_logprobs_calculation=false", policy_factory=OtherPolicy,
     )  # fmt: skip
     with run:
         run.train()

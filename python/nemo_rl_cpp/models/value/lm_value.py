@@ -104,6 +104,9 @@ class Value(TrainedModel, ValueInterface):
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: weights and workspace stay where they are."""
 
+    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: values keep no state."""
+
     def saved_config(self) -> dict[str, Any]:
         """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title

@@ -3,14 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
 from nemo_rl_cpp.config.engines import ColocatedConfig as ColocationConfig
 from nemo_rl_cpp.config.engines import ResourcesConfig as OptionalResourcesConfig
 from nemo_rl_cpp.config.generation import GenerationConfig
-from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from nemo_rl_cpp.models.generation import interfaces as house
+from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 __all__ = [
@@ -24,6 +27,15 @@ __all__ = [
     "should_use_async_rollouts",
     "verify_right_padding",
 ]
+
+
+class GenerationOutputSpec(house.GenerationOutputSpec):
+    """What `generate` gives; routes of experts come from engines of such models."""
+
+    routed_experts: "NotRequired[torch.Tensor]"
+    r3_routed_experts_missing_routes: "NotRequired[torch.Tensor]"
+    r3_routed_experts_expected_routes: "NotRequired[torch.Tensor]"
+    r3_routed_experts_actual_routes: "NotRequired[torch.Tensor]"
 
 
 @dataclass

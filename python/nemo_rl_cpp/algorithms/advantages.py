@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nemo_rl_cpp.algorithms.step import valid_mask
 from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.experience.batches import TrainBatch
 
 
 class AdvantageEstimator(Protocol):
@@ -40,21 +40,21 @@ class GroupAdvantages:
     def metrics(self) -> dict[str, float]:
         return self.estimator.last_metrics
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: TrainBatch) -> None:
         """`advantages` float32 [B, S] of the batch."""
         advantages = self.estimator.compute_advantage(
-            prompt_ids=batch["input_ids"],
-            group_id=batch["group_id"],
-            rewards=batch["rewards"],
-            mask=valid_mask(batch),
-            valid_mask=(batch["sample_mask"] != 0).float() if self._voting else None,
+            prompt_ids=batch.input_ids,
+            group_id=batch.group_id,
+            rewards=batch.rewards,
+            mask=batch.valid_mask,
+            valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
             repeated_batch=batch,
-            logprobs_policy=batch.get("prev_logprobs", batch["generation_logprobs"]),
+            logprobs_policy=batch.old_logprobs,
             logprobs_reference=batch.get("reference_policy_logprobs"),
         )
         if self._low is not None or self._high is not None:
             advantages = advantages.clamp(min=self._low, max=self._high)
-        batch["advantages"] = advantages
+        batch.advantages = advantages
 
 
 class TokenAdvantages:
@@ -67,16 +67,16 @@ class TokenAdvantages:
     def metrics(self) -> dict[str, float]:
         return self.estimator.last_metrics
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: TrainBatch) -> None:
         """`advantages` and, where there is a critic, `returns` of the batch, both float32 [B, S]."""
         advantages, returns = self.estimator.compute_advantage(
-            prompt_ids=batch["input_ids"],
-            rewards=batch["rewards"],
-            mask=valid_mask(batch),
+            prompt_ids=batch.input_ids,
+            rewards=batch.rewards,
+            mask=batch.valid_mask,
             values=batch.get("values"),
-            logprobs=batch.get("prev_logprobs", batch["generation_logprobs"]),
+            logprobs=batch.old_logprobs,
             reference_logprobs=batch.get("reference_policy_logprobs"),
         )
-        batch["advantages"] = advantages
+        batch.advantages = advantages
         if returns is not None:
-            batch["returns"] = returns
+            batch.returns = returns

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
+from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 from nemo_rl_cpp.utils.timer import Timer
 
@@ -19,14 +20,14 @@ class Critic:
         """What a checkpoint saves, by the name of its folder."""
         return {"value": self.model}
 
-    def add_values(self, batch: Any, timer: Timer) -> None:
+    def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         """`values` float32 [B, S] of the batch: column t is the value of the state before token t."""
         with timer("value_inference"):
             self.model.prepare_for_inference()
-            batch["values"] = self.model.get_values(batch, timer=timer)["values"]
+            batch.values = self.model.get_values(batch, timer=timer)["values"]
             self.model.finish_inference()
 
-    def train(self, batch: Any, timer: Timer) -> dict[str, float]:
+    def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
         """One pass over the batch, towards its `returns`; the metrics `critic/*`."""
         with timer("value_training"):
             self.model.prepare_for_training()
@@ -40,10 +41,10 @@ class NoCritic:
 
     models: dict[str, Any] = {}
 
-    def add_values(self, batch: Any, timer: Timer) -> None:
+    def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         """Nothing."""
 
-    def train(self, batch: Any, timer: Timer) -> dict[str, float]:
+    def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
         """Nothing."""
         return {}
 

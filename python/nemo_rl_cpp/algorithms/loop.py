@@ -13,7 +13,6 @@ from nemo_rl_cpp.algorithms.step import (
     require_valid_tokens,
     shape_rewards,
     train_epochs,
-    valid_mask,
 )
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.train_batch import build_train_batch
@@ -59,7 +58,7 @@ def train_loop(run: "TrainingRun") -> None:
             metrics |= train_epochs(run, batch, timer)
             with timer("metrics"):
                 report = report_step(run, samples, batch, metrics)
-        state.advance(loop.num_prompts_per_step, int(valid_mask(batch).sum()))
+        state.advance(loop.num_prompts_per_step, int(batch.valid_mask.sum()))
         for _ in range(run.prompts.pop_finished_epochs()):
             state.next_epoch()
         observe(run, report)

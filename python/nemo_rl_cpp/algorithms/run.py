@@ -15,6 +15,7 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
@@ -29,7 +30,7 @@ class Advantages(Protocol):
     metrics: dict[str, float]
     estimator: Any
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: TrainBatch) -> None:
         """`advantages` float32 [B, S] of the batch, and `returns` where a critic learns from them."""
 
 

@@ -3,7 +3,7 @@
 Shapes: B samples; S columns, the longest sample's tokens (padded on the right).
 """
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -61,11 +61,12 @@ class Rollouts(BatchedDataDict):
 
 
 @dataclass(eq=False)
-class TrainBatch(MutableMapping[str, Any]):
+class TrainBatch:
     """What is trained on. `build_train_batch` makes it; each later stage of a step adds what it computes.
 
-    Also a mapping of these names, as losses and estimators read it (a part of the reward as `reward/<name>`); further keys
-    that one sets there stay with the batch. A name that no stage has filled is a MissingField.
+    Read as a mapping of these names, too, by losses and estimators (a part of the reward as `reward/<name>`); further keys that
+    one sets there stay with the batch. A name that no stage has filled is a MissingField. There is no `values()` of a mapping:
+    `values` are the critic's.
 
     Attributes:
         input_ids: int64 [B, S].
@@ -152,6 +153,15 @@ class TrainBatch(MutableMapping[str, Any]):
         yield from (name for name in _NAMES if name in self.__dict__)
         yield from (PART + name for name in self.reward_parts)
         yield from self.further
+
+    def keys(self) -> list[str]:
+        return list(self)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return ((key, self[key]) for key in self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -10,6 +10,7 @@ from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.experience.batches import TrainBatch
 
 
 def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
@@ -218,8 +219,9 @@ def test_advantage_clipping(low, high, expected):
         def compute_advantage(self, **inputs):
             return torch.tensor([[-3.0, 0.5, 4.0]])
 
-    batch = dict.fromkeys(("input_ids", "group_id", "rewards", "token_mask", "generation_logprobs"), torch.ones(1, 3))
-    batch["sample_mask"] = torch.ones(1)
+    one, row = torch.ones(1), torch.ones(1, 3)
+    batch = TrainBatch(row, one, row, row, sample_mask=one, rewards=one)
+    batch.group_id = one
     GroupAdvantages(Given(), GRPOConfig(advantage_clip_low=low, advantage_clip_high=high)).add(batch)
     assert batch["advantages"].tolist() == [expected]
 

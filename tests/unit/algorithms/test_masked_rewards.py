@@ -7,6 +7,7 @@ from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import TrainBatch
 
 
 def advantages(batch, **grpo):
@@ -18,10 +19,14 @@ def advantages(batch, **grpo):
 
 def train_batch(rewards, masks):
     size = len(rewards)
-    return {
+    fields = {
         "input_ids": torch.zeros(size, 2, dtype=torch.long), "group_id": torch.zeros(size, dtype=torch.long), "rewards": torch.tensor(rewards),
         "token_mask": torch.ones(size, 2), "sample_mask": torch.tensor(masks), "generation_logprobs": torch.zeros(size, 2),
     }  # fmt: skip
+    groups = fields.pop("group_id")
+    batch = TrainBatch(input_lengths=torch.full((size,), 2), **fields)
+    batch.group_id = groups
+    return batch
 
 
 def test_the_baseline_is_over_those_that_vote():

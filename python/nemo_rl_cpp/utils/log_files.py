@@ -23,6 +23,8 @@ from nemo_rl_cpp.utils.log_ledger import LogLedger
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
 HYPERPARAMS = "hyperparams.json"
+# never through a link to elsewhere, never into a fifo, which would wait
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _TIME_PREFIXES = ("timing/", "performance/", "memory/")
 
 
@@ -97,7 +99,7 @@ class JsonlLogger(LoggerInterface):
         if name not in self._files:
             path = self.log_dir / name
             drop_torn_line(path)
-            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._files[name] = os.open(path, _APPENDING, 0o666)
         self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
         self._write(name, self._files[name])
 
@@ -201,7 +203,7 @@ def matplotlib_figure(figure: Any) -> Any:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file; a torn or foreign line is skipped, a missing file has none."""
-    if not path.exists():
+    if not path.is_file():
         return
     with open(path, "rb") as file:
         for line in file:
@@ -224,7 +226,7 @@ def deterministic_rows(path: Path) -> list[dict[str, Any]]:
 
 def truncate_jsonl(path: Path, step: int) -> None:
     """Keeps the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
-    if not path.exists():
+    if not path.is_file():
         return
 
     def kept(line: bytes) -> bool:
@@ -243,7 +245,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cuts off what follows the last newline: the rest of a write that a kill interrupted."""
-    if not path.exists() or path.stat().st_size == 0:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as file:
         content = file.read()

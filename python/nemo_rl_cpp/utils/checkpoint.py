@@ -161,7 +161,7 @@ class CheckpointManager:
         folder = self._store.temporary(step)
         try:
             self._store.recover()
-            folder.mkdir()
+            self._store.make_temporary(step)
             durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
             if run_config is not None:
                 durable.write_durable(folder / "config.yaml", dump_yaml(written(run_config)))
@@ -195,7 +195,7 @@ class CheckpointManager:
     def abandon(self, checkpoint_path: Path | str) -> None:
         """Removes an unfinished temporary checkpoint, never a published one."""
         folder = Path(checkpoint_path)
-        if folder.name.startswith("tmp_"):
+        if folder.name.startswith("tmp_") and folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
         self._store.release()
 

@@ -21,6 +21,8 @@ from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefi
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
 HYPERPARAMS = "hyperparams.json"
+# never through a link to elsewhere, never into a fifo, which would wait
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class JsonlLogger(LoggerInterface):
@@ -82,7 +84,7 @@ class JsonlLogger(LoggerInterface):
         if name not in self._files:
             path = self.log_dir / name
             drop_torn_line(path)
-            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._files[name] = os.open(path, _APPENDING, 0o666)
         self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
         self._write(name, self._files[name])
 
@@ -172,7 +174,7 @@ class TensorboardLogger(LoggerInterface):
 
 def truncate_jsonl(path: Path, step: int) -> None:
     """Keeps the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
-    if not path.exists():
+    if not path.is_file():
         return
 
     def kept(line: bytes) -> bool:
@@ -191,7 +193,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cuts off what follows the last newline: the rest of a write that a kill interrupted."""
-    if not path.exists() or path.stat().st_size == 0:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as file:
         content = file.read()

@@ -374,3 +374,30 @@ def test_a_second_run_cannot_claim_a_log_folder(tmp_path):
         second.claim()
     first.finish()
     second.claim()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".run_files"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_nothing_is_written_through_a_link_or_waits_for_a_fifo(tmp_path, name, kind):
+    """A line of another run's file, torn at its end, stays as it is; where no line can be written, that is an error."""
+    outside = tmp_path / "metrics.jsonl"
+    outside.write_text('{"step": 1}\n{"step": 9}\n{"st')
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    if kind == "link":
+        (folder / name).symlink_to(outside)
+    else:
+        os.mkfifo(folder / name)
+    with Logger({"log_dir": str(folder), "tensorboard_enabled": False}) as logger:
+        with pytest.raises(OSError, match=name):
+            log_steps(logger, 1, 2)
+    assert outside.read_text() == '{"step": 1}\n{"step": 9}\n{"st'
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_is_not_cut_back(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.truncate_after(1)
+    assert (tmp_path / "metrics.jsonl").is_fifo()

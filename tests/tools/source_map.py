@@ -72,7 +72,9 @@ def first_sentence(path: Path) -> str:
 
 def files(folder: Path) -> list[Path]:
     """Files of a folder and those below it, by folder and name, without `__init__.py` that say nothing."""
-    found = (p for p in folder.rglob("*") if p.is_file() and not SKIPPED & set(p.parts) and p.suffix != ".pyc")
+    found = (
+        p for p in folder.rglob("*") if p.is_file() and not SKIPPED & set(p.parts) and p.suffix != ".pyc" and p != PAGE
+    )
     kept = (p for p in found if p.name != "__init__.py" or first_sentence(p))
     return sorted(kept, key=lambda p: (str(p.parent), p.stem, CODE.get(p.suffix, 9), p.suffix))
 

@@ -292,6 +292,11 @@ def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None
             None if some is None else AllTaskProcessedDataset(ListDataset(some), tokenizer, spec, _processor, max_seq_length=limit)
             for some in (rows, val_rows)
         )  # fmt: skip
+        for some in filter(None, (train, validation)):
+            for row in range(
+                len(some)
+            ):  # a prompt without room for an answer is a mistake, found before the model is loaded
+                some[row]
         return RunData(train, validation, Environments({TASK: environment}, owned=False))
 
     with build_run(config, data=data) as run:

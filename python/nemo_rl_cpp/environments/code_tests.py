@@ -202,8 +202,10 @@ def _assert(statement: str) -> tuple[dict[str, Any], Any]:
     """(check, expected value) of one statement."""
     try:
         [node] = ast.parse(statement).body
-    except (SyntaxError, ValueError):
-        raise ValueError(f"ground_truth has the assert {statement!r}, which is not one Python statement") from None
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested too deeply
+        raise ValueError(
+            f"ground_truth has the assert {statement[:200]!r}, which is not one Python statement"
+        ) from None
     if (
         isinstance(node, ast.Assert)
         and isinstance(node.test, ast.Compare)
@@ -211,6 +213,6 @@ def _assert(statement: str) -> tuple[dict[str, Any], Any]:
     ):
         try:
             return {"expression": ast.unparse(node.test.left)}, ast.literal_eval(node.test.comparators[0])
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             pass
     return {"statement": statement}, None

@@ -16,6 +16,7 @@ newest `step_N` with a valid manifest is whole; `recover` finishes or removes wh
 """
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -28,7 +29,7 @@ from typing import Any, Literal
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig  # noqa: F401  (NeMo RL's place for it)
 from nemo_rl_cpp.utils import durable
 from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, written
-from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
+from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, delete, step_of
 from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
@@ -166,6 +167,8 @@ class CheckpointManager:
         folder = self._store.temporary(step)
         try:
             self._store.recover()
+            if os.path.lexists(folder):  # a file: folders of the name are gone by now
+                delete(folder)
             folder.mkdir()
             durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
             if run_config is not None:
@@ -189,13 +192,19 @@ class CheckpointManager:
             raise
         try:
             status = {"latest_step": step, "checkpoint": target.name}
-            durable.write_atomic(self.checkpoint_dir / STATUS, json.dumps(status, indent=1))
-            self._thin_out(exclude_latest=True)
-        except OSError as error:
-            # the checkpoint itself is safe: housekeeping must not end the run
-            warnings.warn(f"{self.checkpoint_dir}: {error} while tidying up after saving {target.name}", stacklevel=2)
+            self._tidying(
+                target, lambda: durable.write_atomic(self.checkpoint_dir / STATUS, json.dumps(status, indent=1))
+            )
+            self._tidying(target, lambda: self._thin_out(exclude_latest=True))
         finally:
             self._store.release()
+
+    def _tidying(self, saved: Path, work: Callable[[], None]) -> None:
+        """`work()` after a save: the checkpoint is safe, so an OSError is a warning and does not end the run."""
+        try:
+            work()
+        except OSError as error:
+            warnings.warn(f"{self.checkpoint_dir}: {error} while tidying up after saving {saved.name}", stacklevel=4)
 
     def abandon(self, checkpoint_path: Path | str) -> None:
         """Removes an unfinished temporary checkpoint, never a published one."""

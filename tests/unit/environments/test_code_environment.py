@@ -164,6 +164,11 @@ MISTAKES = {
     "no asserts": ([], "every program would pass"),
     "lengths": ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
     "syntax": (["assert ("], "not one Python statement"),
+    "signs without end": (["assert " + "-" * 5000 + "1 == 1"], "not one Python statement"),
+    "more of them": (["assert " + "-" * 100_000 + "1 == 1"], "not one Python statement"),
+    "a long sum": (["assert " + "1+" * 20_000 + "1 == 1"], "not one Python statement"),
+    "a chain of calls": (["assert f" + "(1)" * 20_000 + " == 1"], "not one Python statement"),
+    "a digit after a digit": (["assert f(1) == " + "9" * 5000], "not one Python statement"),
 }
 
 

@@ -187,3 +187,36 @@ def test_a_manifest_that_leaves_its_folder_is_no_manifest(tmp_path):
     files = {"../outside": next(iter(manifest["files"].values()))}
     (tmp_path / "a" / "manifest.json").write_text(json.dumps({"files": files, "digest": _digest(files)}))
     assert "not inside the folder" in folder_problem(tmp_path / "a", contents=True)
+
+
+def _a_file(path):
+    path.write_text("x")
+
+
+def _a_folder(path):
+    path.mkdir()
+    (path / "file").write_text("x")
+
+
+def _a_loop(path):
+    path.symlink_to(path.name)
+
+
+def _dangling(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [_a_file, _a_folder, os.mkfifo, _dangling, _a_loop])
+@pytest.mark.parametrize("name", ["tmp_step_4", "old_step_4", "step_4", "del_step_1", "corrupt_step_1", "latest_checkpoint_status.json"])  # fmt: skip
+def test_whatever_has_a_name_of_ours_does_not_end_a_run(three, name, make):
+    path = three / "ck" / name
+    path.unlink(missing_ok=True)
+    make(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager = manager_at(three)
+        for step in (4, 5):
+            save(manager, step)
+    assert manager.get_latest_checkpoint_path().endswith("step_5")
+    assert not (three / "ck" / "step_1").exists()

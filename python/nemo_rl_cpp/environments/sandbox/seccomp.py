@@ -8,6 +8,7 @@ process: they go on once that is counted. What can hold memory and is not counte
 
 import ctypes
 import fcntl
+import os
 import struct
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ FORBIDDEN: dict[str, tuple[int, int | None]] = {
     # memory that no limit counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0), "landlock_create_ruleset": (444, 444),
     # parts of the kernel with a large surface
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262), "seccomp": (317, 277),
@@ -47,6 +48,8 @@ _SET_DUMPABLE, _SET_SECCOMP, _SET_THP_DISABLE, _SET_PIPE_SIZE = 4, 22, 41, 1031
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _LOCK_BYTES = 1024  # at most, of the kernel's memory for one lock (it may split another)
 _SHARED, _ANONYMOUS = 0x01, 0x20
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_SHARED_BYTES = 2048  # at most, of the kernel's memory for one shared mapping: its file, with inode and name
 CHANNEL = 100
 """The descriptor on which `sendmsg` may be called. A program cannot make one of this number: its limit is lower."""
 
@@ -146,7 +149,7 @@ def reported_call(listener: int) -> Call | None:
     name = known[number]
     charge = None
     if name == "mmap":
-        charge = arguments[1]
+        charge = -(-arguments[1] // _PAGE) * _PAGE + _SHARED_BYTES  # a mapping of one byte holds a page
     elif name == "fcntl" and arguments[1] & 0xFFFFFFFF in _LOCKS:
         charge = _LOCK_BYTES
     return Call(name, charge, identity)

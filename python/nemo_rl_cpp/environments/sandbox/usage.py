@@ -9,8 +9,10 @@ process that watches from inside counts those (`supervisor`).
 import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nemo_rl_cpp.environments.sandbox.limits import DESCRIPTORS
 
@@ -36,7 +38,7 @@ class Meter:
 
     def __init__(self, root: int) -> None:
         self.root = root
-        self._slow: dict[int, tuple[float, set[str]]] = {}  # process -> kB, what its descriptors stand for
+        self._slow: dict[int, tuple[float, set[_Opened]]] = {}  # process -> kB, what its descriptors stand for
         self._looks = 0
         one, other = socket.socketpair()
         with one, other:
@@ -46,7 +48,7 @@ class Meter:
     def look(self, limit_mb: float) -> Usage:
         """What is used; memory that processes have in common counts once where it matters, which is above `limit_mb`."""
         usage, private_kb, other_kb = Usage(), 0.0, 0.0
-        opened: set[str] = set()
+        opened: set[_Opened] = set()
         if self._looks % _SLOW_EVERY == 0:
             self._slow.clear()
         self._looks += 1
@@ -57,12 +59,12 @@ class Meter:
             private_kb += next((size for thread in threads if (size := _private_kb(pid, thread))), 0.0)
             if pid not in self._slow:
                 self._slow[pid] = (
-                    _others_kb(pid, threads),
+                    _mappings_kb(pid, threads),
                     set().union(*(_open_files(pid, thread) for thread in threads)),
                 )
-            other_kb += _THREAD_KB * len(threads) + self._slow[pid][0]
+            other_kb += _THREAD_KB * len(threads) + _status_kb(pid, threads) + self._slow[pid][0]
             opened |= self._slow[pid][1]
-        sockets = sum(name.startswith("socket:") for name in opened)
+        sockets = sum(one.is_socket for one in opened)
         other_kb += sockets * self._socket_kb + (len(opened) - sockets) * _PIPE_KB
         if private_kb + other_kb > 1024 * limit_mb and len(usage.pids) > 1:
             private_kb = min(private_kb, _common_once_kb(usage.pids, 1024 * limit_mb - other_kb))
@@ -102,36 +104,55 @@ def _private_kb(pid: int, thread: str) -> float:
         return 0.0
 
 
-def _others_kb(pid: int, threads: list[str]) -> float:
-    """What else belongs to a process: swapped and huge pages, page tables, mappings."""
+def _status_kb(pid: int, threads: list[str]) -> float:
+    """Swapped and huge pages, and page tables."""
     for thread in threads:
         try:
-            with (
-                open(f"/proc/{pid}/task/{thread}/status") as status,
-                open(f"/proc/{pid}/task/{thread}/maps", "rb") as maps,
-            ):
+            with open(f"/proc/{pid}/task/{thread}/status") as status:
                 lines = (line.partition(":") for line in status)
                 found = [int(value.split()[0]) for name, _, value in lines if name in _IN_STATUS]
-                if found:
-                    return sum(found) + _MAPPING_KB * maps.read().count(b"\n")
+        except OSError:
+            continue
+        if found:  # the first thread may have ended
+            return sum(found)
+    return 0.0
+
+
+def _mappings_kb(pid: int, threads: list[str]) -> float:
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/maps", "rb") as maps:
+                if count := maps.read().count(b"\n"):
+                    return _MAPPING_KB * count
         except OSError:
             continue
     return 0.0
 
 
-def _open_files(pid: int, thread: str) -> set[str]:
+class _Opened(NamedTuple):
+    """What a descriptor stands for. Its name would not do: files that were deleted, and pipes that had a name, share theirs."""
+
+    is_socket: bool
+    device: object
+    inode: int
+
+
+def _open_files(pid: int, thread: str) -> set[_Opened]:
     """What the descriptors of a thread stand for; threads need not have the same."""
     folder = f"/proc/{pid}/task/{thread}/fd"
     found = set()
     try:
         for name in os.listdir(folder):
             try:
-                found.add(os.readlink(f"{folder}/{name}"))
+                file = os.stat(f"{folder}/{name}")
+                found.add(_Opened(stat.S_ISSOCK(file.st_mode), file.st_dev, file.st_ino))
             except FileNotFoundError:
                 pass  # closed meanwhile
     except PermissionError:  # they are hidden: as many as there may be, of the kind that holds most
         return (
-            {f"socket:{pid} {thread} {number}" for number in range(DESCRIPTORS)} if _private_kb(pid, thread) else set()
+            {_Opened(True, (pid, thread), number) for number in range(DESCRIPTORS)}
+            if _private_kb(pid, thread)
+            else set()
         )
     except OSError:
         pass  # the thread has ended

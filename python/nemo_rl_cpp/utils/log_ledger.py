@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils.durable import fsync_path, read_text, write_atomic
+from nemo_rl_cpp.utils.durable import fsync_path, own_copy, read_text, write_atomic
 
 LEDGER = ".run_files"
 _STEP_FILE = re.compile(r"(?:[^/]+/)*[^/]*_step(\d+)\.(?:jsonl|svg)", re.ASCII)
@@ -79,6 +79,7 @@ class LogLedger:
     def _append(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         text = json.dumps(row) + "\n"
+        own_copy(self._path)
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             size = os.fstat(descriptor).st_size

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_rl_cpp.config.logger import GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain, written
-from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts
+from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.utils.folder_lock import FolderLock
 from nemo_rl_cpp.utils.log_backends import (
     MLflowLogger,
@@ -194,6 +194,7 @@ class Logger(LoggerInterface):
         """Appends strings, which are JSON already, as lines to a file of the log folder."""
 
         def append(path: Path) -> None:
+            own_copy(path)
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in to_log)
 

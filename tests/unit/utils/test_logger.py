@@ -363,3 +363,43 @@ def test_a_second_run_cannot_claim_a_log_folder(tmp_path):
         second.claim()
     first.finish()
     second.claim()
+
+
+def _linked(first, second, link):
+    for path in (path for path in first.rglob("*") if path.is_file() and path.name != ".lock"):
+        target = second / path.relative_to(first)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link(path, target)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_folder_of_links_to_another_run_s_logs_changes_none_of_them(tmp_path, link):
+    """As `cp -al` and `cp -as` make one, to branch off a run without copying it."""
+    with Logger({"log_dir": str(tmp_path / "first")}) as logger:
+        logger.claim(tmp_path / "ck")
+        logger.log_hyperparams({"lr": 1})
+        log_steps(logger, 1, 3)
+        logger.log_string_list_as_jsonl(['{"a": 1}'], "texts.jsonl")
+    before = _contents(tmp_path / "first")
+    _linked(tmp_path / "first", tmp_path / "second", link)
+    with Logger({"log_dir": str(tmp_path / "second")}) as logger:
+        logger.claim(tmp_path / "ck2")
+        logger.log_hyperparams({"lr": 2})
+        logger.log_plot(LinePlot("p", "x", "y", {"a": ([0, 1], [0, 9])}), 3, "train/p")
+        log_steps(logger, 4, 4)
+        logger.log_string_list_as_jsonl(['{"a": 2}'], "texts.jsonl")
+        logger.truncate_after(3)
+        log_steps(logger, 4, 4)
+    assert _contents(tmp_path / "first") == before
+    assert [row["step"] for row in rows(tmp_path / "second" / "metrics.jsonl")][::2] == [1, 2, 3, 4]
+    assert rows(tmp_path / "second" / "texts.jsonl") == [{"a": 1}, {"a": 2}]
+    assert json.loads((tmp_path / "second" / "hyperparams.json").read_text()) == {"lr": 2}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".run_files"])
+def test_a_log_that_is_no_file_is_named_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        with pytest.raises(OSError, match=f"not an ordinary file.*{name}"):
+            log_steps(logger, 1, 1)

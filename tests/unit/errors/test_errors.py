@@ -148,12 +148,12 @@ def test_other_sentences(tmp_path):
 
 
 def test_a_mistake_of_ours_names_our_function():
-    from nemo_rl_cpp.environments.utils import chunk_list_to_workers
+    from nemo_rl_cpp.compat.environments.utils import chunk_list_to_workers
 
     sentence = one_sentence(caught(chunk_list_to_workers, 3, 2))
     assert (
         sentence.startswith("unexpected TypeError: ")
-        and "in chunk_list_to_workers (nemo_rl_cpp/environments/utils.py:" in sentence
+        and "in chunk_list_to_workers (nemo_rl_cpp/compat/environments/utils.py:" in sentence
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.algorithms.checkpointing import find_resume
+from nemo_rl_cpp.compat.utils.checkpoint import CheckpointManager as BestCheckpoints
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
 from nemo_rl_cpp.utils.durable import folder_problem, seal_folder
 
@@ -102,7 +103,8 @@ def test_a_damaged_old_checkpoint_costs_that_one_alone(three, name, damage):
             save(manager, step)
         assert manager.get_latest_checkpoint_path().endswith("step_5")
         assert folder_problem(Path(manager.get_latest_checkpoint_path()), contents=True) is None
-        assert manager.get_best_checkpoint_path().endswith("step_5")
+        best = BestCheckpoints({"checkpoint_dir": str(manager.checkpoint_dir)})
+        assert best.get_best_checkpoint_path().endswith("step_5")
 
 
 @pytest.mark.timeout(20)

@@ -143,9 +143,10 @@ class TrainedModel:
             names = [
                 n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
             ]
+            where = first_bad_gradient(self.trainer, data, *rows, run)
             error = NonFiniteError(
-                f"{self.section}: the gradient norm is {result.grad_norm}{first_bad_gradient(self.trainer, data, *rows, run)}; first bad parameters: {', '.join(names[:4])}; the weights were not updated. The learning rate "
-                f"of the next step is {lr:g}"
+                f"{self.section}: the gradient norm is {result.grad_norm}{where}; first bad parameters: {', '.join(names[:4])}; the learning "
+                f"rate is {lr:g}; the weights were not updated"
             )
             raise self._with_replay(error, data)
         return result.grad_norm

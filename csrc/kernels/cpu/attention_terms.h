@@ -134,7 +134,7 @@ struct JoinedRows {
   static NRL_INLINE_MEMBER Vec interleave(ManyHalves a, ManyHalves b, std::integer_sequence<int, I...>) {
     using Halves = std::uint16_t __attribute__((vector_size(kNativeBytes)));
     return reinterpret_cast<Vec>(
-        __builtin_shuffle(static_cast<Halves>(a), static_cast<Halves>(b), Halves{(First + I / 2 + I % 2 * 32)...}));
+        shuffled<Halves, (First + I / 2 + I % 2 * 32)...>(static_cast<Halves>(a), static_cast<Halves>(b)));
   }
 };
 #endif

@@ -69,9 +69,10 @@ NRL_INLINE_MEMBER void weighted_columns(Rows values, const Word* w, int j0, int 
     typename Rows::Vec x[C];
     if constexpr (Partial) x[0] = values.partial(word, 0, lanes);
     else values.words(word, 0, x);
-    if constexpr (!whole())
+    if constexpr (P == 2)
+      if constexpr (!whole())
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) x[c] &= 0xffffu;
+        for (int c = 0; c < C; ++c) x[c] &= 0xffffu;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const auto weight = splat(w[r * kTile + word]);

@@ -38,6 +38,16 @@ using NativeDoubles = NativeVector<double>::Values;
 using NativeUnsigned = std::uint32_t __attribute__((vector_size(kNativeBytes)));
 using NativeHalves = std::uint16_t __attribute__((vector_size(kNativeBytes / 2)));
 
+/// The elements `at` of a followed by b. Mask: the integer vector of the same lanes.
+template <class Mask, int... at, class Vec>
+[[gnu::always_inline]] inline Vec shuffled(Vec a, Vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, at...);
+#else  // GCC has that from version 12 on
+  return __builtin_shuffle(a, b, Mask{at...});
+#endif
+}
+
 /// bfloat16 storage, the upper half of a float, to floats and back. narrow rounds to nearest even and keeps a NaN a
 /// NaN, as bfloat16's constructor does.
 [[gnu::always_inline]] inline NativeFloats widen(NativeHalves x) {

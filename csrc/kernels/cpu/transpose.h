@@ -3,18 +3,20 @@
 #include <cstddef>
 #include <utility>
 
+#include "kernels/cpu/native_vector.h"
+
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 template <class Vec, class Mask, std::size_t... I>
 [[gnu::always_inline]] inline Vec interleave_low(Vec a, Vec b, std::index_sequence<I...>) {
   constexpr auto width = sizeof...(I);
-  return __builtin_shuffle(a, b, Mask{static_cast<int>(I % 2 ? width + I / 2 : I / 2)...});
+  return shuffled<Mask, static_cast<int>(I % 2 ? width + I / 2 : I / 2)...>(a, b);
 }
 template <class Vec, class Mask, std::size_t... I>
 [[gnu::always_inline]] inline Vec interleave_high(Vec a, Vec b, std::index_sequence<I...>) {
   constexpr auto width = sizeof...(I);
-  return __builtin_shuffle(a, b, Mask{static_cast<int>((I % 2 ? width + I / 2 : I / 2) + width / 2)...});
+  return shuffled<Mask, static_cast<int>((I % 2 ? width + I / 2 : I / 2) + width / 2)...>(a, b);
 }
 
 /// v[i][j] and v[j][i] change places: log2(width) perfect shuffles. Mask: the integer vector of the same lanes.

@@ -4,7 +4,12 @@ import json
 
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
+from nemo_rl_cpp.algorithms import build
+from nemo_rl_cpp.algorithms.checkpointing import find_resume
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
+from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 
 TOKENIZER = ByteTokenizer()
 
@@ -44,6 +49,7 @@ class Policy:
     """Counts its training calls in its weights."""
 
     skips_prev_logprobs = True
+    learning_rate = 1e-3
 
     def __init__(self):
         self.events, self.version, self.trained = [], 0, []
@@ -83,7 +89,19 @@ class Policy:
             "prev_logprobs": data["generation_logprobs"],
         }
 
-    def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None, checkpointing_cfg=None):
+    def keep_bad_batches(self, folder):
+        pass
+
+    def non_finite_parameters(self):
+        return []
+
+    def checkpoint_bytes(self, optimizer):
+        return 0
+
+    def performance(self):
+        return {}
+
+    def save_checkpoint(self, weights_path, optimizer_path=None, *, checkpointing_cfg=None):
         self.events.append("save")
         for path in filter(None, (weights_path, optimizer_path)):
             path.mkdir(parents=True)
@@ -94,6 +112,23 @@ def rows(count):
     batch = prompts([f"prompt {i}:" for i in range(count)], ["t"] * count, [{} for _ in range(count)])
     return [DatumSpec(message_log=batch["message_log"][i], length=int(batch["length"][i]), extra_env_info={}, loss_multiplier=1.0,
                       idx=i, task_name="t") for i in range(count)]  # fmt: skip
+
+
+def fake_run(config, policy, engine, value=None, num_rows=8):
+    """A run of these stand-ins on `num_rows` prompts, resumed from its folder's newest checkpoint; nothing is printed."""
+    checkpoints = CheckpointManager(config.checkpointing)
+    resume = find_resume(checkpoints)
+    loader = StatefulDataLoader(rows(num_rows), config.loop.prompts_per_round, drop_last=True)
+    resume.load_data_position(loader, config.data)
+    env = {"t": Digits()}
+    run = build.assemble(config, build.Parts(
+        policy=policy, generation=engine, value=value, tokenizer=TOKENIZER, loader=loader, val_loader=StatefulDataLoader(rows(3), 3),
+        environments=Environments(env, env), loss_fn=None, value_loss_fn=None, logger=build.make_logger(config, resume.state),
+        checkpoints=checkpoints, state=resume.state,
+    ))  # fmt: skip
+    run.services.progress.close()
+    run.services.progress = None
+    return run
 
 
 def logged(run, prefix="train/"):

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from nemo_rl_cpp.algorithms import grpo, ppo
-from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.run import TrainingRun
+from nemo_rl_cpp.algorithms.run_data import RunData, make_data
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.loader import kind_of
 
@@ -28,60 +28,40 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", environment: Any = None) -> SimpleNamespace:
-    """parts, config, state of a run of `config` that writes into `folder`; nothing is printed, nothing saved.
+def make(
+    folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", environment: Any = None, **options: Any
+) -> TrainingRun:
+    """A run of `config` that writes into `folder`; nothing is printed, nothing saved.
 
-    `environment` scores every training task in place of the configuration's own."""
+    `environment` scores every training task in place of the configuration's own; `options` are those of `build_run`."""
     one_thread()
     section = kind_of(config)
-    algorithm, load = (grpo, load_grpo_config) if section == "grpo" else (ppo, load_ppo_config)
+    load = load_grpo_config if section == "grpo" else load_ppo_config
     config = load(
         config,
         [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=false",
          f"{section}.val_period=0", f"{section}.val_at_end=false", *overrides],
     )  # fmt: skip
-    tokenizer = build.make_tokenizer(config.policy)
-    data = build.make_data(config, tokenizer)
-    if environment is not None:
-        data = data._replace(task_to_env=dict.fromkeys(data.task_to_env, environment))
-    made = algorithm.setup(config, tokenizer, data.train, data.validation)
-    envs = (data.task_to_env, data.val_task_to_env)
-    if section == "grpo":
-        policy, generation, value, _, loader, val_loader, loss_fn, *rest = made
-        logger, checkpoints, state = rest[:3]
-        parts = grpo.make_components(
-            policy, generation, loader, val_loader, tokenizer, loss_fn, *envs, logger, checkpoints, state, config
-        )
-    else:
-        policy, generation, value, _, loader, val_loader, loss_fn, value_loss_fn, logger, checkpoints, state, _ = made
-        parts = ppo.make_components(
-            policy,
-            generation,
-            value,
-            loader,
-            val_loader,
-            tokenizer,
-            loss_fn,
-            value_loss_fn,
-            *envs,
-            logger,
-            checkpoints,
-            state,
-            config,
-        )
-    parts.run.progress.mode = "quiet"
-    loop = grpo.grpo_loop if section == "grpo" else ppo.ppo_loop
-    return SimpleNamespace(parts=parts, config=config, state=state, policy=policy, value=value, loop=loop)
+
+    def data(config: Any, tokenizer: Any) -> RunData:
+        made = make_data(config, tokenizer)
+        if environment is not None:
+            made.environments.train = dict.fromkeys(made.environments.train, environment)
+        return made
+
+    run = build_run(config, data=data, **options)
+    run.services.progress.mode = "quiet"
+    return run
 
 
 class StopWhenLearned:
     """Ends a run once the mean reward of five steps, as the environment gave it, is above `target`."""
 
-    def __init__(self, run: SimpleNamespace, target: float):
+    def __init__(self, run: TrainingRun, target: float):
         self.run, self.target = run, target
 
     def step(self, step, metrics):
-        rewards = [row["accuracy"] for row in self.run.parts.run.history[-5:]]
+        rewards = [row["accuracy"] for row in self.run.history[-5:]]
         if len(rewards) == 5 and sum(rewards) / 5 > self.target:
             self.run.state.stop("learned")
 
@@ -92,13 +72,12 @@ class StopWhenLearned:
         pass
 
 
-def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> SimpleNamespace:
-    """The same, after training; `history` holds the metrics of each step. `until`: stop at this mean raw reward."""
+def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> TrainingRun:
+    """The same, after training; `run.history` holds the metrics of each step. `until`: stop at this mean raw reward."""
     run = make(folder, *overrides, **options)
     if until is not None:
-        run.parts.run.progress = StopWhenLearned(run, until)
-    run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
-    run.history = run.parts.run.history
+        run.services.progress = StopWhenLearned(run, until)
+    run.train()
     return run
 
 
@@ -110,8 +89,8 @@ def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNam
         history=run.history,
         first=accuracy[0],
         last=sum(accuracy[-5:]) / 5,
-        held_out=run.parts.validator.run(run.state.step).metrics["accuracy"],
-        has_critic=run.value is not None,
+        held_out=run.validator.run(run.state.step).metrics["accuracy"],
+        has_critic=run.config.has_critic,
     )
 
 

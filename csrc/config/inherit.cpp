@@ -51,9 +51,11 @@ struct Way {
 
 Node load(const Request& request, const std::vector<Alias>& aliases, std::vector<Problem>& problems, Way& way) {
   std::error_code error;
-  if (!fs::is_regular_file(request.path, error))
-    throw LoadError("missing_file",
-                    request.asked_at + "the configuration file " + request.path.string() + " does not exist");
+  if (!fs::is_regular_file(request.path, error)) {
+    const bool is_there = fs::exists(request.path, error);
+    throw LoadError("missing_file", request.asked_at + "the configuration file " + request.path.string() +
+                                        (is_there ? " is no file: name a YAML file" : " does not exist"));
+  }
   const fs::path full = fs::canonical(request.path);
   if (std::find(way.open.begin(), way.open.end(), full) != way.open.end())
     throw LoadError("cycle", request.asked_at + "defaults form a circle: " + display_name(full) + " is its own parent");

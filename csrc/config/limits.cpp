@@ -22,12 +22,18 @@ std::size_t character_bytes(const std::string& text, std::size_t i) {
 
 }  // namespace
 
-std::size_t count_values(const Node& node) {
-  std::size_t count = 1;
-  for (const Node& item : node.items) count += count_values(item);
-  for (const auto& [key, value] : node.entries) count += count_values(value);
-  return count;
+Extent extent_of(const Node& node) {
+  Extent extent{1, node.string.size()};
+  const auto add = [&](const Node& inner) {
+    const Extent more = extent_of(inner);
+    extent.values += more.values, extent.bytes += more.bytes;
+  };
+  for (const Node& item : node.items) add(item);
+  for (const auto& [key, value] : node.entries) extent.bytes += key.size(), add(value);
+  return extent;
 }
+
+std::size_t count_values(const Node& node) { return extent_of(node).values; }
 
 std::size_t first_not_utf8(const std::string& text) {
   for (std::size_t i = 0; i < text.size();) {

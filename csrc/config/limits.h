@@ -10,10 +10,11 @@
 namespace nemo_rl::config {
 
 inline constexpr std::size_t kMostFileBytes = 4 << 20;
-inline constexpr std::size_t kMostFiles = 100;          // with all parents
-inline constexpr std::size_t kMostValues = 20000;       // of a file, or copied by aliases and interpolations
-inline constexpr std::size_t kMostTextBytes = 4 << 20;  // made by interpolations
-inline constexpr int kDeepest = 100;                    // lists and mappings, interpolations, parts of a key
+inline constexpr std::size_t kMostFiles = 100;            // with all parents
+inline constexpr std::size_t kMostValues = 20000;         // of a file, or copied by aliases and interpolations
+inline constexpr std::size_t kMostTextBytes = 4 << 20;    // made by interpolations
+inline constexpr std::size_t kMostCopiedBytes = 4 << 20;  // of texts that aliases copy
+inline constexpr int kDeepest = 100;                      // lists and mappings, interpolations, parts of a key
 
 /// Counts how deep a recursion is; ArgumentError `what` "more than 100 deep" below that.
 class Depth {
@@ -29,6 +30,12 @@ class Depth {
  private:
   int& depth_;
 };
+
+/// What a tree holds, itself included: values, and bytes of keys and texts.
+struct Extent {
+  std::size_t values = 0, bytes = 0;
+};
+Extent extent_of(const Node& node);
 
 /// The number of values of a tree, itself included.
 std::size_t count_values(const Node& node);

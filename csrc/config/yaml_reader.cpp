@@ -159,8 +159,12 @@ class TreeBuilder : public YAML::EventHandler {
 
   /// Of values that are written once and stand in several places.
   void count(const Node& node, const YAML::Mark& mark, const char* what) {
-    copies_ += count_values(node);
+    const Extent extent = extent_of(node);
+    copies_ += extent.values;
+    copied_bytes_ += extent.bytes;
     if (copies_ > kMostValues) fail("syntax", mark, what + std::to_string(kMostValues) + " values");
+    if (copied_bytes_ > kMostCopiedBytes)
+      fail("syntax", mark, what + std::to_string(kMostCopiedBytes >> 20) + " MB of text");
   }
 
   void add_merge(Frame& frame, Node node, const YAML::Mark& mark) const {
@@ -175,7 +179,7 @@ class TreeBuilder : public YAML::EventHandler {
 
   std::string file_;
   std::size_t values_ = 0;
-  std::size_t copies_ = 0;
+  std::size_t copies_ = 0, copied_bytes_ = 0;
   std::vector<Frame> stack_;
   std::map<YAML::anchor_t, Node> anchors_;
 };
@@ -195,6 +199,10 @@ void check_encoding(const std::string& text, const std::string& file) {
   if (bad == std::string::npos) return;
   const auto line = std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(bad), '\n') + 1;
   std::ostringstream message;
+  if (text[bad] == '\0') {
+    message << file << ":" << line << ": a byte 0 stands in the file, which no text has; save the file as UTF-8 text";
+    throw LoadError("syntax", message.str());
+  }
   message << file << ":" << line << ": the byte 0x" << std::hex
           << static_cast<int>(static_cast<unsigned char>(text[bad])) << " is not UTF-8; save the file as UTF-8";
   throw LoadError("syntax", message.str());

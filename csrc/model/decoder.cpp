@@ -135,10 +135,9 @@ void Decoder::finish_layer(std::int64_t l, LayerActivations& a, const at::Tensor
 /// The MLP up to its last product, which reads s.act.
 void Decoder::run_mlp(std::int64_t l, LayerActivations& a, const at::Tensor& h, const Scratch& s) {
   const auto& p = layer(l);
-  ops::linear_ask_ahead(p.gate_up_weight, /*gated=*/true);
+  ops::linear_ask_ahead(p.gate_up_weight, has_gated_product());
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
-  if (config_.activation == kernels::Gate::silu)
-    return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act);
+  if (has_gated_product()) return ops::linear_swiglu(x, p.gate_up_weight, optional(p.gate_up_bias), a.gate_up, s.act);
   const auto gate_up = a.gate_up.defined() ? a.gate_up : s.gate_up;
   ops::linear_forward(x, p.gate_up_weight, optional(p.gate_up_bias), gate_up);
   ops::swiglu_forward(gate_up, s.act, config_.activation);

@@ -37,6 +37,9 @@ class Decoder {
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
+  /// Whether gate and up are one product that reads its weights in pairs of rows (silu); else an ordinary one.
+  bool has_gated_product() const { return config_.activation == kernels::Gate::silu; }
+
   /// For positions up to `count` that a forward will get on the device.
   void reserve_positions(std::int64_t count) { rope_.reserve(count); }
   /// Where the angles of positions lie; it changes as more are reserved.

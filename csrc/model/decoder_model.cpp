@@ -48,7 +48,7 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
     }
     for (const auto& layer : decoder_.parameters().layers) {
       for (const auto& w : {layer.qkv_weight, layer.o_weight, layer.down_weight}) packed_.pack(w, /*gated=*/false);
-      packed_.pack(layer.gate_up_weight, /*gated=*/true);
+      packed_.pack(layer.gate_up_weight, decoder_.has_gated_product());
     }
     packed_.pack(decoder_.parameters().lm_head, /*gated=*/false);
     is_packed_ = true;

@@ -4,7 +4,8 @@ Importing the package imports nothing else: torch and the native core load at th
 that a configuration is checked without torch.
 
     nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function
-    nemo_rl_cpp.load_grpo_config    a checked configuration; its run is nemo_rl_cpp.algorithms.grpo.main
+    nemo_rl_cpp.load_grpo_config    a checked configuration
+    nemo_rl_cpp.build_run           its run: `with build_run(config) as run: run.train()`
     nemo_rl_cpp.write_report        report.html of a log folder
 """
 
@@ -25,6 +26,8 @@ _EXPORTS = {
     "Tokenizer": "data.tokenizer",
     "TextGenerator": "generate",
     "TrainResult": "quick",
+    "TrainingRun": "algorithms.run",
+    "build_run": "algorithms.build",
     "load_grpo_config": "config",
     "load_ppo_config": "config",
     "resolve_model": "models.sources",

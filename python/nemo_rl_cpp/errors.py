@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,7 @@ _INSTALLED_AS = {
 }  # fmt: skip
 
 _folder: Path | None = None  # of the run's logs, once there is one
+_secrets: dict[str, str] = {}  # text -> what stands for it in files
 
 
 class UserCodeError(Exception):
@@ -77,6 +78,12 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
     """From here on, `save_traceback` writes into this folder: the log folder of a run."""
     global _folder
     _folder = None if folder is None else Path(folder)
+
+
+def keep_out_of_files(texts: Mapping[str, str]) -> None:
+    """From here on, `save_traceback` writes `texts[secret]` where a message has `secret`; short ones, which are in many
+    words, stay."""
+    _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
 # ---- whose mistake
@@ -123,6 +130,8 @@ def _called_place(error: BaseException) -> Place | None:
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
     """UserCodeError that is also an instance of the exception's type, where Python allows it."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end anything by itself
+    if issubclass(kind, (StopIteration, StopAsyncIteration)):
+        return UserCodeError  # nor these a loop; contextlib takes a RuntimeError that comes from one for its own
     try:
         return type(kind.__name__, (UserCodeError, kind), {"__module__": kind.__module__})
     except TypeError:
@@ -240,6 +249,8 @@ def _os_sentence(error: OSError) -> str:
 def save_traceback(error: BaseException) -> Path | None:
     """Writes the traceback into the run's log folder, or into the folder for temporary files; None where neither works."""
     text = "".join(traceback.format_exception(error))
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, _secrets[secret])
     stamp = f"nemo_rl_cpp_error_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}.txt"
     for path in ([_folder / ERROR_FILE] if _folder is not None else []) + [Path(tempfile.gettempdir()) / stamp]:
         try:

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from nemo_rl_cpp.algorithms import grpo
-from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.run_data import RunData
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, texts_or_conversations, whole_number
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
 from nemo_rl_cpp.data.boundaries import prompt_ids
@@ -30,6 +29,7 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.experience.rollouts import generate_responses
 from nemo_rl_cpp.preflight import preflight
@@ -286,36 +286,20 @@ def _preflight(config: GRPOMasterConfig) -> None:
 
 
 def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None, environment: Any) -> TrainResult:
-    grpo.set_seed(config.grpo.seed)
-    tokenizer = build.make_tokenizer(config.policy)
-    data, val_data = (
-        None if some is None else AllTaskProcessedDataset(
-            ListDataset(some), tokenizer, TaskDataSpec(TASK), _processor, max_seq_length=config.policy.max_total_sequence_length
-        )
-        for some in (rows, val_rows)
-    )  # fmt: skip
-    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(
-        config, tokenizer, data, val_data
-    )
-    task_to_env = {TASK: environment}
-    parts = grpo.make_components(
-        policy,
-        generation,
-        loader,
-        val_loader,
-        tokenizer,
-        loss_fn,
-        task_to_env,
-        task_to_env,
-        logger,
-        checkpoints,
-        state,
-        config,
-    )
-    run_to_end(grpo.grpo_loop, parts, config, state, f"GRPO {config.policy.model_name}")
+    def data(config: GRPOMasterConfig, tokenizer: Any) -> RunData:
+        limit, spec = config.policy.max_total_sequence_length, TaskDataSpec(TASK)
+        train, validation = (
+            None if some is None else AllTaskProcessedDataset(ListDataset(some), tokenizer, spec, _processor, max_seq_length=limit)
+            for some in (rows, val_rows)
+        )  # fmt: skip
+        return RunData(train, validation, Environments({TASK: environment}, owned=False))
+
+    with build_run(config, data=data) as run:
+        run.train()
+    services = run.services
     return TrainResult(
-        parts.run.history, parts.run.validations, policy, tokenizer, config, Path(logger.log_dir), generation
-    )
+        services.history, services.validations, run.policy, run.tokenizer, config, Path(services.logger.log_dir), run.generation
+    )  # fmt: skip
 
 
 class Rows:

@@ -12,12 +12,11 @@ DEFAULT_CONFIG = "configs/grpo_math_1B.yaml"
 
 
 def _start(config: Any) -> None:
-    from nemo_rl_cpp.algorithms.grpo import (
-        main as train,  # torch loads here, after the configuration is known to be right
-    )
+    from nemo_rl_cpp.algorithms.build import build_run  # torch loads here, after the configuration is known to be right
 
     raise_if_interrupted()
-    train(config)
+    with build_run(config) as run:
+        run.train()
 
 
 def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:

@@ -9,7 +9,7 @@ import math
 
 import torch
 from harness import Report, Times, alternate, begin
-from nemo_rl_cpp.data.packing import get_packer
+from nemo_rl_cpp.compat.data.packing import get_packer
 
 CAPACITY = 8192
 ALGORITHMS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp import run_grpo_math
-from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms.loop import train_loop
 
 
 @pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -16,7 +16,7 @@ def test_it_learns_to_reverse_digits(tmp_path, seed):
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.9
-    assert run.parts.validator.run(run.state.step).metrics["accuracy"] > 0.85  # on numbers that were not trained on
+    assert run.validator.run(run.state.step).metrics["accuracy"] > 0.85  # on numbers that were not trained on
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
 
 
@@ -42,7 +42,7 @@ def test_a_timeline_on_request(tmp_path):
     """The stages of every step lie within it, and the file lies beside the other logs."""
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
     (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
-    assert trace.name == "trace_from_step_1.json" and trace.parent == run.parts.run.trace.path.parent
+    assert trace.name == "trace_from_step_1.json" and trace.parent == run.services.trace.path.parent
     stages = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
     steps = [event for event in stages if event["name"] == "total_step_time"]
     assert len(steps) == 3
@@ -106,7 +106,7 @@ def flip_one_bit(policy):
 
 def with_a_fault(run):
     """Flips a bit after the rollouts of the second step."""
-    rollout = run.parts.rollouts.run
+    rollout = run.rollouts.run
 
     def generate(prompts, weight_version):
         rollouts = rollout(prompts, weight_version)
@@ -114,14 +114,14 @@ def with_a_fault(run):
             flip_one_bit(run.policy)
         return rollouts
 
-    run.parts.rollouts.run = generate
+    run.rollouts.run = generate
     return run
 
 
 def test_a_flipped_bit_between_the_phases_stops_the_run(tmp_path):
     run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4"))
     with pytest.raises(RuntimeError, match="the weights have changed between generation"):
-        grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
+        run.train()
     assert run.state.step == 1
 
 
@@ -130,9 +130,9 @@ def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
     run = with_a_fault(
         tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}")
     )
-    run.parts.refit.verify_before_training = lambda: None  # let the fault through to the metrics
-    grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
-    clean, faulty, after = run.parts.run.history
+    run.refit.verify_before_training = lambda: None  # let the fault through to the metrics
+    run.train()
+    clean, faulty, after = run.history
     for row in (clean, after):  # after: generation and training both read the changed weight, and agree again
         assert row["token_mult_prob_error"] == 1.0
     assert faulty["token_mult_prob_error"] > 1.0
@@ -154,7 +154,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
         grpo_config = run.config.grpo.model_copy(update={"max_num_steps": 1})
         run.config.grpo = grpo_config
         run.state.max_num_steps = 1
-        grpo.grpo_loop(run.parts, run.config, run.state)
+        train_loop(run)
         gradients[size] = state_of.grads.clone()
     reference = gradients[32].double()
     assert reference.norm() > 0
@@ -176,8 +176,8 @@ def test_a_python_loss_takes_the_place_of_the_native_one(tmp_path):
     for own in (False, True):
         run = tiny.make(tmp_path / str(own), *tiny.SMALL, "grpo.max_num_steps=1")
         if own:
-            run.parts.loss_fn = loss
-        grpo.grpo_loop(run.parts, run.config, run.state)
+            run.loss_fn = loss
+        train_loop(run)
         digests.append(run.policy.trainer.grads.double().clone())
     assert (digests[0] - digests[1]).norm() / digests[0].norm() < 1e-5
 

@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms import grpo
 from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 
@@ -27,8 +26,8 @@ def recorded(run):
 
 
 def run_to_end(run):
-    grpo.run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "tiny")
-    return run.parts.run.history
+    run.train()
+    return run.history
 
 
 # ---- learning
@@ -188,13 +187,13 @@ def test_hopeless_data_stops_the_run_after_exactly_the_configured_batches(tmp_pa
         config="dapo_tiny.yaml",
         environment=Hopeless(),
     )
-    generate, calls, before = run.parts.generation.generate, [], run.policy.weight_digest()
+    generate, calls, before = run.generation.generate, [], run.policy.weight_digest()
 
     def counted(*args, **kwargs):
         calls.append(1)
         return generate(*args, **kwargs)
 
-    run.parts.generation.generate = counted
+    run.generation.generate = counted
     with pytest.raises(DynamicSamplingExhausted) as stopped:
         run_to_end(run)
     message = str(stopped.value)

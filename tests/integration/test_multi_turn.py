@@ -1,12 +1,9 @@
 """Conversations of several turns through the real engine and trainer: exact, and only the model's tokens are trained."""
 
-from types import SimpleNamespace
-
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms import grpo
-from nemo_rl_cpp.algorithms import setup as build
+from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.config import find_config, load_grpo_config
 from nemo_rl_cpp.experience.train_batch import build_train_batch
 
@@ -25,47 +22,29 @@ def make(folder, *overrides, config="grpo_guess_number.yaml"):
             *overrides,
         ],
     )
-    tokenizer = build.make_tokenizer(config.policy)
-    data = build.make_data(config, tokenizer)
-    policy, generation, _, _, loader, val_loader, loss_fn, logger, checkpoints, state, *_ = grpo.setup(
-        config, tokenizer, data.train, data.validation
-    )
-    parts = grpo.make_components(
-        policy,
-        generation,
-        loader,
-        val_loader,
-        tokenizer,
-        loss_fn,
-        data.task_to_env,
-        data.val_task_to_env,
-        logger,
-        checkpoints,
-        state,
-        config,
-    )
-    parts.run.progress.mode = "quiet"
-    return parts, config, state
+    run = build_run(config)
+    run.services.progress.mode = "quiet"
+    return run
 
 
 def train(folder, *overrides, **options):
-    parts, config, state = make(folder, *overrides, **options)
-    grpo.run_to_end(grpo.grpo_loop, parts, config, state, "multi-turn")
-    return parts
+    run = make(folder, *overrides, **options)
+    run.train()
+    return run
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_turn_is_exact(tmp_path, precision, packing):
-    parts = train(
+    run = train(
         tmp_path,
         *SMALL,
         "grpo.max_num_steps=5",
         f"policy.precision={precision}",
         f"policy.sequence_packing.enabled={packing}".lower(),
     )
-    assert len(parts.run.history) == 5
-    for row in parts.run.history:
+    assert len(run.history) == 5
+    for row in run.history:
         assert row["avg_turns_per_sample"] > 1.5 and row["mean_env_tokens_per_sample"] > 0.5
         assert row["token_mult_prob_error"] == 1.0 and row["max_logprob_gap"] == 0.0
         assert row["logprob_mismatched_tokens"] == 0
@@ -84,8 +63,8 @@ def test_reusing_generations_logprobs_changes_nothing(tmp_path):
 
 
 def test_what_stands_at_the_environments_tokens_changes_no_gradient(tmp_path):
-    parts, config, state = make(tmp_path, *SMALL)
-    rollouts = parts.rollouts.run(parts.prompts.next(), 0)
+    run = make(tmp_path, *SMALL)
+    rollouts = run.rollouts.run(run.prompts.next(), 0)
     batch = build_train_batch(rollouts, pad_token_id=0)
     batch["advantages"] = torch.randn(batch["input_ids"].shape, generator=torch.Generator().manual_seed(3))
     outside = batch["token_mask"] == 0
@@ -94,12 +73,12 @@ def test_what_stands_at_the_environments_tokens_changes_no_gradient(tmp_path):
     for noise in (0.0, 1e6):
         batch["advantages"][outside] = noise
         batch["generation_logprobs"][outside] = -noise
-        parts.policy.trainer.zero_grad()
-        parts.policy.train(batch, parts.loss_fn, eval_mode=False)
-        gradients.append(parts.policy.trainer.grads.clone())
+        run.policy.trainer.zero_grad()
+        run.policy.train(batch, run.loss_fn, eval_mode=False)
+        gradients.append(run.policy.trainer.grads.clone())
         if noise == 0.0:
-            fresh, _, _ = make(tmp_path, *SMALL)  # the same first weights again
-            parts.policy = fresh.policy
+            fresh = make(tmp_path, *SMALL)  # the same first weights again
+            run.policy = fresh.policy
     assert gradients[0].norm() > 0
     assert torch.equal(gradients[0], gradients[1])
 
@@ -126,17 +105,17 @@ def test_several_tasks_and_environments_in_one_run(tmp_path):
     """Single-turn and multi-turn conversations in one batch, each scored by the environment of its task."""
     path = tmp_path / "two.yaml"
     path.write_text(TWO_TASKS.format(parent=find_config("grpo_guess_number.yaml")))
-    parts, config, state = make(tmp_path, *SMALL, "grpo.max_num_steps=6", config=path)
+    run = make(tmp_path, *SMALL, "grpo.max_num_steps=6", config=path)
     seen = []
-    run = parts.rollouts.run
+    rollout = run.rollouts.run
 
     def watched(prompts, weight_version):
-        rollouts = run(prompts, weight_version)
+        rollouts = rollout(prompts, weight_version)
         seen.append(rollouts)
         return rollouts
 
-    parts.rollouts.run = watched
-    grpo.run_to_end(grpo.grpo_loop, parts, config, state, "two tasks")
+    run.rollouts.run = watched
+    run.train()
     turns = {"reverse_digits": set(), "guess_number": set()}
     for rollouts in seen:
         for task, log, reward in zip(rollouts["task_name"], rollouts["message_log"], rollouts["total_reward"].tolist()):
@@ -147,16 +126,16 @@ def test_several_tasks_and_environments_in_one_run(tmp_path):
             else:
                 assert reward in (0.0, 1.0)
     assert turns == {"reverse_digits": {1}, "guess_number": {1, 2, 3}}
-    for row in parts.run.history:
+    for row in run.history:
         assert row["max_logprob_gap"] == 0.0 and row["token_mult_prob_error"] == 1.0
-    names = set().union(*parts.run.history)
+    names = set().union(*run.history)
     assert {"guess_number/solved", "reverse_digits/exactly_right"} <= names
 
 
 def test_it_learns_to_halve_the_range(tmp_path):
-    parts, config, state = make(tmp_path, "grpo.max_num_steps=260")
-    parts.run.progress = tiny.StopWhenLearned(SimpleNamespace(parts=parts, state=state), 0.65)
-    grpo.run_to_end(grpo.grpo_loop, parts, config, state, "guess")
-    rewards = [row["reward"] for row in parts.run.history]
+    run = make(tmp_path, "grpo.max_num_steps=260")
+    run.services.progress = tiny.StopWhenLearned(run, 0.65)
+    run.train()
+    rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.45  # who guesses blindly wins 3 in 7
     assert sum(rewards[-5:]) / 5 > 0.65

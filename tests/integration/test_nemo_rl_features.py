@@ -3,7 +3,8 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms import grpo
+from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
+from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.config import load_ppo_config
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.preflight import preflight
@@ -22,14 +23,13 @@ def parts():
 
 
 def test_gdpo_normalises_each_part_for_itself(tmp_path, monkeypatch):
-    batches, compute = [], grpo.compute_advantages
+    batches, add = [], GroupAdvantages.add
 
-    def record(made, batch, *rest):
-        advantages = compute(made, batch, *rest)
-        batches.append((batch, advantages))
-        return advantages
+    def record(self, batch):
+        add(self, batch)
+        batches.append((batch, batch["advantages"]))
 
-    monkeypatch.setattr(grpo, "compute_advantages", record)
+    monkeypatch.setattr(GroupAdvantages, "add", record)
     options = (
         "grpo.adv_estimator.name=gdpo",
         "grpo.adv_estimator.reward_weights=[2.0,1.0]",
@@ -87,10 +87,10 @@ def test_a_warm_critic_begins_with_the_weights_of_the_checkpoint_and_a_fresh_opt
     checkpoint = tmp_path / "a" / "checkpoints" / "step_2"
     warm = tiny.make(tmp_path / "b", *PPO, f"ppo.warm_start_value_checkpoint={checkpoint}", config="ppo_tiny.yaml")
     cold = tiny.make(tmp_path / "c", *PPO, config="ppo_tiny.yaml")
-    digests = [run.parts.critic.model.weight_digest() for run in (first, warm, cold)]
+    digests = [run.critic.model.weight_digest() for run in (first, warm, cold)]
     assert digests[0] == digests[1] != digests[2]
     assert warm.policy.weight_digest() == cold.policy.weight_digest()
-    assert warm.parts.critic.model.schedule.lr == cold.parts.critic.model.schedule.lr and warm.state.step == 0
+    assert warm.critic.model.schedule.lr == cold.critic.model.schedule.lr and warm.state.step == 0
 
 
 @pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
@@ -105,14 +105,14 @@ def test_the_critic_has_passes_of_its_own(tmp_path, epochs, critic, expected):
         config="ppo_tiny.yaml",
     )
     passes = {"policy": 0, "value": 0}
-    for name, part in (("policy", run.parts.policy), ("value", run.parts.critic)):
+    for name, part in (("policy", run.policy), ("value", run.critic)):
 
         def counted(*args, name=name, train=part.train, **options):
             passes[name] += 1
             return train(*args, **options)
 
         part.train = counted
-    run.loop(run.parts, run.config, run.state)
+    train_loop(run)
     assert (passes["policy"], passes["value"]) == expected
 
 

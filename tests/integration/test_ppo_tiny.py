@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
 
 SMALL = (
@@ -65,29 +65,29 @@ def test_a_step_without_a_token_to_train_on_ends_the_run(tmp_path):
     """Every response is cut off after its first token, and overlong filtering masks what was cut off."""
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip
-    before = run.policy.weight_digest(), run.value.weight_digest()
+    before = run.policy.weight_digest(), run.critic.model.weight_digest()
     with pytest.raises(
         NothingToTrainOnError,
         match="all 32 samples of this step are masked, 32 of them were cut off; raise policy.generation.max_new",
     ):
-        run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
-    assert (run.policy.weight_digest(), run.value.weight_digest()) == before
+        run.train()
+    assert (run.policy.weight_digest(), run.critic.model.weight_digest()) == before
 
 
 def test_no_policy_weight_changes_in_the_warm_up_and_explained_variance_rises(tmp_path):
     run = tiny.make(tmp_path, "ppo.max_num_steps=61", "ppo.policy_training_start_step=60", config="ppo_tiny.yaml")
-    digests, critics, step = [], [], run.parts.critic.train
+    digests, critics, step = [], [], run.critic.train
 
     def record(batch, timer=None):
         digests.append(run.policy.weight_digest())
-        critics.append(run.value.weight_digest())
+        critics.append(run.critic.model.weight_digest())
         return step(batch, timer)
 
-    run.parts.critic.train = record
-    run.loop(run.parts, run.config, run.state)
+    run.critic.train = record
+    train_loop(run)
     assert len(set(digests[: 60 * 2])) == 1 and len(set(digests)) > 1  # two epochs a step
     assert len(set(critics)) == len(critics)
-    explained = [row["critic/explained_var"] for row in run.parts.run.history]
+    explained = [row["critic/explained_var"] for row in run.history]
     assert sum(explained[50:60]) > sum(explained[:10]) + 10 * 0.02  # a random policy's reward is hard to foresee
 
 
@@ -103,7 +103,7 @@ def test_never_and_auto_give_the_same_weights(tmp_path, epochs, updates):
     digests = []
     for reuse in ("auto", "never", "always"):
         run = train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")
-        digests.append((run.policy.weight_digest(), run.value.weight_digest()))
+        digests.append((run.policy.weight_digest(), run.critic.model.weight_digest()))
     assert digests[0] == digests[1] == digests[2]
     if epochs > 1:
         assert max(row["probs_ratio_max"] for row in run.history) > 1.0  # later passes are off-policy
@@ -118,7 +118,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
             for key in ("sequence_packing.enabled=false", f"train_micro_batch_size={size}")
         ]
         run = train(tmp_path / str(size), *SMALL, *sizes, "ppo.max_num_steps=1")
-        gradients[size] = [model.trainer.grads.double().clone() for model in (run.policy, run.value)]
+        gradients[size] = [model.trainer.grads.double().clone() for model in (run.policy, run.critic.model)]
     for ours, reference in zip(gradients[1] + gradients[5], gradients[32] * 2):
         assert reference.norm() > 0
         assert (ours - reference).norm() <= 1e-5 * reference.norm()
@@ -142,7 +142,7 @@ def test_kl_in_reward_reaches_the_advantages(tmp_path):
 def test_the_same_run_twice_is_the_same_run(tmp_path):
     runs = [train(tmp_path / str(i), *SMALL, "ppo.max_num_steps=3", "ppo.ppo_epochs=2") for i in range(2)]
     assert runs[0].policy.weight_digest() == runs[1].policy.weight_digest()
-    assert runs[0].value.weight_digest() == runs[1].value.weight_digest()
+    assert runs[0].critic.model.weight_digest() == runs[1].critic.model.weight_digest()
 
 
 def test_a_checkpoint_resumes_both_models_to_the_bit(tmp_path):
@@ -158,6 +158,6 @@ def test_a_checkpoint_resumes_both_models_to_the_bit(tmp_path):
     second = train(tmp_path / "parts", *options, "ppo.max_num_steps=4")
     assert second.state.step == 4 and len(second.history) == 2
     assert whole.policy.weight_digest() == second.policy.weight_digest()
-    assert whole.value.weight_digest() == second.value.weight_digest()
+    assert whole.critic.model.weight_digest() == second.critic.model.weight_digest()
     for name in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(getattr(whole.value.trainer, name), getattr(second.value.trainer, name))
+        assert torch.equal(getattr(whole.critic.model.trainer, name), getattr(second.critic.model.trainer, name))

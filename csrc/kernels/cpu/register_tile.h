@@ -41,39 +41,35 @@ struct MultiplyPairs {
   _mm256_storeu_ps(second, _mm512_extractf32x8_ps(rows, 1));
 }
 
+// clang-format off: the layout shows which registers are read
 #define NRL_MULTIPLY(op, a, x, sum) op " " a ", %%" x ", %%" sum "\n\t"
 /// One row of sums, its element of a in register w; then the element at `next` is on its way to register v.
-#define NRL_ROW(op, w, v, next, x0, x1, x2, s0, s1, s2)                                                        \
-  "vbroadcastss " next "(%[a]), %%" v "\n\t" NRL_MULTIPLY(op, "%%" w, x0, s0) NRL_MULTIPLY(op, "%%" w, x1, s1) \
-      NRL_MULTIPLY(op, "%%" w, x2, s2)
+#define NRL_ROW(op, w, v, next, x0, x1, x2, s0, s1, s2) \
+  "vbroadcastss " next "(%[a]), %%" v "\n\t" NRL_MULTIPLY(op, "%%" w, x0, s0) NRL_MULTIPLY(op, "%%" w, x1, s1) NRL_MULTIPLY(op, "%%" w, x2, s2)
 #define NRL_ROW_FROM_MEMORY(op, at, x0, x1, x2, s0, s1, s2) \
-  NRL_MULTIPLY(op, at "(%[a])%{1to16%}", x0, s0)            \
-  NRL_MULTIPLY(op, at "(%[a])%{1to16%}", x1, s1) NRL_MULTIPLY(op, at "(%[a])%{1to16%}", x2, s2)
+  NRL_MULTIPLY(op, at "(%[a])%{1to16%}", x0, s0) NRL_MULTIPLY(op, at "(%[a])%{1to16%}", x1, s1) NRL_MULTIPLY(op, at "(%[a])%{1to16%}", x2, s2)
 #define NRL_COLUMNS(step, j, x) "vmovups 192*" step "+64*" j "(%[b]), %%" x "\n\t"
-/// Step s of four, columns x0 to x2; those of the following step go to y0 to y2. Register w holds the element of row 0,
-/// and v does after it.
+/// Step s of four, columns x0 to x2; those of the following step go to y0 to y2. Register w holds the element of row 0, and v does after it.
 #define NRL_STEP(op, s, after, w, v, x0, x1, x2, y0, y1, y2)                                               \
-  NRL_ROW(op, w, v, "32*" s "+8", x0, x1, x2, "zmm8", "zmm9", "zmm10")                                     \
-  NRL_COLUMNS(after, "0", y0)                                                                              \
+  NRL_ROW(op, w, v, "32*" s "+8", x0, x1, x2, "zmm8", "zmm9", "zmm10") NRL_COLUMNS(after, "0", y0)         \
   NRL_ROW_FROM_MEMORY(op, "32*" s "+4", x0, x1, x2, "zmm11", "zmm12", "zmm13") NRL_COLUMNS(after, "1", y1) \
-      NRL_ROW(op, v, w, "32*" s "+12", x0, x1, x2, "zmm14", "zmm15", "zmm16") NRL_COLUMNS(after, "2", y2)  \
-          NRL_ROW(op, w, v, "32*" s "+20", x0, x1, x2, "zmm17", "zmm18", "zmm19")                          \
-              NRL_ROW_FROM_MEMORY(op, "32*" s "+16", x0, x1, x2, "zmm20", "zmm21", "zmm22")                \
-                  NRL_ROW(op, v, w, "32*" s "+28", x0, x1, x2, "zmm23", "zmm24", "zmm25")                  \
-                      NRL_ROW_FROM_MEMORY(op, "32*" s "+24", x0, x1, x2, "zmm26", "zmm27", "zmm28")        \
-                          NRL_ROW(op, w, v, "32*" after, x0, x1, x2, "zmm29", "zmm30", "zmm31")
-#define NRL_EACH_SUM(f)                                                                                                \
-  f("0", "0", "zmm8") f("0", "1", "zmm9") f("0", "2", "zmm10") f("1", "0", "zmm11") f("1", "1", "zmm12")               \
-      f("1", "2", "zmm13") f("2", "0", "zmm14") f("2", "1", "zmm15") f("2", "2", "zmm16") f("3", "0", "zmm17")         \
-          f("3", "1", "zmm18") f("3", "2", "zmm19") f("4", "0", "zmm20") f("4", "1", "zmm21") f("4", "2", "zmm22")     \
-              f("5", "0", "zmm23") f("5", "1", "zmm24") f("5", "2", "zmm25") f("6", "0", "zmm26") f("6", "1", "zmm27") \
-                  f("6", "2", "zmm28") f("7", "0", "zmm29") f("7", "1", "zmm30") f("7", "2", "zmm31")
+  NRL_ROW(op, v, w, "32*" s "+12", x0, x1, x2, "zmm14", "zmm15", "zmm16") NRL_COLUMNS(after, "2", y2)      \
+  NRL_ROW(op, w, v, "32*" s "+20", x0, x1, x2, "zmm17", "zmm18", "zmm19")                                  \
+  NRL_ROW_FROM_MEMORY(op, "32*" s "+16", x0, x1, x2, "zmm20", "zmm21", "zmm22")                            \
+  NRL_ROW(op, v, w, "32*" s "+28", x0, x1, x2, "zmm23", "zmm24", "zmm25")                                  \
+  NRL_ROW_FROM_MEMORY(op, "32*" s "+24", x0, x1, x2, "zmm26", "zmm27", "zmm28")                            \
+  NRL_ROW(op, w, v, "32*" after, x0, x1, x2, "zmm29", "zmm30", "zmm31")
+#define NRL_EACH_SUM(f)                                                                                                       \
+  f("0", "0", "zmm8") f("0", "1", "zmm9") f("0", "2", "zmm10") f("1", "0", "zmm11") f("1", "1", "zmm12") f("1", "2", "zmm13") \
+  f("2", "0", "zmm14") f("2", "1", "zmm15") f("2", "2", "zmm16") f("3", "0", "zmm17") f("3", "1", "zmm18") f("3", "2", "zmm19") \
+  f("4", "0", "zmm20") f("4", "1", "zmm21") f("4", "2", "zmm22") f("5", "0", "zmm23") f("5", "1", "zmm24") f("5", "2", "zmm25") \
+  f("6", "0", "zmm26") f("6", "1", "zmm27") f("6", "2", "zmm28") f("7", "0", "zmm29") f("7", "1", "zmm30") f("7", "2", "zmm31")
 #define NRL_ZERO(i, j, s) "vpxord %%" s ", %%" s ", %%" s "\n\t"
 #define NRL_LOAD(i, j, s) "vmovups %c[row]*" i "+64*" j "(%[sums]), %%" s "\n\t"
 #define NRL_STORE(i, j, s) "vmovups %%" s ", %c[row]*" i "+64*" j "(%[sums])\n\t"
 
 /// What register_tile is, with the instruction that multiplies and adds.
-#define NRL_TILE(op) \
+#define NRL_TILE(op)                                                                                               \
   asm volatile(                                                                                                    \
       "test %k[goes_on], %k[goes_on]\n\t"                                                                          \
       "jnz 3f\n\t"                                                                                                 \
@@ -107,6 +103,7 @@ struct MultiplyPairs {
       : "zmm0", "zmm1", "zmm2", "zmm3", "zmm4", "zmm5", "zmm6", "zmm7", "zmm8", "zmm9", "zmm10", "zmm11", "zmm12", \
         "zmm13", "zmm14", "zmm15", "zmm16", "zmm17", "zmm18", "zmm19", "zmm20", "zmm21", "zmm22", "zmm23",         \
         "zmm24", "zmm25", "zmm26", "zmm27", "zmm28", "zmm29", "zmm30", "zmm31", "cc", "memory")
+// clang-format on
 
 /// sums[8][48] = a[steps][8]^T · b[steps][48], rows of sums kRow apart; with `goes_on` what stands in sums is their
 /// beginning. Every sum is one chain of multiply-adds in ascending order of the steps. Reads, and does not use, one

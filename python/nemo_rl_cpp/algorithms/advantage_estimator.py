@@ -151,13 +151,6 @@ class GeneralizedAdvantageEstimator:
         self.kl_type = setting(loss_config, "reference_policy_kl_type", "k3")
         self.last_metrics: dict[str, float] = {}
 
-    def _resolve_lambda_policy(self, mask: Tensor) -> float | Tensor:
-        """Lambda of the advantages: of each row [B] if it adapts to the length, clamp(1 - 1 / max(alpha * length, 1), 0, 1)."""
-        if self.length_adaptive_alpha > 0:
-            scaled = (self.length_adaptive_alpha * mask.sum(-1).double()).clamp(min=1.0)
-            return (1.0 - 1.0 / scaled).clamp(0.0, 1.0).to(torch.float32)
-        return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
-
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, **kwargs: Any,

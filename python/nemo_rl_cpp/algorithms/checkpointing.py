@@ -16,8 +16,9 @@ import json
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,13 +26,15 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-from nemo_rl_cpp.models.weights import named_views
 from nemo_rl_cpp.preflight.resumed import IDENTITY
 from nemo_rl_cpp.utils.access import to_json
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
 from nemo_rl_cpp.utils.durable import disk_trouble
 from nemo_rl_cpp.utils.folder_lock import FolderError
 from nemo_rl_cpp.utils.plain_state import read_state, write_state
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.run import TrainingRun
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
 
@@ -97,20 +100,20 @@ def find_resume(checkpoints: CheckpointManager | None) -> Resume:
     return Resume(Path(path), TrainState.from_training_info(checkpoints.load_training_info(path)))
 
 
-def save_checkpoint(parts: Any, config: Any, state: TrainState, metric: dict[str, float]) -> Path:
-    """Saves everything that `parts` needs to go on after step `state.step`, and returns the checkpoint's folder.
+def save_checkpoint(run: "TrainingRun", metric: dict[str, float]) -> Path:
+    """Saves everything that the run needs to go on after step `state.step`, and returns the checkpoint's folder.
 
     The logs are synced first, so that no checkpoint is newer than its logs.
     """
-    checkpoints = parts.run.checkpoints
-    parts.run.logger.flush()
-    with checkpoints.saving(state.step, state.to_training_info(metric), config) as folder:
-        for name, model in parts.models.items():
+    checkpoints, state = run.services.checkpoints, run.state
+    run.services.logger.flush()
+    with checkpoints.saving(state.step, state.to_training_info(metric), run.config) as folder:
+        for name, model in run.models.items():
             optimizer = folder / name / "optimizer" if checkpoints.save_optimizer else None
-            model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=config.checkpointing)
-        save_dataloader_state(parts.prompts.loader, folder)
+            model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=run.config.checkpointing)
+        save_dataloader_state(run.prompts.loader, folder)
         (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
-        if kept := parts.sampler.state_dict():
+        if kept := run.sampler.state_dict():
             write_state(folder / SAMPLER_STATE, kept)
         if checkpoints.identity:
             (folder / IDENTITY).write_text(
@@ -119,35 +122,35 @@ def save_checkpoint(parts: Any, config: Any, state: TrainState, metric: dict[str
     return Path(folder).with_name(f"step_{state.step}")
 
 
-def save_if_due(parts: Any, config: Any, state: TrainState, metric: Any, **reasons: bool) -> None:
+def save_if_due(run: "TrainingRun", metric: Callable[[], dict[str, float]], **reasons: bool) -> None:
     """A checkpoint after step `state.step`, if one is due by `CheckpointManager.save_reason(**reasons)`, or is owed because
     an earlier one found no space and there is space again. `metric()` gives the checkpoint metric.
 
     A save that fails for want of space is said once; the run goes on. At its end that is an error (NotSavedError). Weights
     that are not finite are never saved: NonFiniteError names the first bad parameter.
     """
-    checkpoints = parts.run.checkpoints
-    reason = checkpoints.save_reason(state.step, **reasons)
-    if reason is None and not (checkpoints.owed and _free(checkpoints) > _size(parts)):
+    checkpoints = run.services.checkpoints
+    reason = checkpoints.save_reason(run.state.step, **reasons)
+    if reason is None and not (checkpoints.owed and _free(checkpoints) > _size(run)):
         return
-    check_weights(parts, state)
-    with parts.run.timer("checkpointing"):
+    check_weights(run)
+    with run.services.timer("checkpointing"):
         try:
-            save_checkpoint(parts, config, state, metric())
+            save_checkpoint(run, metric())
         except Exception as error:
             if (trouble := disk_trouble(error)) is None:
                 raise
-            _not_saved(parts, state, trouble, error)
+            _not_saved(run, trouble, error)
         else:
             if checkpoints.owed:
-                _say(parts, f"step {state.step} is saved: {checkpoints.checkpoint_dir} has space again")
+                _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
             checkpoints.owed = False
 
 
-def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | None) -> None:
+def check_metric_name(run: "TrainingRun", report: Any, val_metrics: dict[str, Any] | None) -> None:
     """ValueError when `checkpointing.metric_name` is none of the metrics that there are: asked after the first step, and after
     the first validation (before a step: `report` None), so that no save finds out. Nothing once the name was seen."""
-    checkpoints = parts.run.checkpoints
+    checkpoints = run.services.checkpoints
     kind, _, name = ((checkpoints and checkpoints.metric_name) or "").partition(":")
     if not name or not checkpoints.enabled or checkpoints.metric_seen or (kind == "train" and report is None):
         return
@@ -156,11 +159,7 @@ def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | Non
     elif val_metrics is not None:
         known = val_metrics
     else:
-        known = (
-            parts.validator.gives(report.rollout_names, parts.rollouts.task_to_env)
-            if parts.validator is not None
-            else None
-        )
+        known = run.validator.gives(report.rollout_names, run.environments.train) if run.validator is not None else None
         if known is None or name in known:
             return  # the first validation tells
     if name not in known:
@@ -171,11 +170,11 @@ def check_metric_name(parts: Any, report: Any, val_metrics: dict[str, Any] | Non
 
 
 def metric_of(
-    parts: Any, metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False
+    run: "TrainingRun", metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False
 ) -> dict[str, float]:
     """The metric that ranks a checkpoint. None, and that is said once a run (unless `quiet`), where no validation ran on this
     step or where a metric that was there before is missing."""
-    checkpoints = parts.run.checkpoints
+    checkpoints = run.services.checkpoints
     kind, _, name = (checkpoints.metric_name or "").partition(":")
     there = val_metrics if kind == "val" else metrics
     if not name or (there and (name in there or not checkpoints.metric_seen)):
@@ -188,17 +187,17 @@ def metric_of(
             else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
         )
         _say(
-            parts,
+            run,
             f"warning: the checkpoint is saved without checkpointing.metric_name={checkpoints.metric_name}, by which it would be ranked ({why})",
         )
     return {}
 
 
-def _not_saved(parts: Any, state: TrainState, trouble: str, error: Exception) -> None:
-    checkpoints = parts.run.checkpoints
+def _not_saved(run: "TrainingRun", trouble: str, error: Exception) -> None:
+    checkpoints, state = run.services.checkpoints, run.state
     text = (
         f"step {state.step} could not be saved in {checkpoints.checkpoint_dir} ({trouble}): {size_text(_free(checkpoints))} are free there, a "
-        f"checkpoint takes about {size_text(_size(parts))}"
+        f"checkpoint takes about {size_text(_size(run))}"
     )
     if state.finished:
         raise NotSavedError(
@@ -207,15 +206,15 @@ def _not_saved(parts: Any, state: TrainState, trouble: str, error: Exception) ->
         ) from error
     if not checkpoints.owed:
         _say(
-            parts,
+            run,
             f"warning: {text}. The run goes on and tries again when there is space, at the next period and at its end",
         )
     checkpoints.owed = True
 
 
-def _say(parts: Any, text: str) -> None:
-    if parts.run.progress is not None:
-        parts.run.progress.print(text)
+def _say(run: "TrainingRun", text: str) -> None:
+    if run.services.progress is not None:
+        run.services.progress.print(text)
     else:
         warnings.warn(text, stacklevel=2)
 
@@ -224,30 +223,18 @@ def _free(checkpoints: CheckpointManager) -> int:
     return shutil.disk_usage(checkpoints.checkpoint_dir).free
 
 
-def _size(parts: Any) -> int:
-    """Bytes of a checkpoint's tensors; 0 for models that do not say."""
-    total = 0
-    for trained in parts.models.values():
-        if hasattr(trained, "model"):
-            total += trained.model.compute.nbytes
-            if parts.run.checkpoints.save_optimizer:
-                total += sum(tensor.nbytes for tensor in trained._optimizer_tensors().values())
-    return total
+def _size(run: "TrainingRun") -> int:
+    """Bytes of a checkpoint's tensors."""
+    return sum(model.checkpoint_bytes(run.services.checkpoints.save_optimizer) for model in run.models.values())
 
 
-def check_weights(parts: Any, state: TrainState) -> None:
+def check_weights(run: "TrainingRun") -> None:
     """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
-    for name, trained in parts.models.items():
-        model = getattr(trained, "model", None)
-        for flat in (
-            () if model is None else {t.data_ptr(): t for t in (model.compute, model.masters) if t is not None}.values()
-        ):
-            if bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
-                continue
-            bad = [n for n, view in named_views(model.layout, flat).items() if not bool(torch.isfinite(view).all())]
+    for name, model in run.models.items():
+        if bad := model.non_finite_parameters():
             raise NonFiniteError(
-                f"{name}: after step {state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, earlier "
-                f"checkpoints are untouched. The learning rate is {to_json(trained.learning_rate)}: lower it"
+                f"{name}: after step {run.state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing was saved, "
+                f"earlier checkpoints are untouched. The learning rate is {to_json(model.learning_rate)}: lower it"
             )
 
 

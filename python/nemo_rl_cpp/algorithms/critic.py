@@ -1,15 +1,18 @@
-"""PPO's critic as the training loop sees it: it values the batch before the advantages, and learns from the returns."""
+"""The critic as the training loop sees it: it values the batch before the advantages, and learns from the returns."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
+from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.models.value.interfaces import ValueInterface
+from nemo_rl_cpp.utils.timer import Timer
 
 
 class Critic:
     """A value model and its loss."""
 
-    def __init__(self, model: Any, loss_fn: Any) -> None:
+    def __init__(self, model: ValueInterface, loss_fn: Any) -> None:
         self.model, self.loss_fn = model, loss_fn
 
     @property
@@ -17,29 +20,31 @@ class Critic:
         """What a checkpoint saves, by the name of its folder."""
         return {"value": self.model}
 
-    def add_values(self, batch: Any, timer: Any = None) -> None:
+    def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         """`values` float32 [B, S] of the batch: column t is the value of the state before token t."""
-        self.model.prepare_for_inference()
-        batch["values"] = self.model.get_values(batch, timer=timer)["values"]
-        self.model.finish_inference()
+        with timer("value_inference"):
+            self.model.prepare_for_inference()
+            batch.values = self.model.get_values(batch, timer=timer)["values"]
+            self.model.finish_inference()
 
-    def train(self, batch: Any, timer: Any = None) -> dict[str, float]:
+    def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
         """One pass over the batch, towards its `returns`; the metrics `critic/*`."""
-        self.model.prepare_for_training()
-        result = self.model.train(batch, self.loss_fn, timer=timer)
-        self.model.finish_training()
+        with timer("value_training"):
+            self.model.prepare_for_training()
+            result = self.model.train(batch, self.loss_fn, timer=timer)
+            self.model.finish_training()
         return critic_metrics(result)
 
 
 class NoCritic:
-    """`raw_reward`: nothing is valued and nothing trained."""
+    """GRPO, and PPO on raw rewards: nothing is valued and nothing trained."""
 
     models: dict[str, Any] = {}
 
-    def add_values(self, batch: Any, timer: Any = None) -> None:
+    def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         """Nothing."""
 
-    def train(self, batch: Any, timer: Any = None) -> dict[str, float]:
+    def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
         """Nothing."""
         return {}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.train_batch import sample_mask
 from nemo_rl_cpp.utils.plain_state import check_state
 
@@ -188,7 +189,7 @@ class GroupSampler:
         self.group_size = group_size
         self.metrics: dict[str, float] = {}
         """of the step last taken"""
-        self._cache: BatchedDataDict | None = None
+        self._cache: Rollouts | None = None
         self._checked = False
         self._start_step()
 
@@ -227,7 +228,7 @@ class GroupSampler:
         """Groups that wait to be taken."""
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
-    def add(self, rollouts: "BatchedDataDict[DatumSpec]", weight_version: int = 0) -> None:
+    def add(self, rollouts: Rollouts, weight_version: int = 0) -> None:
         """Takes in one batch of rollouts with `group_id`, `total_reward` and, when shaped, `unshaped_total_reward`.
 
         Rows get `weight_version` int64 [B], the version of the policy that sampled them, unless they have it.
@@ -265,11 +266,11 @@ class GroupSampler:
         if not self.full and self._batches >= self.max_gen_batches:
             raise self._exhausted()
 
-    def _keep(self, rollouts: BatchedDataDict) -> None:
+    def _keep(self, rollouts: Rollouts) -> None:
         rollouts["group_id"] = rollouts["group_id"] + self.cached_groups
-        self._cache = rollouts if self._cache is None else BatchedDataDict.from_batches([self._cache, rollouts])
+        self._cache = rollouts if self._cache is None else Rollouts.from_batches([self._cache, rollouts])
 
-    def take(self, weight_version: int | None = None) -> "BatchedDataDict[DatumSpec]":
+    def take(self, weight_version: int | None = None) -> Rollouts:
         """The rollouts to train on, `group_id` numbered from 0; `metrics` then describes how they were come by.
 
         `weight_version` is the policy's current one: rows that an older one sampled count as `stale_samples`.
@@ -298,7 +299,7 @@ class GroupSampler:
         self._start_step()
         return batch
 
-    def _step_metrics(self, batch: BatchedDataDict, surplus: int, stale: int) -> dict[str, float]:
+    def _step_metrics(self, batch: Rollouts, surplus: int, stale: int) -> dict[str, float]:
         return {
             "dynamic_sampling_num_gen_batches": self._batches,
             "dynamic_sampling_num_discarded_valid_samples": 0 if self.keep_surplus else surplus,
@@ -340,7 +341,7 @@ class GroupSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken."""
-        self._cache = None if state["cache"] is None else BatchedDataDict(state["cache"])
+        self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]
         self._counts = GroupCounts(**state["counts"])
         self._reward_sum = state["reward_sum"]

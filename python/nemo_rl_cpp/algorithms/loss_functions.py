@@ -1,4 +1,4 @@
-"""The older module path of the losses; the code is in nemo_rl_cpp.algorithms.loss."""
+"""The module path of the losses that the guides print; the code is in nemo_rl_cpp.algorithms.loss."""
 
 from nemo_rl_cpp.algorithms.loss import *  # noqa: F403
 from nemo_rl_cpp.algorithms.loss import __all__  # noqa: F401

@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.preflight.resumed import (
     Change,
@@ -33,14 +34,13 @@ _SAMPLED_ROWS = 256
 
 @contextmanager
 def opened(
-    config: Any, loop: Any, tokenizer: Any, dataset: Any, val_dataset: Any
+    config: TrainMasterConfig, tokenizer: Any, dataset: Any, val_dataset: Any
 ) -> Iterator[tuple[CheckpointManager, Resume]]:
     """(checkpoints, where to go on) of a run, for the block that builds it. The folder is this run's from here to
     `CheckpointManager.shutdown`, or to an exception in the block.
 
     The first lines of a resumed run are printed here: the checkpoint, its time, each key that changed. ResumeError (a
     ValueError) for another model, tokenizer, data set or algorithm; FolderError for a folder that another run holds.
-    `loop`: the section `grpo` or `ppo`.
     """
     checkpoints = CheckpointManager(config.checkpointing)
     checkpoints.claim()
@@ -49,14 +49,14 @@ def opened(
         if checkpoints.enabled:
             checkpoints.identity = run_identity(config, tokenizer, dataset, val_dataset)
         if resume.path is not None:
-            announce(resume, config, loop, checkpoints.identity)
+            announce(resume, config, checkpoints.identity)
         yield checkpoints, resume
     except BaseException:
         checkpoints.shutdown()
         raise
 
 
-def announce(resume: Resume, config: Any, loop: Any, identity: Mapping[str, Any]) -> None:
+def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, Any]) -> None:
     """Prints what is resumed and what changed since; ResumeError when it would be another run."""
     saved = read_saved(resume.path)
     refused = [*refusals(saved, config), *_loaded_refusals(saved, config, identity)]
@@ -65,13 +65,13 @@ def announce(resume: Resume, config: Any, loop: Any, identity: Mapping[str, Any]
     print(headline(saved, [*changes(saved, config), *_said(saved, identity)]), flush=True)
     if unknown := environment_keys(config):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
-    if text := end_reached(resume.state, loop):
+    if text := end_reached(resume.state, config):
         print(f"{short(resume.path)} {text}", flush=True)
 
 
-def end_reached(state: TrainState, loop: Any) -> str | None:
+def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
     """How to go on with a run that is at its end by the configuration; None while there is something to train."""
-    section = "ppo" if type(loop).__name__.startswith("PPO") else "grpo"
+    section, loop = config.algorithm, config.loop
     for key, done, limit in (
         ("max_num_steps", state.total_steps, loop.max_num_steps),
         ("max_num_epochs", state.current_epoch, loop.max_num_epochs),

@@ -1,112 +1,125 @@
-"""Runs a training loop from its start to its end, however it ends: signals, report, summary."""
+"""A run: what it is made of, and what may be asked of it. `algorithms/build.py` makes one of a configuration."""
 
-import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.ending import run_to_end
+from nemo_rl_cpp.algorithms.loop import train_loop
+from nemo_rl_cpp.algorithms.observe import validate_now
+from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
-from nemo_rl_cpp.utils.access import to_plain
-from nemo_rl_cpp.utils.memory import startup_objects_frozen
-from nemo_rl_cpp.utils.report.page import duration
+from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.experience.prompt_source import PromptSource
+from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
+from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
+from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
+from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS
+from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
 
-def run_to_end(
-    loop: Callable[[Any, Any, TrainState], None], parts: Any, config: Any, state: TrainState, title: str
-) -> None:
-    """`loop(parts, config, state)` with Ctrl-C ending it at a step boundary; then the last page of the report, the end of
-    the logs, and a summary table. An exception leaves the report saying what it was, and goes on to the caller; one from
-    the user's own code (a reward function, an environment, a loss) says so (`errors.in_user_code`)."""
-    run, began, first = parts.run, time.monotonic(), state.step
-    status, message = "failed", ""
-    run.stop.saves = run.checkpoints is not None and run.checkpoints.enabled
-    run.alerts.history.settings = to_plain(config)
-    if run.logger is not None:
-        tracebacks_go_to(run.logger.log_dir)
-    if run.report is not None:
-        run.report.start()
-    try:
-        with run.stop, startup_objects_frozen():
-            loop(parts, config, state)
-        status = "interrupted" if run.stop.requested else "finished"
-    except KeyboardInterrupt:
-        status, message = "interrupted", "stopped at once, in the middle of a step"
-        raise
-    except BaseException as error:
-        told = in_user_code(error)
-        message = one_sentence(told or error)
-        if told is None:
-            raise
-        raise told from error
-    finally:
-        if run.report is not None:
-            run.report.finish(status, message)
-        if run.logger is not None:
-            run.logger.finish()
-        if run.checkpoints is not None:
-            run.checkpoints.shutdown()
-        if run.progress is not None:
-            run.progress.finish(
-                summary(parts, state, first, time.monotonic() - began),
-                title=_title(title, status, run.alerts.learned_nothing),
-            )
+class Advantages(Protocol):
+    """The stage of a step that turns rewards into advantages."""
+
+    metrics: dict[str, float]
+    estimator: Any
+
+    def add(self, batch: TrainBatch) -> None:
+        """`advantages` float32 [B, S] of the batch, and `returns` where a critic learns from them."""
 
 
-def _title(title: str, status: str, learned_nothing: bool) -> str:
-    return f"{title}: {status}" + (", but nothing was learned" if learned_nothing else "")
+@dataclass(frozen=True)
+class Algorithm:
+    """What is an algorithm's own, beside the sections of its configuration.
+
+    Attributes:
+        make_advantages: the stage `Advantages` of a configuration.
+        is_trained: which messages of a conversation the policy is trained on.
+        needs_tokens: whether a step without a single token to train on ends the run. PPO would go on to shrink both models
+            by weight decay, epoch after epoch; a step of GRPO has one update, and the report says that it taught nothing.
+    """
+
+    make_advantages: Callable[[Any], Advantages]
+    is_trained: Callable[[dict[str, Any]], bool]
+    needs_tokens: bool
 
 
-def summary(parts: Any, state: TrainState, first_step: int, seconds: float) -> dict[str, Any]:
-    """What the table at the end of a run says."""
-    run = parts.run
-    steps = state.step - first_step
-    table: dict[str, Any] = {
-        "steps": f"{state.step}" + (f" ({steps} now, from step {first_step})" if first_step else "")
-    }
-    if state.stop_reason is not None:
-        table["ended by"] = state.stop_reason
-    table["time"] = duration(seconds) + (f", {seconds / steps:.2f} s a step" if steps else "")
-    if run.history:
-        rewards = [row["reward"] for row in run.history]
-        table["reward"] = f"{rewards[0]:.3f} -> {rewards[-1]:.3f} (best {max(rewards):.3f})"
-    for row, name in ((run.validations[:1], "validation, first"), (run.validations[-1:], "validation, last")):
-        if row:
-            table[name] = _validation_text(row[0])
-    if run.history:
-        table |= _health(run.history)
-    table |= run.alerts.table()
-    if run.checkpoints is not None and run.checkpoints.enabled and state.step:
-        latest = run.checkpoints.checkpoint_dir / f"step_{state.step}"
-        if latest.is_dir():
-            table["checkpoint"] = f"{latest} (model: {latest / 'policy' / 'weights'})"
-    if run.logger is not None:
-        table["logs"] = str(run.logger.log_dir)
-    if run.report is not None:
-        table["report"] = str(run.report.path)
-    return table
+@dataclass
+class TrainingRun:
+    """The components of a training run. A mode is another component here, never another loop.
 
+    Attributes:
+        config: checked; `config.loop` is its section `grpo` or `ppo`.
+        state: the counters that a resumed run goes on from.
+        environments: what scores the answers, for training and for validation.
+        critic: values for the advantages and their training (`Critic`, or `NoCritic`).
+        refit: brings the policy's weights to the engine.
+        prompts: the next prompts, each G times.
+        rollouts: lets the engine answer them and the environments score the answers.
+        sampler: collects rollouts until there are enough to train on.
+        validator: None when there is nothing to validate on.
+    """
 
-def _validation_text(row: dict[str, Any]) -> str:
-    text = f"accuracy {row['accuracy']:.3f}"
-    if "accuracy_ci95_low" in row:
-        text += f" (95 % interval {row['accuracy_ci95_low']:.3f} to {row['accuracy_ci95_high']:.3f})"
-    if "well_formed" in row and "accuracy_of_well_formed" in row:
-        text += f", {row['accuracy_of_well_formed']:.3f} among the {100 * row['well_formed']:.0f} % well-formed answers"
-    return f"{text} on {row['num_samples']} prompts after step {row['step']}"
+    config: TrainMasterConfig
+    state: TrainState
+    algorithm: Algorithm
+    tokenizer: Any
+    environments: Environments
+    policy: PolicyInterface
+    critic: Critic | NoCritic
+    generation: GenerationInterface
+    refit: WeightSynchronizer
+    prompts: PromptSource
+    rollouts: RolloutRunner
+    sampler: GroupSampler
+    advantages: Advantages
+    loss_fn: Any
+    validator: Validator | None
+    services: RunServices
 
+    @property
+    def models(self) -> dict[str, TrainedModelInterface]:
+        """What a checkpoint saves, by the name of its folder."""
+        return {"policy": self.policy} | self.critic.models
 
-def _health(history: list[dict[str, Any]]) -> dict[str, str]:
-    rows: dict[str, str] = {}
-    rates = [row["tokens_per_sec"] for row in history if "tokens_per_sec" in row]
-    if rates:
-        rows["speed"] = f"{sum(rates) / len(rates):,.0f} tokens a second over whole steps"
-    explained = [row["critic/explained_var"] for row in history if "critic/explained_var" in row]
-    if explained:
-        rows["explained variance"] = f"{explained[0]:.3f} -> {explained[-1]:.3f} (best {max(explained):.3f})"
-    errors = [row["token_mult_prob_error"] for row in history if "token_mult_prob_error" in row]
-    gaps = [row["max_logprob_gap"] for row in history if "max_logprob_gap" in row]
-    if errors:
-        rows["generation against training"] = f"token_mult_prob_error at most {max(errors):.9g}"
-        if gaps:
-            rows["generation against training"] += f", largest log-probability gap {max(gaps):.3g}"
-    return rows
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dictionary a step of this process: `step`, its metrics, `seconds` and rates."""
+        return self.services.history
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of this run's logs; None where nothing is logged."""
+        return None if self.services.logger is None else Path(self.services.logger.log_dir)
+
+    def train(self) -> None:
+        """Trains to the end that the configuration or the user sets; then the report, the logs and a summary are complete."""
+        run_to_end(self, train_loop)
+
+    def validate(self) -> ValidationResult:
+        """Validates the present weights. ValueError without validation data."""
+        if self.validator is None:
+            raise ValueError("there is no validation data: set data.validation")
+        return validate_now(self)
+
+    def close(self, patience: float | None = None) -> None:
+        """Ends the environments' processes and gives logs and checkpoint folder free; may be called again. An environment that
+        does not answer for `patience` seconds is left behind; None: waits."""
+        self.environments.close(patience)
+        if self.services.logger is not None:
+            self.services.logger.finish()
+        if self.services.checkpoints is not None:
+            self.services.checkpoints.shutdown()
+
+    def __enter__(self) -> "TrainingRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        ended_by_user = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
+        self.close(GRACE_SECONDS if ended_by_user else None)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
+
 _MEANS = {
     "lr",
     "wd",
@@ -59,6 +61,8 @@ def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
 def mean_over_epochs(epochs: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of several passes over one batch: means, lowest of `_min`, highest of `_max`. With more than one pass
     those of the last one are there too, under `last_epoch/`. A metric that only some passes have is taken from these."""
+    if len(epochs) == 1:
+        return epochs[0]
     result = {}
     for name in dict.fromkeys(name for metrics in epochs for name in metrics):
         values = [metrics[name] for metrics in epochs if name in metrics]
@@ -73,37 +77,22 @@ def mean_over_epochs(epochs: list[dict[str, float]]) -> dict[str, float]:
     return result
 
 
-def batch_metrics(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, float]:
+def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
     """What the step was trained on: rewards, lengths, advantages over trained tokens, and masked samples."""
-    mask = (batch["token_mask"] != 0) & (batch["sample_mask"] != 0)[:, None]
-    advantages = batch["advantages"][mask]
+    advantages = batch.advantages[batch.is_valid]
     metrics = {
-        "reward": float(batch["rewards"].mean()),
-        "mean_prompt_length": float(torch.as_tensor(samples["length"]).float().mean()),
-        "total_num_tokens": int(batch["input_lengths"].sum()),
-        "num_masked_samples": int((batch["sample_mask"] == 0).sum()),
+        "reward": float(batch.rewards.mean()),
+        "mean_prompt_length": float(torch.as_tensor(samples.length).float().mean()),
+        "total_num_tokens": int(batch.input_lengths.sum()),
+        "num_masked_samples": int((batch.sample_mask == 0).sum()),
     }
-    if len(advantages):
-        metrics |= {
-            "advantages/sum": float(advantages.sum()),
-            "advantages/mean": float(advantages.mean()),
-            "advantages/max": float(advantages.max()),
-            "advantages/min": float(advantages.min()),
-        }
-    else:
-        metrics |= dict.fromkeys(("advantages/sum", "advantages/mean", "advantages/max", "advantages/min"), 0.0)
-    cut = (
-        float((torch.as_tensor(samples["loss_multiplier"]) == 0).float().mean())
-        if "loss_multiplier" in samples
-        else 0.0
-    )
-    if cut:  # see data.max_input_seq_length
-        metrics["cut_prompts_rate"] = cut
-    truncated = (
-        torch.as_tensor(samples["truncated"]).bool() if "truncated" in samples else torch.zeros(0, dtype=torch.bool)
-    )
+    for name, reduce in (("sum", torch.sum), ("mean", torch.mean), ("max", torch.max), ("min", torch.min)):
+        metrics[f"advantages/{name}"] = float(reduce(advantages)) if len(advantages) else 0.0
+    if cut := float((torch.as_tensor(samples.loss_multiplier) == 0).float().mean()):
+        metrics["cut_prompts_rate"] = cut  # see data.max_input_seq_length
+    truncated = torch.as_tensor(samples.truncated).bool()
     if truncated.any():
-        metrics["reward_of_truncated"] = float(batch["rewards"][truncated].mean())
+        metrics["reward_of_truncated"] = float(batch.rewards[truncated].mean())
     if "mask_sample" in samples:
         metrics["num_mask_sample_filtered"] = int(torch.as_tensor(samples["mask_sample"]).sum())
     return metrics
@@ -120,15 +109,15 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
     }
 
 
-def rollout_table(samples: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[Any]]:
     """The columns of train_data_step<N>.jsonl: one entry a sample, tensors cut to its length."""
-    lengths = batch["input_lengths"].tolist()
+    lengths = batch.input_lengths.tolist()
     table: dict[str, list[Any]] = {
-        "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples["message_log"]],
-        "rewards": batch["rewards"].tolist(),
+        "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
+        "rewards": batch.rewards.tolist(),
         "input_lengths": lengths,
-        "sample_loss_mask": batch["sample_mask"].tolist(),
-        "truncated": torch.as_tensor(samples["truncated"]).tolist(),
+        "sample_loss_mask": batch.sample_mask.tolist(),
+        "truncated": torch.as_tensor(samples.truncated).tolist(),
     }
     columns = {
         "token_ids": "input_ids", "token_loss_mask": "token_mask", "advantages": "advantages",

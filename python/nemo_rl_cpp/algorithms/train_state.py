@@ -1,7 +1,7 @@
 """What a training loop must remember to continue exactly where it was."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,6 @@ class TrainState:
             elif self.max_num_epochs is not None and self.current_epoch >= self.max_num_epochs:
                 self.stop_reason = "max_num_epochs"
         return self.stop_reason is not None
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the step that is running now is the last one by max_num_steps."""
-        return self.max_num_steps is not None and self.total_steps + 1 >= self.max_num_steps
 
     def advance(self, num_prompts: int = 0, num_valid_tokens: int = 0) -> None:
         """One step is done: it used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
@@ -112,10 +107,3 @@ class TrainState:
     def load(cls, path: Path | str) -> "TrainState":
         """The state written by `save`."""
         return cls.from_training_info(json.loads(Path(path).read_text(encoding="utf-8")))
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, limits included."""
-        return asdict(self)
-
-
-GRPOSaveState = TrainState

@@ -1,6 +1,5 @@
 """Small functions that the algorithms share."""
 
-import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -10,21 +9,6 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms.performance import print_performance_metrics
-from nemo_rl_cpp.ops import calculate_kl
-
-__all__ = [
-    "calculate_baseline_and_std_per_prompt",
-    "calculate_kl",
-    "get_gdpo_reward_component_keys",
-    "get_tokenizer",
-    "mask_out_neg_inf_logprobs",
-    "masked_mean",
-    "masked_var",
-    "maybe_pad_last_batch",
-    "print_performance_metrics",
-    "set_seed",
-]
 
 
 def get_gdpo_reward_component_keys(batch: Mapping[str, Any]) -> list[str]:
@@ -55,74 +39,9 @@ def calculate_baseline_and_std_per_prompt(
     return result.baseline, result.std
 
 
-def masked_mean(
-    values: Tensor, mask: Tensor, dim: int | None = None, global_normalization_factor: Tensor | float | None = None
-) -> Tensor:
-    """sum(values * mask) / (N + 1e-8), over all or `dim`; N is the sum of the mask unless a global count is given."""
-    count = global_normalization_factor
-    if count is None:
-        count = mask.sum() if dim is None else mask.sum(dim=dim)
-    weighted = values * mask
-    return (weighted.sum() if dim is None else weighted.sum(dim=dim)) / (count + 1e-8)
-
-
-def masked_var(values: Tensor, mask: Tensor, mean: Tensor | float | None = None, unbiased: bool = True) -> Tensor:
-    """masked_mean((values - mean)^2), times n / (n - 1) if unbiased. One valid value has no unbiased variance: NaN."""
-    if mean is None:
-        mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean) ** 2, mask)
-    if unbiased:
-        count = mask.sum()
-        variance = variance * (count / (count - 1))
-    return variance
-
-
-def mask_out_neg_inf_logprobs(logprobs: Tensor, mask: Tensor, logprobs_name: str) -> Tensor:
-    """`logprobs` with 0 where they are infinite or the mask is 0; prints how many valid ones were infinite."""
-    infinite = torch.isinf(logprobs)
-    valid = mask.bool()
-    count = int((infinite & valid).sum())
-    if count:
-        print(
-            f"[WARNING]: {count} of {int(valid.sum())} valid tokens have -inf in {logprobs_name}: the training policy's "
-            "top-k/top-p removed a token that was sampled. They are set to 0."
-        )
-    return torch.where(valid & ~infinite, logprobs, torch.zeros_like(logprobs))
-
-
 def set_seed(seed: int) -> None:
     """Seeds Python, numpy and torch (all devices)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.cuda.manual_seed_all(seed)
-
-
-def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Any:
-    """The tokenizer of a `policy.tokenizer` section; see nemo_rl_cpp.data.tokenizer."""
-    from nemo_rl_cpp.data import tokenizer
-
-    if get_processor:
-        raise NotImplementedError(
-            "multimodal processors are not supported; call get_tokenizer(config, get_processor=False)"
-        )
-    return tokenizer.get_tokenizer(tokenizer_config)
-
-
-def maybe_pad_last_batch(batch: Any, dp_size: int, mbs: int) -> Any:
-    """Pads a batch to a multiple of dp_size * mbs rows by repeating its last row; the new rows have sample_mask 0.
-
-    Pads input_ids, input_lengths and sample_mask, and token_mask and reference_policy_logprobs when present.
-    """
-    size = batch["input_ids"].shape[0]
-    unit = dp_size * mbs
-    missing = math.ceil(size / unit) * unit - size
-    if missing == 0:
-        return batch
-    print(f"Padding the last batch with {missing} masked samples")
-    for key in ("input_ids", "input_lengths", "token_mask", "sample_mask", "reference_policy_logprobs"):
-        if key in batch:
-            last = batch[key][-1:]
-            filler = torch.zeros_like(last) if key == "sample_mask" else last
-            batch[key] = torch.cat([batch[key], filler.repeat(missing, *(1,) * (last.ndim - 1))])
-    return batch

@@ -59,7 +59,7 @@ class Validator:
         self._tokenizer = tokenizer
         self._task_to_env = task_to_env
         self._loop = loop
-        self._num_generations = getattr(loop, "val_num_generations_per_prompt", 1)
+        self._num_generations = loop.val_num_generations_per_prompt
         self._max_seq_len = policy.max_total_sequence_length
         self._greedy = policy.generation.val_temperature == 0
         self._logger = logger
@@ -80,7 +80,7 @@ class Validator:
         if is_last and self._loop.val_at_end:
             return True
         period = self._loop.val_period
-        return period > 0 and step % period == 0 and step >= getattr(self._loop, "val_start_at", -1)
+        return period > 0 and step % period == 0 and step >= self._loop.val_start_at
 
     def run(self, step: int) -> ValidationResult:
         """Validates and writes val_data_step<step>.jsonl.
@@ -145,10 +145,7 @@ class Validator:
 
 def reached_target(metrics: dict[str, Any] | None, loop: Any) -> bool:
     """Whether a validation reached `stop_at_validation_threshold`. ValueError when the metric does not exist."""
-    name, threshold = (
-        getattr(loop, "stop_at_validation_metric", None),
-        getattr(loop, "stop_at_validation_threshold", None),
-    )
+    name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if metrics is None or name is None or threshold is None:
         return False
     if name not in metrics:

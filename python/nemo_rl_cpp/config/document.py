@@ -124,7 +124,7 @@ def document() -> str:
     for master, title in titles:
         if title:
             lines += [title, ""]
-        for name, info in fields_of(master):
+        for name, info in sorted(fields_of(master), key=lambda field: field[0] not in ("grpo", "ppo")):
             label = f"{name}" if master is not EvalMasterConfig or name in ("eval",) else f"{name} (evaluation)"
             if label in shown_sections or (master is EvalMasterConfig and name in ("env", "cluster", "tokenizer")):
                 continue

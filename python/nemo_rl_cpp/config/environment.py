@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nemo_rl_cpp import _config
+from nemo_rl_cpp.errors import keep_out_of_files
 
 from .aliases import ALIASES
 
+_VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 
 
@@ -27,6 +29,8 @@ def environment_values(file: str | os.PathLike[str], overrides: Sequence[str]) -
     found = {key: text for key, text in texts.items() if "${oc.env:" in text.replace(" ", "")}
     while more := {key: text for key, text in _referring(texts, found) if key not in found}:
         found |= more
+    names = {name for text in found.values() for name in _VARIABLE.findall(text)}
+    keep_out_of_files({os.environ[name]: f"${{oc.env:{name}}}" for name in names if name in os.environ})
     return found
 
 

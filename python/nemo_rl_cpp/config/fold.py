@@ -103,7 +103,7 @@ def _models(config: Any) -> Iterator[tuple[str, Any]]:
     """The models that are trained, with the names of their sections."""
     if hasattr(config, "policy"):
         yield "policy", config.policy
-    if hasattr(config, "value") and config.ppo.adv_estimator.name == "gae":
+    if config.has_critic:
         yield "value", config.value
 
 

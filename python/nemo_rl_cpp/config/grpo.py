@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, no_effect, only, section
+from .base import Int, Real, Section, key, no_effect, only, section
 from .length_penalty import LengthPenaltyConfig
-from .rewards import RewardScalingConfig, RewardShapingConfig
+from .loop import LoopConfig
 
 
 class AdvEstimatorConfig(Section):
@@ -39,41 +39,15 @@ class AsyncGRPOConfig(Section):
     recompute_kv_cache_after_weight_updates: bool = no_effect(False)
 
 
-class GRPOConfig(Section):
-    """The training loop: how many prompts, how long, when to validate, which samples count."""
+class GRPOConfig(LoopConfig):
+    """The training loop of GRPO, DAPO and ProRLv2."""
 
-    num_prompts_per_step: Positive = key(32, "prompts a step")
-    num_generations_per_prompt: Positive = key(16, "responses to each prompt (G, one group)")
-    max_rollout_turns: Positive = key(1, "turns of generation and environment (1 for math)")
-    max_num_epochs: Positive = key(1, "passes over the data; training ends at this or at max_num_steps")
-    max_num_steps: Count = key(1000000, "optimisation steps; training ends at this or at max_num_epochs")
     normalize_rewards: bool = key(True, "read by adv_estimator through ${grpo.normalize_rewards}")
     use_leave_one_out_baseline: bool = key(
         True, "baseline and deviation for logging; read by adv_estimator through ${grpo.use_leave_one_out_baseline}"
     )
     advantage_clip_low: Real | None = key(None, "lower bound of final advantages")
     advantage_clip_high: Real | None = key(None, "upper bound of final advantages")
-    val_period: Int = key(10, "steps between validations; 0 or less: none")
-    val_start_at: Int = key(-1, "no validation before this step")
-    val_at_start: bool = key(False, "validate before the first step")
-    val_at_end: bool = key(False, "validate after the last step")
-    max_val_samples: Positive | None = key(256, "prompts a validation; null: all")
-    val_batch_size: Positive | None = key(256, "validation prompts that are generated together")
-    val_num_generations_per_prompt: Positive = key(1, "responses a validation prompt; above 1 adds the metric pass_k")
-    stop_at_validation_metric: str | None = key(None, "stop training when this validation metric reaches the threshold")
-    stop_at_validation_threshold: Real | None = key(None, "see stop_at_validation_metric")
-    overlong_filtering: bool = key(False, "truncated samples get no gradient (they stay in the group's statistics)")
-    use_dynamic_sampling: bool = key(False, "train only on groups whose rewards differ, drawing more prompts as needed")
-    dynamic_sampling_max_gen_batches: Positive = key(
-        10, "batches generated for one step before the run stops with an error (alias: max_num_gen_batches)"
-    )
-    batch_multiplier: Real = key(
-        1.0,
-        "prompts drawn at a time = num_prompts_per_step x this; needs dynamic sampling (alias: dapo_batch_multiplier)",
-        ge=1,
-    )
-    dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
-    skip_reference_policy_logprobs_calculation: bool = key(False, "no reference model; needs a KL weight of 0")
     masked_reward_policy: Literal["include", "exclude"] = key(
         "include",
         "whether samples without a gradient (overlong_filtering, masked by the environment, prompts too long) vote in their group's "
@@ -82,12 +56,6 @@ class GRPOConfig(Section):
     length_penalty: LengthPenaltyConfig | None = key(
         None, "bonuses and penalties on length within each group, before reward_scaling and reward_shaping; null: none"
     )
-    seed: Seed = key(42, "seed of data order and sampling")
-    seq_logprob_error_threshold: NonNegative | None = key(
-        None, "sequences whose mean multiplicative probability error is above this get no gradient"
-    )
-    reward_scaling: RewardScalingConfig = section(RewardScalingConfig, "map rewards to another range")
-    reward_shaping: RewardShapingConfig = section(RewardShapingConfig, "penalties on length")
     adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")
     async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "asynchronous training (not supported)")
     calculate_advantages_on_gpu: bool = no_effect(False, "advantages are computed in C++")
@@ -95,6 +63,10 @@ class GRPOConfig(Section):
     malformed_thinking_advantage: Real | None = only(None, why="NeMo Gym's thinking checks are not supported")
     deduplicate_multimodal_data: bool = only(False, why="images and sound are not supported")
     debug_payload_metrics: bool = only(False, why="sizes of Ray messages are not measured")
+
+    @property
+    def leave_one_out(self) -> bool:
+        return self.use_leave_one_out_baseline
 
 
 class RewardPenaltyConfig(Section):

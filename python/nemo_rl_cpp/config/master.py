@@ -15,6 +15,7 @@ from .eval import EvalConfig
 from .generation import EvalGenerationConfig
 from .grpo import DataPlaneConfig, GRPOConfig, RewardPenaltyConfig
 from .logger import LoggerConfig
+from .loop import LoopConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .policy import PolicyConfig, TokenizerConfig, fill
 from .ppo import PPOConfig
@@ -42,15 +43,19 @@ class MasterConfig(Section):
         """Dotted key -> the text with `${oc.env:...}` that its value was made from, see `utils.access.written`."""
         return self._environment
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return False
+
     def fill_defaults(self) -> None:
         """Values that follow from others, where the file leaves them out."""
 
 
-class GRPOMasterConfig(MasterConfig):
-    """A GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
+class TrainMasterConfig(MasterConfig):
+    """What every training run has, whatever its algorithm."""
 
-    grpo: GRPOConfig = section(GRPOConfig, "training loop")
-    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss")
+    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
     policy: PolicyConfig = key(..., "model, training and generation")
     data: DataConfig = section(DataConfig, "data sets")
     env: EnvConfigs = key({}, "environments by name")
@@ -65,33 +70,52 @@ class GRPOMasterConfig(MasterConfig):
     token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
     on_policy_distillation: Any = only(None, why="distillation is not supported")
 
+    @property
+    def algorithm(self) -> str:
+        """The name of the training loop's section: "grpo" or "ppo"."""
+        raise NotImplementedError
+
+    @property
+    def loop(self) -> LoopConfig:
+        """The training loop's section."""
+        return getattr(self, self.algorithm)
+
+    @property
+    def title(self) -> str:
+        """The run in three words, for people."""
+        return f"{self.algorithm.upper()} {self.policy.model_name}"
+
     def fill_defaults(self) -> None:
         self.policy.fill_defaults()
 
 
-class PPOMasterConfig(MasterConfig):
+class GRPOMasterConfig(TrainMasterConfig):
+    """A GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
+
+    grpo: GRPOConfig = section(GRPOConfig, "training loop")
+
+    @property
+    def algorithm(self) -> str:
+        return "grpo"
+
+
+class PPOMasterConfig(TrainMasterConfig):
     """A PPO run (`run_ppo`)."""
 
     ppo: PPOConfig = section(PPOConfig, "training loop")
-    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "policy loss")
-    value_loss_fn: MseValueLossConfig = section(MseValueLossConfig, "value loss")
-    policy: PolicyConfig = key(..., "actor: model, training and generation")
+    value_loss_fn: MseValueLossConfig = section(MseValueLossConfig, "loss of the critic")
     value: ValueConfig = section(ValueConfig, "critic")
-    data: DataConfig = section(DataConfig, "data sets")
-    env: EnvConfigs = key({}, "environments by name")
-    checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
-    logger: LoggerConfig = section(LoggerConfig, "logs")
-    cluster: ClusterConfig = section(ClusterConfig, "devices")
-    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
-    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
-    async_rl: Any = only(None, why="training while generating (SingleController) is not supported")
-    rollout_checkpointing: Any = only(None, why="it belongs to training while generating, which is not supported")
-    rollout_recovery: Any = only(None, why="it belongs to training while generating, which is not supported")
-    token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
-    on_policy_distillation: Any = only(None, why="distillation is not supported")
+
+    @property
+    def algorithm(self) -> str:
+        return "ppo"
+
+    @property
+    def has_critic(self) -> bool:
+        return self.ppo.adv_estimator.name == "gae"
 
     def fill_defaults(self) -> None:
-        self.policy.fill_defaults()
+        super().fill_defaults()
         self.value.fill_from(self.policy)
 
 

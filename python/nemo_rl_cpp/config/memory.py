@@ -12,7 +12,7 @@ from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
-from .master import GRPOMasterConfig, PPOMasterConfig
+from .master import TrainMasterConfig
 from .policy import PolicyConfig, TrainedModelConfig
 
 
@@ -100,7 +100,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
+def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     """Phases with their peak memory in bytes, or None when the model's sizes are not known on this machine.
 
     An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top.
@@ -112,7 +112,7 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
     width = _width(policy)
     resting = _resting(policy, sizes.parameters, "policy")
     value = None
-    if isinstance(config, PPOMasterConfig) and config.ppo.adv_estimator.name == "gae":
+    if config.has_critic:
         value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or sizes
         resting += _resting(config.value, value.backbone_parameters, "value")
     if config.loss_fn.reference_policy_kl_penalty:
@@ -160,11 +160,11 @@ def forecast(config: GRPOMasterConfig | PPOMasterConfig) -> list[Phase] | None:
     return phases
 
 
-def checkpoint_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
     """Bytes of one checkpoint: weights, and with save_optimizer the master weights and AdamW's moments, of every trained
     model. None when the model's sizes are not known on this machine."""
     trained = [(config.policy, "policy")]
-    if isinstance(config, PPOMasterConfig) and config.ppo.adv_estimator.name == "gae":
+    if config.has_critic:
         trained.append((config.value, "value"))
     total = 0.0
     for model, name in trained:
@@ -187,12 +187,12 @@ def _resting(model: TrainedModelConfig, parameters: int, name: str) -> tuple[tup
     return ((f"{name} weights", float(parameters * _width(model))), *masters, (f"{name} optimizer", parameters * 8.0))
 
 
-def _rollouts(config: GRPOMasterConfig | PPOMasterConfig) -> int:
-    loop = config.grpo if isinstance(config, GRPOMasterConfig) else config.ppo
+def _rollouts(config: TrainMasterConfig) -> int:
+    loop = config.loop
     return int(loop.num_prompts_per_step * loop.batch_multiplier) * loop.num_generations_per_prompt
 
 
-def _batch(policy: PolicyConfig, config: GRPOMasterConfig | PPOMasterConfig) -> int:
+def _batch(policy: PolicyConfig, config: TrainMasterConfig) -> int:
     return min(policy.generation.max_batch_size or _rollouts(config), _rollouts(config))
 
 
@@ -264,7 +264,7 @@ def forecast_summary(config: Any) -> str | None:
     return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
 
 
-def certain_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
+def certain_bytes(config: TrainMasterConfig) -> float | None:
     """What a run cannot do without: weights, master weights, gradients and AdamW's moments; None where sizes are not known."""
     phases = forecast(config)
     if phases is None:
@@ -276,7 +276,7 @@ def certain_bytes(config: GRPOMasterConfig | PPOMasterConfig) -> float | None:
     )
 
 
-def fit_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
+def fit_text(config: TrainMasterConfig) -> str:
     """Whether the forecast fits into the memory of this machine, in words; what to change where it does not."""
     if config.cluster.device != "cpu":
         return "of the GPU's memory, which is not looked at here"
@@ -295,7 +295,7 @@ def fit_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
     )
 
 
-def fits(config: GRPOMasterConfig | PPOMasterConfig) -> bool | None:
+def fits(config: TrainMasterConfig) -> bool | None:
     """Whether the forecast's peak is below this machine's memory; None where one of the two is not known."""
     phases, amount = forecast(config), machine_memory()
     if phases is None or amount is None or config.cluster.device != "cpu":
@@ -337,7 +337,7 @@ def _parameters_by_name(model_name: str) -> float | None:
     return max(map(float, found), default=None)
 
 
-def forecast_text(config: GRPOMasterConfig | PPOMasterConfig) -> str:
+def forecast_text(config: TrainMasterConfig) -> str:
     """The forecast as a table for the terminal."""
     phases = forecast(config)
     if phases is None:

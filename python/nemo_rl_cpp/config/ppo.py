@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, no_effect, only, section
-from .rewards import RewardScalingConfig, RewardShapingConfig
+from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, no_effect, only, section
+from .loop import LoopConfig, other_default
 
 
 class GAEConfig(Section):
@@ -43,14 +43,14 @@ class AsyncPPOConfig(Section):
         return self
 
 
-class PPOConfig(Section):
+class PPOConfig(LoopConfig):
     """The training loop of PPO; keys that GRPO has too mean the same."""
 
-    num_prompts_per_step: Positive = key(32, "prompts a step")
-    num_generations_per_prompt: Positive = key(16, "responses to each prompt")
-    max_rollout_turns: Positive = key(1, "turns of generation and environment (1 for math)")
-    max_num_epochs: Positive = key(100000, "passes over the data; training ends at this or at max_num_steps")
-    max_num_steps: Count = key(100000, "steps; training ends at this or at max_num_epochs")
+    max_num_epochs: Positive = other_default("max_num_epochs", 100000)
+    max_num_steps: Count = other_default("max_num_steps", 100000)
+    val_period: Int = other_default("val_period", 20)
+    val_at_start: bool = other_default("val_at_start", True)
+    skip_reference_policy_logprobs_calculation: bool = other_default("skip_reference_policy_logprobs_calculation", True)
     ppo_epochs: Positive = key(
         4, "passes of the actor, and of the critic unless critic_ppo_epochs says otherwise, over each rollout batch"
     )
@@ -60,31 +60,20 @@ class PPOConfig(Section):
         None,
         "folder step_N of a run whose critic's weights a fresh run begins with; its optimizer and schedule begin anew; null: none",
     )
-    val_period: Int = key(20, "steps between validations; 0 or less: none")
-    val_at_start: bool = key(True, "validate before the first step")
-    val_at_end: bool = key(False, "validate after the last step")
-    max_val_samples: Positive | None = key(256, "prompts a validation; null: all")
-    val_batch_size: Positive | None = key(256, "validation prompts that are generated together")
-    overlong_filtering: bool = key(False, "truncated samples get no gradient")
-    use_dynamic_sampling: bool = key(False, "train only on groups whose rewards differ, drawing more prompts as needed")
-    dynamic_sampling_max_gen_batches: Positive = key(
-        10, "batches generated for one step before the run stops with an error (alias: max_num_gen_batches)"
-    )
-    batch_multiplier: Real = key(
-        1.0,
-        "prompts drawn at a time = num_prompts_per_step x this; needs dynamic sampling (alias: dapo_batch_multiplier)",
-        ge=1,
-    )
-    dynamic_sampling_keep_surplus: bool = key(False, "keep surplus groups for the next step instead of dropping them")
-    skip_reference_policy_logprobs_calculation: bool = key(True, "no reference model; needs a KL weight of 0")
-    seed: Seed = key(42, "seed of data order and sampling")
-    seq_logprob_error_threshold: NonNegative | None = key(
-        None, "sequences whose mean multiplicative probability error is above this get no gradient"
-    )
     adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
-    reward_scaling: RewardScalingConfig = section(RewardScalingConfig, "map rewards to another range")
-    reward_shaping: RewardShapingConfig = section(RewardShapingConfig, "penalties on length")
     async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "asynchronous training (not supported)")
+
+    @property
+    def policy_epochs(self) -> int:
+        return self.ppo_epochs
+
+    @property
+    def critic_epochs(self) -> int:
+        return self.critic_ppo_epochs or self.ppo_epochs
+
+    @property
+    def first_policy_step(self) -> int:
+        return self.policy_training_start_step
 
     def validate_async_warmup_settings(self) -> PPOConfig:
         """NeMo RL's check of asynchronous training, which the schema has done."""

@@ -9,12 +9,11 @@ from nemo_rl_cpp.argument_checks import in_a_line
 
 from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
-from .grpo import GRPOConfig
-from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from .ppo import PPOConfig
+from .loop import LoopConfig
+from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 
 
-def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report: Report) -> None:
+def check(config: TrainMasterConfig | EvalMasterConfig, report: Report) -> None:
     """All rules of a configuration."""
     rules_data.check_env(config.env, report)
     for name, section in config.env.items():
@@ -33,7 +32,7 @@ def check(config: GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig, report:
 def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
     loop = config.grpo
     _check_loop(loop, "grpo", report)
-    _check_validation(loop, report)
+    _check_validation(loop, "grpo", report)
     if (
         loop.advantage_clip_low is not None
         and loop.advantage_clip_high is not None
@@ -64,13 +63,14 @@ def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
 def check_ppo(config: PPOMasterConfig, report: Report) -> None:
     loop = config.ppo
     _check_loop(loop, "ppo", report)
+    _check_validation(loop, "ppo", report)
     rules_loss.check_policy_loss(config.loss_fn, report)
     rules_loss.check_kl(
         config.loss_fn, loop.skip_reference_policy_logprobs_calculation, "ppo", loop.adv_estimator.name, "gae", report
     )
     rules_model.check_policy(config.policy, report)
     _check_batches(loop, "ppo", config.policy.train_global_batch_size, "policy", report)
-    if loop.adv_estimator.name == "gae":  # raw_reward builds no value model
+    if config.has_critic:  # raw_reward builds no value model
         rules_model.check_trained_model(config.value, "value", report)
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
         _check_value_length(config, report)
@@ -115,9 +115,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_data.check_eval_data(config.data, config.env, report)
 
 
-def _check_run(
-    config: GRPOMasterConfig | PPOMasterConfig, loop: GRPOConfig | PPOConfig, name: str, report: Report
-) -> None:
+def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: Report) -> None:
     rules_data.check_data(config.data, config.env, loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
     limit = config.policy.max_total_sequence_length
     longest_prompt = config.data.max_input_seq_length
@@ -141,7 +139,7 @@ def _check_run(
             )
 
 
-def _check_loop(loop: GRPOConfig | PPOConfig, name: str, report: Report) -> None:
+def _check_loop(loop: LoopConfig, name: str, report: Report) -> None:
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:
             report.add(
@@ -168,7 +166,7 @@ def _check_loop(loop: GRPOConfig | PPOConfig, name: str, report: Report) -> None
     _check_shaping(loop, f"{name}.reward_shaping", report)
 
 
-def _check_shaping(loop: GRPOConfig | PPOConfig, prefix: str, report: Report) -> None:
+def _check_shaping(loop: LoopConfig, prefix: str, report: Report) -> None:
     shaping = loop.reward_shaping
     coefficient, penalty = shaping.stop_properly_penalty_coef, shaping.overlong_buffer_penalty
     if coefficient is not None and not 0 <= coefficient <= 1:
@@ -193,20 +191,20 @@ def _check_shaping(loop: GRPOConfig | PPOConfig, prefix: str, report: Report) ->
         report.add(f"{prefix}.overlong_buffer_length", "must be at least 1, not 0: the penalty grows over these tokens")
 
 
-def _check_validation(loop: GRPOConfig, report: Report) -> None:
+def _check_validation(loop: LoopConfig, name: str, report: Report) -> None:
     metric, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if (metric is None) != (threshold is None):
         given, absent = ("metric", "threshold") if threshold is None else ("threshold", "metric")
         report.add(
-            f"grpo.stop_at_validation_{absent}",
+            f"{name}.stop_at_validation_{absent}",
             f"is missing: stop_at_validation_{given} is set; set both or neither",
-            f"grpo.stop_at_validation_{given}",
+            f"{name}.stop_at_validation_{given}",
         )
     if metric == "pass_k" and loop.val_num_generations_per_prompt < 2:
         report.add(
-            "grpo.stop_at_validation_metric",
+            f"{name}.stop_at_validation_metric",
             "pass_k is measured with val_num_generations_per_prompt above 1 only; raise that",
-            "grpo.val_num_generations_per_prompt",
+            f"{name}.val_num_generations_per_prompt",
         )
 
 
@@ -275,7 +273,7 @@ def _check_gdpo(config: GRPOMasterConfig, report: Report) -> None:
             )
 
 
-def _check_batches(loop: GRPOConfig | PPOConfig, name: str, global_batch: int, model: str, report: Report) -> None:
+def _check_batches(loop: LoopConfig, name: str, global_batch: int, model: str, report: Report) -> None:
     prompts, generations = loop.num_prompts_per_step, loop.num_generations_per_prompt
     batch = prompts * generations
     if batch % global_batch == 0:
@@ -304,7 +302,7 @@ def _check_value_length(config: PPOMasterConfig, report: Report) -> None:
         )
 
 
-def _check_checkpointing(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
+def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:
     checkpoints = config.checkpointing
     metric = checkpoints.metric_name
     if metric is not None and not (metric.startswith(("train:", "val:")) and metric.partition(":")[2]):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp import _config
 from nemo_rl_cpp.data.boundaries import passes_text_through
 
 
@@ -68,12 +69,10 @@ def _run_config(folder: Path) -> Path:
 
 def run_section(folder: Path) -> dict[str, Any] | None:
     """`policy.tokenizer` of the run that wrote the checkpoint; None for a folder that is none."""
-    from nemo_rl_cpp.utils.config import load_config
-
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
-    return (load_config(_run_config(folder)).get("policy") or {}).get("tokenizer") or {}
+    return (_config.load_file(os.fspath(_run_config(folder))).get("policy") or {}).get("tokenizer") or {}
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Any) -> Any:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 LLMMessageLogType = list[dict[str, "str | torch.Tensor"]]
 """A conversation: messages with "role" and "content", and once tokenised "token_ids" (int64 [S]) and more."""
 
-VLMMessageLogType = LLMMessageLogType
-
 FlatMessagesType = dict[str, "list[str] | torch.Tensor"]
 """A conversation by key instead of by message: tensors joined, everything else as a list over messages."""
 
@@ -45,17 +43,6 @@ class DatumSpec(TypedDict):
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str]]
     __extra__: NotRequired[Any]
-
-
-class PreferenceDatumSpec(TypedDict):
-    """A preferred and a rejected conversation on one prompt."""
-
-    message_log_chosen: LLMMessageLogType
-    message_log_rejected: LLMMessageLogType
-    length_chosen: int
-    length_rejected: int
-    loss_multiplier: float
-    idx: int
 
 
 @dataclass

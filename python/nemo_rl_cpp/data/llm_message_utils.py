@@ -1,19 +1,17 @@
-"""Message logs to flat tensors and back.
+"""Message logs to flat tensors.
 
 A message log keeps a conversation turn by turn; the trainer wants one row of token ids a conversation.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.data.interfaces import FlatMessagesType, LLMMessageLogType, TaskDataSpec, TokenizerType
-from nemo_rl_cpp.data.prompt_place import fill_prompt
+from nemo_rl_cpp.data.interfaces import FlatMessagesType, LLMMessageLogType
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -40,28 +38,6 @@ def message_log_to_flat_messages(message_log: LLMMessageLogType) -> FlatMessages
             )
         flat[key] = torch.cat(values)
     return flat
-
-
-def get_keys_from_message_log(message_log: LLMMessageLogType, keys: Sequence[str]) -> LLMMessageLogType:
-    """The same messages with only the named keys (those a message has)."""
-    return [{key: message[key] for key in keys if key in message} for message in message_log]
-
-
-def add_loss_mask_to_message_log(
-    batch_message_log: list[LLMMessageLogType],
-    roles_to_train_on: Sequence[str] = ("assistant",),
-    only_unmask_final: bool = False,
-) -> None:
-    """Adds "token_loss_mask" to every message, in place: ones like token_ids for the trained roles, else zeros.
-
-    With `only_unmask_final` only the last message of each log is trained on, whatever its role.
-    """
-    roles = {role.lower() for role in roles_to_train_on}
-    for message_log in batch_message_log:
-        for i, message in enumerate(message_log):
-            trained = i == len(message_log) - 1 if only_unmask_final else message["role"] in roles
-            like = torch.ones_like if trained else torch.zeros_like
-            message["token_loss_mask"] = like(message["token_ids"])
 
 
 def _validate_tensor_consistency(tensors: list[Tensor]) -> None:
@@ -129,87 +105,3 @@ def batched_message_log_to_flat_message(
         else:
             result[key] = rows
     return result, torch.tensor(lengths, dtype=torch.int32)
-
-
-def message_log_shape(message_log: LLMMessageLogType) -> list[dict[str, torch.Size]]:
-    """The shapes of the tensors in each message."""
-    return [{k: v.shape for k, v in message.items() if isinstance(v, Tensor)} for message in message_log]
-
-
-def get_first_index_that_differs(str1: str, str2: str) -> int:
-    """Index of the first character in which the texts differ; the shorter length when one begins the other."""
-    for i, (a, b) in enumerate(zip(str1, str2)):
-        if a != b:
-            return i
-    return min(len(str1), len(str2))
-
-
-def get_formatted_message_log(
-    message_log: LLMMessageLogType,
-    tokenizer: TokenizerType,
-    task_data_spec: TaskDataSpec,
-    add_bos_token: bool = True,
-    add_eos_token: bool = True,
-    add_generation_prompt: bool = False,
-    tools: list[dict[str, Any]] | None = None,
-    debug: bool = False,
-) -> LLMMessageLogType:
-    """The conversation with each message's "content" replaced by its piece of the chat template's text, and
-    "token_ids" (int64) added.
-
-    The prompt of `task_data_spec` wraps the first message, its system prompt goes in front. A message's piece is what
-    the template's text gains when the message is added. `add_bos_token` and `add_eos_token` put the token at the very
-    beginning and end unless it is there (line breaks may follow it: Qwen's templates end so); `add_generation_prompt` adds the assistant's opening to user and tool
-    messages.
-    """
-    messages = [dict(message) for message in message_log]
-    if task_data_spec.prompt:
-        messages[0] = {"role": "user", "content": fill_prompt(task_data_spec.prompt, messages[0]["content"])}
-    if task_data_spec.system_prompt:
-        messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
-
-    formatted: LLMMessageLogType = []
-    before = ""
-    for i, message in enumerate(messages):
-        text = tokenizer.apply_chat_template(
-            messages[: i + 1],
-            add_generation_prompt=add_generation_prompt and message["role"] in ("user", "tool"),
-            tokenize=False,
-            add_special_tokens=False,
-            tools=tools,
-        )
-        # A template may close the last message (with eos, say) and reopen it when another follows.
-        piece = text[get_first_index_that_differs(before, text) :]
-        if i == 0 and add_bos_token:
-            piece = _with_token(piece, tokenizer.bos_token, "BOS", at_start=True)
-        if i == len(messages) - 1 and add_eos_token:
-            piece = _with_token(piece, tokenizer.eos_token, "EOS", at_start=False)
-        if debug:
-            print(f"message {i} ({message['role']}): {piece!r}")
-        ids = tokenizer(piece, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-        # An empty text comes as a float tensor from some tokenizers.
-        formatted.append({**message, "token_ids": ids.to(torch.int64), "content": piece})
-        before = text
-    return formatted
-
-
-def _with_token(text: str, token: str | None, name: str, at_start: bool) -> str:
-    if token is None:
-        warnings.warn(
-            f"add_{name.lower()}_token is True but the tokenizer does not have a {name} token. "
-            f"Skipping {name} token addition.",
-            stacklevel=3,
-        )
-        return text
-    if at_start:
-        return text if text.startswith(token) else token + text
-    return text if text.rstrip("\n").endswith(token) else text + token
-
-
-def remap_dataset_keys(dataset: Any, mapping_dict: dict[str, str]) -> Any:
-    """The data set with columns renamed from `mapping_dict`'s keys to its values; itself if nothing changes."""
-    if all(old == new for old, new in mapping_dict.items()):
-        return dataset
-    return dataset.map(
-        lambda row: {new: row[old] for old, new in mapping_dict.items()}, remove_columns=list(mapping_dict)
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 
@@ -29,10 +27,3 @@ def tiny_tokenizer() -> Tokenizer:
         **names,
     }
     return Tokenizer(backend, config, name_or_path="tiny-random")
-
-
-def write_tiny_tokenizer(folder: str | Path) -> Tokenizer:
-    """Writes it as an ordinary tokenizer folder and returns it."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder)
-    return tokenizer

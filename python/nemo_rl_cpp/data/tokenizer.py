@@ -5,7 +5,6 @@ It needs the `tokenizers` library and jinja2 only; a transformers tokenizer is a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.special_tokens import SpecialTokens
 from nemo_rl_cpp.data.token_bytes import TokenBytes
-from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings
+from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings, write_settings
 
 _CLEAN_UP = (
     (" .", "."),
@@ -117,14 +116,7 @@ class Tokenizer(SpecialTokens):
         if template is not None:
             several = isinstance(template, Mapping)
             config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if several else template
-        special: dict[str, Any] = {k: v for k, v in self._named.items() if v is not None}
-        if self._additional:
-            special["additional_special_tokens"] = self._additional
-        for name, data in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
-            text = json.dumps(data, indent=2, ensure_ascii=False)
-            (target / name).write_text(text + "\n", encoding="utf-8")
-        # A template file of an earlier save would win over the one just written.
-        (target / "chat_template.jinja").unlink(missing_ok=True)
+        write_settings(target, config, {k: v for k, v in self._named.items() if v is not None}, self._additional)
 
     @staticmethod
     def _templates(value: Any) -> str | dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""The files beside tokenizer.json that say which tokens a tokenizer has, read with transformers' precedence."""
+"""The files beside tokenizer.json that say which tokens a tokenizer has: read with transformers' precedence, and written."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
     return settings
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any], named: Mapping[str, str], additional: list[str]) -> None:
+    """Writes tokenizer_config.json (`settings`, the chat template among them) and special_tokens_map.json (the special tokens by
+    role, and those without one) into an existing folder."""
+    special: dict[str, Any] = dict(named)
+    if additional:
+        special["additional_special_tokens"] = additional
+    for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # A template file of an earlier save would win over the one just written.
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
 
 
 def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any]) -> None:

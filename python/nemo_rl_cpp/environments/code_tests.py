@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from nemo_rl_cpp.environments.sandbox import Outcome
 _LONGEST_VALUE = (
     100_000  # characters of a result that are read, by parsers that need 0.2 s and 50 MB for so many at worst
 )
-_UNCOMPILED = re.compile(r"(?:SyntaxError|IndentationError|TabError|RecursionError|OverflowError): [^\n]*\s*\Z")
+_UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionError: ", "OverflowError: ")
 
 # Runs the solution, then the checks, and writes what came of them to where nothing that the solution prints goes.
 HARNESS = """
@@ -125,7 +124,8 @@ class CodeTests:
 def uncompiled(outcome: Outcome) -> bool:
     """Whether the program was no Python: the interpreter says what is wrong with it, and has no line to trace back to."""
     errors = outcome.stderr.decode(errors="replace")
-    return outcome.exit_code == 1 and "Traceback (most recent" not in errors and _UNCOMPILED.search(errors) is not None
+    last = errors.rstrip().rpartition("\n")[2]  # no pattern: a program may write a megabyte that takes one for ever
+    return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
 
 
 def _lines(text: str) -> list[str]:
@@ -202,8 +202,10 @@ def _assert(statement: str) -> tuple[dict[str, Any], Any]:
     """(check, expected value) of one statement."""
     try:
         [node] = ast.parse(statement).body
-    except (SyntaxError, ValueError):
-        raise ValueError(f"ground_truth has the assert {statement!r}, which is not one Python statement") from None
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError(
+            f"ground_truth has the assert {str(statement)[:200]!r}, which is not one Python statement"
+        ) from None
     if (
         isinstance(node, ast.Assert)
         and isinstance(node.test, ast.Compare)

@@ -1,4 +1,4 @@
-"""Environments by name, and work dealt out to workers."""
+"""Environments by name."""
 
 from typing import Any
 
@@ -6,18 +6,7 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 from nemo_rl_cpp.environments.loading import ENV_REGISTRY, environment_class
 from nemo_rl_cpp.errors import user_code
 
-__all__ = ["ENV_REGISTRY", "chunk_list_to_workers", "create_env", "register_env"]
-
-
-def chunk_list_to_workers(to_chunk: list[Any], num_workers: int) -> list[list[Any]]:
-    """Consecutive parts of ceil(n / num_workers) items, in order; the last may be shorter.
-
-    With fewer items than workers every item is a part of its own, followed by empty parts.
-    """
-    if len(to_chunk) <= num_workers:
-        return [[item] for item in to_chunk] + [[] for _ in range(num_workers - len(to_chunk))]
-    size = -(-len(to_chunk) // num_workers)
-    return [to_chunk[start : start + size] for start in range(0, len(to_chunk), size)]
+__all__ = ["ENV_REGISTRY", "create_env", "register_env"]
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:

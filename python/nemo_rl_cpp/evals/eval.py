@@ -24,7 +24,7 @@ from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.remote import call_remote
 from nemo_rl_cpp.environments.utils import create_env
-from nemo_rl_cpp.evals.metrics import cons_at_k, eval_cons_k, eval_pass_k, pass_at_k
+from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
 from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
@@ -33,7 +33,7 @@ from nemo_rl_cpp.experience.rollouts import repeat_prompts
 from nemo_rl_cpp.models.sources import find_policy_weights
 
 __all__ = [
-    "EvalConfig", "MasterConfig", "eval_cons_k", "eval_pass_k", "main", "make_dataset", "make_generation", "run_env_eval", "setup",
+    "EvalConfig", "MasterConfig", "main", "make_dataset", "make_generation", "run_env_eval", "setup",
 ]  # fmt: skip
 
 

@@ -1,10 +1,7 @@
 """pass@k and cons@k: estimates from n responses of what k responses would achieve."""
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Hashable, Sequence
 
 
 def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
@@ -55,25 +52,3 @@ def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> in
         each = [math.comb(len(place), w) for w in range(votes)] + [math.comb(after, votes)]
         ways = [sum(ways[m - w] * each[w] for w in range(min(m, votes) + 1)) for m in range(remaining + 1)]
     return ways[remaining]
-
-
-def eval_pass_k(rewards: Tensor, num_tests_per_prompt: int, k: int) -> float:
-    """Sum over prompts of `pass_at_k`; `rewards` [prompts * num_tests_per_prompt] holds a prompt's responses side by side.
-
-    Divide by the number of prompts for the score. The number of right responses is the sum of a prompt's rewards.
-    """
-    return math.fsum(
-        pass_at_k(num_tests_per_prompt, math.fsum(own), k) for own in _per_prompt(rewards, num_tests_per_prompt)
-    )
-
-
-def eval_cons_k(rewards: Tensor, num_tests_per_prompt: int, k: int, extracted_answers: list[str | None]) -> float:
-    """Sum over prompts of `cons_at_k`; `extracted_answers` lie as `rewards` do. Divide by the number of prompts."""
-    own_rewards = _per_prompt(rewards, num_tests_per_prompt)
-    own_answers = _per_prompt(extracted_answers, num_tests_per_prompt)
-    return math.fsum(cons_at_k(r, a, k) for r, a in zip(own_rewards, own_answers, strict=True))
-
-
-def _per_prompt(values: "Tensor | list[Any]", size: int) -> Iterator[list[Any]]:
-    flat = values.tolist() if isinstance(values, Tensor) else values
-    return (flat[i : i + size] for i in range(0, len(flat), size))

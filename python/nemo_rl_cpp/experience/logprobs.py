@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import TrainBatch
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 
 
 class LogprobNeeds(NamedTuple):
@@ -25,7 +26,9 @@ class LogprobNeeds(NamedTuple):
         return cls(loss.reference_policy_kl_penalty != 0, seq_logprob_error_threshold is not None)
 
 
-def add_logprobs(policy: Any, batch: BatchedDataDict, needs: LogprobNeeds, weight_version: int) -> dict[str, float]:
+def add_logprobs(
+    policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
+) -> dict[str, float]:
     """Adds `prev_logprobs` and `reference_policy_logprobs` [B, S] as far as they are needed.
 
     `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
@@ -33,14 +36,16 @@ def add_logprobs(policy: Any, batch: BatchedDataDict, needs: LogprobNeeds, weigh
     log-probabilities of the policy that sampled them. Returns the metric `stale_samples`.
     """
     policy.prepare_for_lp_inference()
-    stale = torch.zeros(len(batch["input_ids"]), dtype=torch.bool)
-    if "weight_version" in batch:
-        stale = batch["weight_version"] != weight_version
+    stale = (
+        batch.weight_version != weight_version
+        if "weight_version" in batch
+        else torch.zeros(batch.size, dtype=torch.bool)
+    )
     if needs.previous or stale.any() or not policy.skips_prev_logprobs:
         logprobs = policy.get_logprobs(batch)["logprobs"]
         if stale.any():
-            logprobs = torch.where(stale[:, None], batch["generation_logprobs"].to(logprobs.dtype), logprobs)
-        batch["prev_logprobs"] = logprobs
+            logprobs = torch.where(stale[:, None], batch.generation_logprobs.to(logprobs.dtype), logprobs)
+        batch.prev_logprobs = logprobs
     if needs.reference:
-        batch["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+        batch.reference_policy_logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
     return {"stale_samples": int(stale.sum())}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.rollouts import run_multi_turn_rollout
 from nemo_rl_cpp.utils.step_metrics import group_reward_metrics
 
@@ -15,7 +16,7 @@ class RolloutRunner:
 
     def __init__(
         self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int,
-        change_rewards: Callable[[BatchedDataDict], dict[str, float]] | None = None,
+        change_rewards: Callable[[Rollouts], dict[str, float]] | None = None,
     ) -> None:  # fmt: skip
         """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
         self._generation = generation
@@ -28,10 +29,10 @@ class RolloutRunner:
         self._rewards: list[float] = []
         self._groups: list[int] = []
 
-    def run(self, prompts: BatchedDataDict, weight_version: int) -> BatchedDataDict:
+    def run(self, prompts: BatchedDataDict, weight_version: int) -> Rollouts:
         """`prompts` (repeated, see `PromptSource`) rolled out. Adds, besides `total_reward` and `truncated`, the rewards
         as the environments gave them, `raw_reward` float32 [B], and `weight_version` int64 [B]."""
-        rollouts, metrics = run_multi_turn_rollout(
+        finished, metrics = run_multi_turn_rollout(
             self._generation,
             prompts,
             self._tokenizer,
@@ -40,13 +41,14 @@ class RolloutRunner:
             self._max_turns,
             greedy=False,
         )
-        rollouts["raw_reward"] = rollouts["total_reward"].clone()
+        rollouts = Rollouts(finished.data)
+        rollouts.raw_reward = rollouts.total_reward.clone()
         if self._change_rewards is not None:
             metrics |= self._change_rewards(rollouts)
-        rollouts["weight_version"] = torch.full((rollouts.size,), weight_version)
+        rollouts.weight_version = torch.full((rollouts.size,), weight_version)
         self._rounds.append((rollouts.size, metrics))
-        self._rewards += rollouts["raw_reward"].tolist()
-        self._groups += rollouts["group_id"].tolist()
+        self._rewards += rollouts.raw_reward.tolist()
+        self._groups += rollouts.group_id.tolist()
         return rollouts
 
     def pop_metrics(self) -> dict[str, Any]:

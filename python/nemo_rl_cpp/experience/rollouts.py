@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_rl_cpp.experience.async_rollouts import (
-    async_generate_response_for_sample_turn,
-    generate_responses_async,
-    run_async_multi_turn_rollout,
-    run_sample_multi_turn_rollout,
-)
 from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.early_scoring import EarlyScoring
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
@@ -27,15 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append_observation",
-    "async_generate_response_for_sample_turn",
     "attach_responses",
     "calculate_rewards",
     "generate_responses",
-    "generate_responses_async",
     "repeat_prompts",
-    "run_async_multi_turn_rollout",
     "run_multi_turn_rollout",
-    "run_sample_multi_turn_rollout",
 ]
 
 
@@ -90,7 +80,7 @@ def run_multi_turn_rollout(
         early = EarlyScoring(turn.active, tokenizer, task_to_env)
         beside = (
             {"on_finished": early.finished}
-            if early.useful and getattr(policy_generation, "reports_finished", False)
+            if getattr(policy_generation, "reports_finished", False) and early.useful
             else {}
         )
         conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))

@@ -7,6 +7,7 @@ import torch
 
 from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
 
 Message = dict[str, Any]
 MessageLog = list[Message]
@@ -36,20 +37,18 @@ def add_token_loss_masks(
 
 
 def build_train_batch(
-    samples: BatchedDataDict,
+    samples: Rollouts | BatchedDataDict,
     *,
     pad_token_id: int,
     divisible_by: int = 1,
     overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
-) -> BatchedDataDict:
-    """The rows of `samples` (rolled out, with rewards) as tensors.
+) -> TrainBatch:
+    """The rows of `samples` (rolled out, with rewards) as tensors, S a multiple of `divisible_by`.
 
-    Returns: input_ids int64 [B, S] (padded on the right, S a multiple of `divisible_by`), input_lengths int32 [B],
-    token_mask [B, S] (1 on trained tokens), generation_logprobs float32 [B, S] (0 elsewhere), sample_mask float32 [B]
-    (the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
-    `overlong_filtering` for truncated ones), rewards float32 [B], and as far as the samples have them group_id and
-    weight_version, both int64 [B], and the parts `reward/<name>` float32 [B].
+    `sample_mask` is the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
+    `overlong_filtering` for truncated ones. `group_id`, `weight_version` and the parts of the reward as far as the samples
+    have them.
     """
     add_token_loss_masks(samples["message_log"], is_trained)
     keys = ("token_ids", "token_loss_mask", "generation_logprobs")
@@ -57,7 +56,7 @@ def build_train_batch(
     flat, lengths = batched_message_log_to_flat_message(
         logs, pad_value_dict={"token_ids": pad_token_id}, make_sequence_length_divisible_by=divisible_by
     )
-    batch = BatchedDataDict(
+    batch = TrainBatch(
         input_ids=flat["token_ids"],
         input_lengths=lengths,
         token_mask=flat["token_loss_mask"],

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_rl_cpp.data.tokenizer_files import write_settings
+
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -150,8 +152,6 @@ def _tokenizer(reader: Any) -> tuple[Any, list[str]]:
 
 def write_tokenizer(reader: Any, folder: Path) -> None:
     """tokenizer.json, tokenizer_config.json (with the chat template), special_tokens_map.json."""
-    from nemo_rl_cpp.data.tokenizer import Tokenizer
-
     backend, control = _tokenizer(reader)
     tokens = _value(reader, "tokenizer.ggml.tokens")
 
@@ -159,18 +159,19 @@ def write_tokenizer(reader: Any, folder: Path) -> None:
         index = _value(reader, f"tokenizer.ggml.{role}_token_id")
         return None if index is None else tokens[int(index)]
 
-    config = {
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    texts = {role: named(name) for role, name in roles.items()}
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(_value(reader, "llama.context_length")),
-        "bos_token": named("bos"),
-        "eos_token": named("eos"),
-        "unk_token": named("unknown"),
-        "pad_token": named("padding"),
+        **texts,
         "additional_special_tokens": control,
-        "chat_template": _value(reader, "tokenizer.chat_template"),
     }
-    Tokenizer(backend, config).save_pretrained(folder)
+    template = _value(reader, "tokenizer.chat_template")
+    settings |= {} if template is None else {"chat_template": template}
+    backend.save(str(folder / "tokenizer.json"))
+    write_settings(folder, settings, {role: text for role, text in texts.items() if text is not None}, control)
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:

@@ -362,13 +362,6 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def architecture_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Where two configurations (in any form) mean different models: "rope_theta 10000.0 -> 500000.0", one text a key."""
-    before, after = architecture(old), architecture(new)
-    keys = [key for key in _ARCHITECTURE if before.get(key) != after.get(key)]
-    return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}" for key in keys]
-
-
 def native_config(
     config: Mapping[str, Any], *, value_head: bool = False, max_length: int | None = None
 ) -> dict[str, Any]:

@@ -1,22 +1,7 @@
 """The contracts of policy, value model and generation in one place, where the GRPO guide has them."""
 
-from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from nemo_rl_cpp.models.policy.interfaces import (
-    ColocatablePolicyInterface,
-    LogprobOutputSpec,
-    PolicyInterface,
-    ReferenceLogprobOutputSpec,
-)
-from nemo_rl_cpp.models.value.interfaces import ValueInterface, ValueOutputSpec
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
+from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
-__all__ = [
-    "ColocatablePolicyInterface",
-    "GenerationDatumSpec",
-    "GenerationInterface",
-    "GenerationOutputSpec",
-    "LogprobOutputSpec",
-    "PolicyInterface",
-    "ReferenceLogprobOutputSpec",
-    "ValueInterface",
-    "ValueOutputSpec",
-]
+__all__ = ["GenerationInterface", "PolicyInterface", "ValueInterface"]

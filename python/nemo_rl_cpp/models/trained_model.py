@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, without_removed_tokens
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, first_bad_gradient, without_removed_tokens
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -129,8 +129,11 @@ class TrainedModel:
             )
         return gbs
 
-    def _step(self, data: Mapping[str, Any], lr: float, weight_decay: float) -> float:
-        """The optimizer step on the gathered gradients; returns their norm before clipping."""
+    def _step(
+        self, data: Mapping[str, Any], rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., Any]
+    ) -> float:
+        """The optimizer step on the gathered gradients of these rows; returns their norm before clipping. `run(data, begin, end)`
+        makes the gradients of some rows again, to find where one is not finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
@@ -141,7 +144,8 @@ class TrainedModel:
                 n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
             ]
             error = NonFiniteError(
-                f"{self.section}: the gradient norm is {result.grad_norm}; first bad parameters: {', '.join(names[:4])}; the weights were not updated"
+                f"{self.section}: the gradient norm is {result.grad_norm}{first_bad_gradient(self.trainer, data, *rows, run)}; first bad parameters: {', '.join(names[:4])}; the weights were not updated. The learning rate "
+                f"of the next step is {lr:g}"
             )
             raise self._with_replay(error, data)
         return result.grad_norm
@@ -176,6 +180,24 @@ class TrainedModel:
                 self.tokenizer.save_pretrained(str(tokenizer_path))
         if optimizer_path is not None:
             self._save_optimizer(Path(optimizer_path))
+
+    def checkpoint_bytes(self, optimizer: bool) -> int:
+        """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
+        moments = sum(tensor.nbytes for tensor in self._optimizer_tensors().values()) if optimizer else 0
+        return self.model.compute.nbytes + moments
+
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
+        bad: dict[str, None] = {}
+        for flat in {t.data_ptr(): t for t in (self.model.compute, self.model.masters) if t is not None}.values():
+            if not bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
+                views = named_views(self.model.layout, flat)
+                bad |= dict.fromkeys(name for name, view in views.items() if not bool(torch.isfinite(view).all()))
+        return list(bad)
+
+    def keep_bad_batches(self, folder: Path) -> None:
+        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
+        self.replay_dir = folder
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {"exp_avg": self.trainer.exp_avg, "exp_avg_sq": self.trainer.exp_avg_sq}

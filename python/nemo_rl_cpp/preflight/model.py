@@ -77,7 +77,7 @@ def _uses(config: Any) -> Iterator[_Use]:
         )
         return
     yield _trained("policy", config.policy)
-    if hasattr(config, "ppo") and config.ppo.adv_estimator.name == "gae":
+    if config.has_critic:
         yield _trained("value", config.value)
 
 

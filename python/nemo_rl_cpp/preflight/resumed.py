@@ -158,7 +158,7 @@ def refusals(saved: Saved, config: Any) -> Iterator[tuple[str, str]]:
     if saved.config is not None and names[0] != names[1]:
         yield "data.train.dataset_name", f"{_list(names[0])} -> {_list(names[1])} is another data set"
     for section in ("policy", "value"):
-        if hasattr(config, section) and (section == "policy" or config.ppo.adv_estimator.name == "gae"):
+        if section == "policy" or config.has_critic:
             yield from _model_refusals(saved, section, getattr(config, section))
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.config.master import PPOMasterConfig
+
 from .finding import Finding
 
 
 def check(config: Any) -> Iterator[Finding]:
     """An error where `ppo.warm_start_value_checkpoint` names no critic; nothing for a run that goes on from its own checkpoint."""
-    checkpoint = config.ppo.warm_start_value_checkpoint if hasattr(config, "ppo") else None
+    checkpoint = config.ppo.warm_start_value_checkpoint if isinstance(config, PPOMasterConfig) else None
     if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():
         return
     if config.checkpointing.enabled and any(Path(config.checkpointing.checkpoint_dir).expanduser().glob("step_*")):

@@ -17,15 +17,13 @@ newest `step_N` with a valid manifest is whole; `recover` finishes or removes wh
 
 import json
 import shutil
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_rl_cpp.config.checkpointing import CheckpointingConfig  # noqa: F401  (NeMo RL's place for it)
 from nemo_rl_cpp.utils import durable
 from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, written
 from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
@@ -76,8 +74,6 @@ class CheckpointManager:
         self.facts: dict[str, Any] = {}
         """stands in the manifest of every checkpoint, beside the step and the time"""
         self._store = CheckpointStore(self.checkpoint_dir)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
     def _check_config(self) -> None:
         for key, least in (("save_period", 1), ("ft_save_period", 1), ("keep_top_k", 0), ("ft_keep_latest_k", 0)):
@@ -160,13 +156,12 @@ class CheckpointManager:
 
         FolderInUseError (a RuntimeError) when another process is at work in the same checkpoint_dir.
         """
-        self.finalize_pending()
         make_folder(self.checkpoint_dir, "checkpointing.checkpoint_dir")
         self._store.acquire()
         folder = self._store.temporary(step)
         try:
             self._store.recover()
-            folder.mkdir()
+            self._store.make_temporary(step)
             durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
             if run_config is not None:
                 durable.write_durable(folder / "config.yaml", dump_yaml(written(run_config)))
@@ -200,40 +195,9 @@ class CheckpointManager:
     def abandon(self, checkpoint_path: Path | str) -> None:
         """Removes an unfinished temporary checkpoint, never a published one."""
         folder = Path(checkpoint_path)
-        if folder.name.startswith("tmp_"):
+        if folder.name.startswith("tmp_") and folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
         self._store.release()
-
-    def begin_finalization(self, checkpoint_path: Path | str, wait_fn: Callable[[], None] | None = None) -> None:
-        """`finalize_checkpoint` on a background thread, after `wait_fn()`. Nothing may write to the folder any more,
-        except what `wait_fn` waits for. An error is raised by the next `finalize_pending`."""
-        self.finalize_pending()
-
-        def work() -> None:
-            try:
-                if wait_fn is not None:
-                    wait_fn()
-                self.finalize_checkpoint(checkpoint_path)
-            except BaseException as error:
-                self.abandon(checkpoint_path)
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="checkpoint-finalization", daemon=True)
-        self._thread.start()
-
-    def finalize_pending(self) -> None:
-        """Waits for the background finalization, if any; RuntimeError when it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise RuntimeError(f"the checkpoint could not be finished: {error}") from error
-
-    @property
-    def has_pending_finalization(self) -> bool:
-        """Whether a background finalization is at work."""
-        return self._thread is not None and self._thread.is_alive()
 
     def claim(self) -> None:
         """Keeps every other run out of the folder until `shutdown`, or until this process ends.
@@ -245,23 +209,14 @@ class CheckpointManager:
             self._store.claim()
 
     def shutdown(self) -> None:
-        """Waits for background work and gives the folder free; may be called again."""
-        try:
-            self.finalize_pending()
-        finally:
-            self._store.close()
+        """Gives the folder free; may be called again."""
+        self._store.close()
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> Literal[False]:
-        try:
-            self.shutdown()
-        except RuntimeError as error:
-            if exc is None:
-                raise
-            warnings.warn(f"{error} (while another exception was being raised)", stacklevel=2)
-        return False
+    def __exit__(self, *exc: Any) -> None:
+        self.shutdown()
 
     # ---------------------------------------------------------------- finding
 
@@ -303,28 +258,6 @@ class CheckpointManager:
         another program's."""
         return self._store.unusable()
 
-    def get_best_checkpoint_path(self) -> str | None:
-        """Folder of the checkpoint with the best metric (ties: the newer); those without it are left out with a
-        warning. The latest when none has it or no metric is configured, None when there is none at all."""
-        self.recover()
-        records = self._store.history()
-        ranked = [record for record in records if self._metric(record) is not None]
-        missing = [record.step for record in records if self._metric(record) is None]
-        advice = "set save_period to a multiple of val_period, or val_at_end"
-        if self.metric_name and missing:
-            warnings.warn(
-                f"Ignoring {len(missing)} checkpoint(s) without metric '{self.metric_name}' (steps {missing}): {advice}",
-                stacklevel=2,
-            )
-        if self.metric_name and missing and not ranked:
-            warnings.warn(
-                f"No checkpoints contain metric '{self.metric_name}'. Returning latest checkpoint: {advice}",
-                stacklevel=2,
-            )
-        whole = (record for record in self._best_first(ranked) if self._store.problem(record.path) is None)
-        best = next(whole, None)
-        return str(best.path) if best is not None else self.get_latest_checkpoint_path()
-
     def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
         """training_info.json of a checkpoint; None for None."""
         if checkpoint_path is None:
@@ -356,7 +289,7 @@ class CheckpointManager:
         a manifest is another program's and stays, until a save needs its name. Does nothing while a save is going on
         there, or where the folder cannot be written.
         """
-        if not self.checkpoint_dir.is_dir() or self._store.saving or self.has_pending_finalization:
+        if not self.checkpoint_dir.is_dir() or self._store.saving:
             return []
         try:
             self._store.acquire()
@@ -367,20 +300,13 @@ class CheckpointManager:
         finally:
             self._store.release()
 
-    def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
+    def _thin_out(self, exclude_latest: bool) -> None:
         """Removes what no rule keeps.
 
         Kept are: the latest (with `exclude_latest`); the `keep_top_k` best among the steps that are multiples of
         `save_period` (all of them with null), by metric, or the newest without one; the newest `ft_keep_latest_k` of
         any step. With both limits null nothing is removed. A missing metric counts as the worst, ties go to the newer.
         """
-        self._store.acquire()
-        try:
-            self._thin_out(exclude_latest)
-        finally:
-            self._store.release()
-
-    def _thin_out(self, exclude_latest: bool) -> None:
         records = self._store.history()
         if not records or (self.keep_top_k is None and self.ft_keep_latest_k is None):
             return

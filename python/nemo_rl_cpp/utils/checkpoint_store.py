@@ -87,6 +87,20 @@ class CheckpointStore:
         """Absolute path of `tmp_step_N`."""
         return self.root.absolute() / f"tmp_step_{step}"
 
+    def make_temporary(self, step: int) -> Path:
+        """Makes `tmp_step_N`, empty; what else has that name (no folder of ours: `recover` removes those) is set aside."""
+        folder = self.temporary(step)
+        self._make_way(folder)
+        folder.mkdir()
+        return folder
+
+    def _make_way(self, path: Path) -> None:
+        """Nothing has this name afterwards: a folder of ours is removed, anything else set aside."""
+        if path.is_dir() and not path.is_symlink():
+            delete(path)
+        elif os.path.lexists(path):
+            warnings.warn(f"{self.root}: set {path.name} aside as {self._set_aside(path).name}", stacklevel=4)
+
     def publish(self, folder: Path) -> Path:
         """Renames a sealed `tmp_step_N` to `step_N` and returns that. When it fails, an older `step_N` stays."""
         step = step_of(folder, "tmp_")
@@ -96,8 +110,7 @@ class CheckpointStore:
         if not target.exists():
             durable.rename(folder, target)
             return target
-        if old.exists():
-            delete(old)
+        self._make_way(old)
         try:
             durable.rename(target, old)
             durable.rename(folder, target)
@@ -111,6 +124,7 @@ class CheckpointStore:
     def remove(self, folder: Path) -> None:
         """Removes a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
         doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
+        self._make_way(doomed)
         durable.rename(folder, doomed)
         delete(doomed)
 
@@ -130,7 +144,7 @@ class CheckpointStore:
     def _set_aside(self, path: Path) -> Path:
         """Renames a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
         aside, number = path.with_name(f"corrupt_{path.name}"), 2
-        while aside.exists():
+        while os.path.lexists(aside):
             aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
         durable.rename(path, aside)
         return aside

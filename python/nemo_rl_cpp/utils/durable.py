@@ -17,6 +17,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 _CHUNK = 8 << 20
+_LONGEST_TEXT = 256 << 20
 
 
 def fsync_path(path: Path | str) -> None:
@@ -139,8 +140,10 @@ def manifest_facts(root: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of an ordinary file; OSError for anything else (a fifo would wait for ever)."""
+    """The text of an ordinary file; OSError for anything else (a fifo would wait for ever), and for one that no memory holds."""
     with open(_regular(path), encoding="utf-8") as file:
+        if os.fstat(file.fileno()).st_size > _LONGEST_TEXT:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
 
 

@@ -1,8 +1,4 @@
-"""Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled.
-
-The packages are reached through their names in `nemo_rl_cpp.utils.logger` (`logger.wandb`, ...), as in NeMo RL: whoever
-replaces them there, for instance in a test, replaces them here.
-"""
+"""Experiment trackers: wandb, mlflow, swanlab and trackio. Each package is imported only when its backend is enabled."""
 
 import importlib
 import os
@@ -13,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_cpp.utils.access import cfg_get, to_plain
-from nemo_rl_cpp.utils.log_files import matplotlib_figure
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 
 _RUN_ID = "run_id.txt"
@@ -30,28 +25,6 @@ def import_tracker(package: str) -> Any:
         ) from error
 
 
-class TrackerPackage:
-    """Stands for a package that is imported at its first use."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # questions of Python itself, such as whether this can be copied
-            raise AttributeError(attribute)
-        return getattr(import_tracker(self._name), attribute)
-
-
-def _package(name: str) -> Any:
-    """What `nemo_rl_cpp.utils.logger` calls `name`; ValueError when it is not installed."""
-    from nemo_rl_cpp.utils import logger
-
-    package = getattr(logger, name)
-    if isinstance(package, TrackerPackage):
-        import_tracker(name)
-    return package
-
-
 class _RunFile:
     """Remembers, in the backend's log folder, which run of the tracker a resumed run goes on with."""
 
@@ -66,12 +39,18 @@ class _RunFile:
             self._path.write_text(str(run))
 
 
-class WandbLogger(LoggerInterface):
+class TrackerLogger(LoggerInterface):
+    """A backend that hands everything to the package of a tracker."""
+
+    package = staticmethod(import_tracker)
+
+
+class WandbLogger(TrackerLogger):
     """Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.wandb`, passed on to `wandb.init` (project, name, entity, tags, ...)."""
-        self._wandb = _package("wandb")
+        self._wandb = self.package("wandb")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         options.pop("log_nemo_gym_full_result_tables", None)
         file = _RunFile(log_dir)
@@ -119,11 +98,6 @@ class WandbLogger(LoggerInterface):
             same = values.min() == values.max()
             self.run.log({name: float(values[0]) if same else self._wandb.Histogram(values)}, step=step)
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Logs a matplotlib figure as an image."""
-        if (image := matplotlib_figure(figure)) is not None:
-            self.run.log({name: self._wandb.Image(image)}, step=step)
-
     def finish(self) -> None:
         """Sends what is queued and ends the run."""
         if self.run is not None:
@@ -131,13 +105,13 @@ class WandbLogger(LoggerInterface):
             self.run = None
 
 
-class MLflowLogger(LoggerInterface):
+class MLflowLogger(TrackerLogger):
     """MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location; the variables
         MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME stand in for absent ones."""
-        self._mlflow = _package("mlflow")
+        self._mlflow = self.package("mlflow")
 
         def option(name: str) -> str | None:
             return cfg_get(cfg, name) or os.getenv(f"MLFLOW_{name.upper()}")
@@ -173,11 +147,11 @@ class MLflowLogger(LoggerInterface):
     ) -> None:
         """Logs every number, and a summary of every list of numbers."""
         row: dict[str, float] = {}
-        named = prefixed(_merge_generation_logger_workers(metrics), prefix, None)
+        named = prefixed(merge_generation_workers(metrics), prefix, None)
         for name, value in flatten_dict(named, sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if isinstance(value, list) and len(value) != 1:
-                row |= {f"{name}/{key}": stat for key, stat in _summarize_list(value).items()}
+                row |= {f"{name}/{key}": stat for key, stat in summarize_list(value).items()}
             elif number is not None and not isinstance(number, str):
                 row[name] = float(number)
         if row:
@@ -190,27 +164,22 @@ class MLflowLogger(LoggerInterface):
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """MLflow has no histograms: the summary of the values is logged."""
         self._mlflow.log_metrics(
-            {f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()},
+            {f"{name}/{key}": stat for key, stat in summarize_list(to_plain(histogram)).items()},
             step=step,
             run_id=self.run_id,
         )
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Logs a matplotlib figure as an artifact."""
-        if (image := matplotlib_figure(figure)) is not None:
-            self._mlflow.log_figure(image, f"plots/{name}.png", save_kwargs={"bbox_inches": "tight"})
 
     def finish(self) -> None:
         """Ends the run."""
         self._mlflow.end_run()
 
 
-class SwanlabLogger(LoggerInterface):
+class SwanlabLogger(TrackerLogger):
     """SwanLab."""
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.swanlab`, passed on to `swanlab.init` (project, name, ...)."""
-        self._swanlab = _package("swanlab")
+        self._swanlab = self.package("swanlab")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         self.run = self._swanlab.init(**options, logdir=log_dir)
 
@@ -231,24 +200,19 @@ class SwanlabLogger(LoggerInterface):
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """SwanLab has no histograms: the summary of the values is logged."""
-        self.run.log({f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step)
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Logs a matplotlib figure as an image."""
-        if (image := matplotlib_figure(figure)) is not None:
-            self.run.log({name: self._swanlab.Image(image)}, step=step)
+        self.run.log({f"{name}/{key}": stat for key, stat in summarize_list(to_plain(histogram)).items()}, step=step)
 
     def finish(self) -> None:
         """Ends the run."""
         self._swanlab.finish()
 
 
-class TrackioLogger(LoggerInterface):
+class TrackioLogger(TrackerLogger):
     """Trackio, which keeps its data in a local database. A run that resumes in the same folder goes on there."""
 
     def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
         """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
-        self._trackio = _package("trackio")
+        self._trackio = self.package("trackio")
         options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
         options.setdefault("project", "nemo-rl-cpp")
         file = _RunFile(log_dir)
@@ -275,11 +239,8 @@ class TrackioLogger(LoggerInterface):
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """The summary of the values is logged."""
         self._trackio.log(
-            {f"{name}/{key}": stat for key, stat in _summarize_list(to_plain(histogram)).items()}, step=step
+            {f"{name}/{key}": stat for key, stat in summarize_list(to_plain(histogram)).items()}, step=step
         )
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Plots are files of the run only."""
 
     def finish(self) -> None:
         """Ends the run."""
@@ -292,7 +253,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
 
-def _merge_generation_logger_workers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def merge_generation_workers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """`generation_logger_metrics`, {name: {worker: values}}, with the values of all workers in one list a name."""
     by_name = metrics.get("generation_logger_metrics")
     if not isinstance(by_name, Mapping):
@@ -304,7 +265,8 @@ def _merge_generation_logger_workers(metrics: Mapping[str, Any]) -> dict[str, An
     return {**metrics, "generation_logger_metrics": merged}
 
 
-def _summarize_list(values: list[Any]) -> dict[str, float]:
+def summarize_list(values: list[Any]) -> dict[str, float]:
+    """`mean`, `p50`, `p90` and `max` of the numbers among the values; nothing where there are none."""
     kinds = (int, float, np.integer, np.floating)
     numbers = np.asarray(
         [value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float

@@ -1,13 +1,12 @@
-"""Logs that are files of the run: metrics.jsonl, system.jsonl, TensorBoard events, plots, rollouts.
+"""Logs that are files of the run: metrics.jsonl, system.jsonl, TensorBoard events.
 
 All of them can be cut back to a step, so that a run that resumes from the checkpoint of that step leaves the same files
 as one that was never interrupted (but for times).
 """
 
-import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from nemo_rl_cpp.utils import tb_events
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain
 from nemo_rl_cpp.utils.durable import read_text, write_atomic
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefixed, scalar_of
-from nemo_rl_cpp.utils.log_ledger import LogLedger
 
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
 HYPERPARAMS = "hyperparams.json"
-_TIME_PREFIXES = ("timing/", "performance/", "memory/")
+# never through a link to elsewhere, never into a fifo, which would wait
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class JsonlLogger(LoggerInterface):
@@ -34,10 +33,8 @@ class JsonlLogger(LoggerInterface):
     not take waits in memory for the next line.
     """
 
-    def __init__(self, log_dir: Path, ledger: LogLedger | None = None) -> None:
-        """`ledger` notes the plots; by default the folder's own."""
+    def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
-        self._ledger = ledger or LogLedger(log_dir)
         self._files: dict[str, int] = {}
         self._waiting: dict[str, bytes] = {}
 
@@ -61,16 +58,6 @@ class JsonlLogger(LoggerInterface):
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """Nothing: the per-step rollout files hold every value."""
-
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Writes plots/NAME_stepN.svg."""
-        path = self.log_dir / "plots" / f"{name}_step{step}.svg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._ledger.add(path)
-        if hasattr(figure, "to_svg"):
-            path.write_text(figure.to_svg(), encoding="utf-8")
-        else:
-            figure.savefig(path, format="svg", bbox_inches="tight")
 
     def flush(self) -> None:
         """Syncs the files to the disk."""
@@ -97,7 +84,7 @@ class JsonlLogger(LoggerInterface):
         if name not in self._files:
             path = self.log_dir / name
             drop_torn_line(path)
-            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._files[name] = os.open(path, _APPENDING, 0o666)
         self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
         self._write(name, self._files[name])
 
@@ -119,25 +106,24 @@ class TensorboardLogger(LoggerInterface):
         self._skipped: set[str] = set()
 
     def _open(self) -> Any:
-        from nemo_rl_cpp.utils import logger  # the public place of the writer's class: see `log_backends`
-
         if self._list is None:
-            return logger.SummaryWriter(log_dir=self.log_dir)
+            return self.new_writer(log_dir=self.log_dir)
         own = self._own_files()
-        writer = logger.SummaryWriter(log_dir=self.log_dir, own_files=own)
+        writer = self.new_writer(log_dir=self.log_dir, own_files=own)
         if writer.path.name not in own:
             write_atomic(self._list, "".join(f"{name}\n" for name in [*own, writer.path.name]))
         return writer
+
+    @staticmethod
+    def new_writer(**options: Any) -> Any:
+        """A `tb_events.SummaryWriter`."""
+        return tb_events.SummaryWriter(**options)
 
     def _own_files(self) -> list[str]:
         if self._list is None:
             return [path.name for path in Path(self.log_dir).glob(tb_events.PATTERN)]
         listed = read_text(self._list).split() if self._list.is_file() else []
         return [name for name in listed if fnmatch(name, tb_events.PATTERN) and "/" not in name]
-
-    @staticmethod
-    def _coerce_to_scalar(value: Any) -> int | float | bool | str | None:
-        return scalar_of(value)
 
     def log_metrics(
         self,
@@ -149,7 +135,7 @@ class TensorboardLogger(LoggerInterface):
     ) -> None:
         """Adds a scalar for every number; other values are skipped, with one message a name."""
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
-            number = self._coerce_to_scalar(value)
+            number = scalar_of(value)
             if number is not None and not isinstance(number, str):
                 self.writer.add_scalar(name, number, step)
             elif name not in self._skipped and not isinstance(
@@ -169,14 +155,6 @@ class TensorboardLogger(LoggerInterface):
         if values.size:
             self.writer.add_histogram(name, values.tolist(), step)
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Adds a matplotlib figure as an image; other plots are files only."""
-        if (drawing := matplotlib_figure(figure)) is not None:
-            buffer = io.BytesIO()
-            drawing.savefig(buffer, format="png", dpi=100)
-            width, height = (round(100 * inches) for inches in drawing.get_size_inches())
-            self.writer.add_image(name, buffer.getvalue(), step, width=width, height=height)
-
     def flush(self) -> None:
         """Syncs the event file to the disk."""
         self.writer.flush()
@@ -194,37 +172,9 @@ class TensorboardLogger(LoggerInterface):
         self.writer = self._open()
 
 
-def matplotlib_figure(figure: Any) -> Any:
-    """A matplotlib Figure of a figure or `LinePlot`; None when a LinePlot meets no matplotlib."""
-    return figure.to_matplotlib() if hasattr(figure, "to_matplotlib") else figure
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; a torn or foreign line is skipped, a missing file has none."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and line.endswith(b"\n"):
-                yield row
-
-
-def deterministic_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without what depends on time and memory: `timing/`, `performance/` and `memory/` names.
-
-    Two runs that did the same have equal lists.
-    """
-    rows = ({k: v for k, v in row.items() if not k.startswith(_TIME_PREFIXES)} for row in read_jsonl(path))
-    return [row for row in rows if set(row) != {"step"}]
-
-
 def truncate_jsonl(path: Path, step: int) -> None:
     """Keeps the whole lines whose `step` is not later, unchanged byte for byte. Atomic."""
-    if not path.exists():
+    if not path.is_file():
         return
 
     def kept(line: bytes) -> bool:
@@ -243,7 +193,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cuts off what follows the last newline: the rest of a write that a kill interrupted."""
-    if not path.exists() or path.stat().st_size == 0:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as file:
         content = file.read()

@@ -30,10 +30,6 @@ class LoggerInterface(ABC):
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """Logs a distribution of values."""
 
-    @abstractmethod
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Logs a figure: a matplotlib Figure or a `plots.LinePlot`."""
-
     def flush(self) -> None:
         """Brings everything logged so far to its file."""
 

@@ -5,10 +5,12 @@ the run has checkpoints, a line `{"owner": "/absolute/checkpoint_dir", "run": "5
 are, and a random number that the manifests of its checkpoints repeat.
 """
 
+import errno
 import json
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,12 @@ class LogLedger:
     def _append(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         text = json.dumps(row) + "\n"
-        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+        )
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not an ordinary file", str(self._path))
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a kill in the middle of a line
             os.write(descriptor, (("\n" if torn else "") + text).encode())

@@ -1,4 +1,4 @@
-"""The logger of a run: files always, trackers when enabled, rollouts and plots beside them."""
+"""The logger of a run: files always, trackers when enabled, rollouts beside them."""
 
 import json
 import os
@@ -8,58 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.config.logger import GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain, written
 from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts
 from nemo_rl_cpp.utils.folder_lock import FolderLock
-from nemo_rl_cpp.utils.log_backends import (
-    MLflowLogger,
-    SwanlabLogger,
-    TrackerPackage,
-    TrackioLogger,
-    WandbLogger,
-    _merge_generation_logger_workers,
-    _summarize_list,
-)
-from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger, matplotlib_figure
-from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict
+from nemo_rl_cpp.utils.log_backends import MLflowLogger, SwanlabLogger, TrackioLogger, WandbLogger
+from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.utils.log_interface import LoggerInterface
 from nemo_rl_cpp.utils.log_ledger import LogLedger
-from nemo_rl_cpp.utils.log_samples import print_message_log_samples
 from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger
-from nemo_rl_cpp.utils.plots import logprob_error_plot, timeline_plots
-from nemo_rl_cpp.utils.tb_events import SummaryWriter
-
-__all__ = [
-    "GPUMonitoringConfig",
-    "Logger",
-    "LoggerConfig",
-    "LoggerInterface",
-    "MLflowLogger",
-    "RayGpuMonitorLogger",
-    "SummaryWriter",
-    "SwanlabLogger",
-    "TensorboardLogger",
-    "TrackioLogger",
-    "WandbLogger",
-    "_merge_generation_logger_workers",
-    "_summarize_list",
-    "flatten_dict",
-    "get_experiment_dir",
-    "get_next_experiment_dir",
-    "log_container_init_timing",
-    "print_message_log_samples",
-]
-
-wandb, mlflow, swanlab, trackio = (TrackerPackage(name) for name in ("wandb", "mlflow", "swanlab", "trackio"))
-
-# In the order in which they are made; by name, so that a class that is replaced in this module is the one that is used.
-_BACKENDS = {
-    "wandb": "WandbLogger",
-    "swanlab": "SwanlabLogger",
-    "tensorboard": "TensorboardLogger",
-    "mlflow": "MLflowLogger",
-    "trackio": "TrackioLogger",
-}
 
 
 class Logger(LoggerInterface):
@@ -87,17 +43,33 @@ class Logger(LoggerInterface):
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         if cfg_get(cfg, "metrics_jsonl_enabled", True):
-            self._files.append(JsonlLogger(self.log_dir, self._ledger))
-        for name, backend in _BACKENDS.items():
+            self._files.append(JsonlLogger(self.log_dir))
+        for name, backend in self.backends().items():
             if cfg_get(cfg, f"{name}_enabled", name == "tensorboard"):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
-                self.loggers.append(globals()[backend](cfg_get(cfg, name), log_dir=str(folder)))
+                self.loggers.append(backend(cfg_get(cfg, name), log_dir=str(folder)))
                 if hasattr(self, f"{name}_logger"):
                     setattr(self, f"{name}_logger", self.loggers[-1])
                 if name == "tensorboard":
                     self._files.append(self.loggers[-1])
         self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
+
+    @staticmethod
+    def backends() -> dict[str, Callable[..., LoggerInterface]]:
+        """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
+        return {
+            "wandb": WandbLogger,
+            "swanlab": SwanlabLogger,
+            "tensorboard": TensorboardLogger,
+            "mlflow": MLflowLogger,
+            "trackio": TrackioLogger,
+        }
+
+    @staticmethod
+    def new_monitor(**options: Any) -> RayGpuMonitorLogger:
+        """The sampler of GPUs for `monitor_gpus`."""
+        return RayGpuMonitorLogger(**options)
 
     @property
     def run_id(self) -> str | None:
@@ -112,7 +84,7 @@ class Logger(LoggerInterface):
             self._ledger.own(checkpoint_dir.resolve())
 
     def _start_monitor(self, cfg: Any) -> RayGpuMonitorLogger | None:
-        monitor = RayGpuMonitorLogger(
+        monitor = self.new_monitor(
             collection_interval=cfg_get(cfg, "gpu_monitoring.collection_interval", 10),
             flush_interval=cfg_get(cfg, "gpu_monitoring.flush_interval", 10),
             metric_prefix="ray",
@@ -146,37 +118,6 @@ class Logger(LoggerInterface):
         """Logs a distribution of values."""
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
-        """Logs a matplotlib Figure or a `plots.LinePlot`; it is also saved as plots/NAME_stepN.svg.
-
-        TensorBoard and the trackers get it as a matplotlib Figure, or not at all where matplotlib is missing.
-        """
-        drawn = matplotlib_figure(figure) if self.loggers else None
-
-        def give(logger: LoggerInterface) -> None:
-            if isinstance(logger, JsonlLogger):
-                logger.log_plot(figure, step, name)
-            elif drawn is not None:
-                logger.log_plot(drawn, step, name)
-
-        self._each(give)
-
-    def log_plot_per_worker_timeline_metrics(
-        self, metrics: dict[int, list[Any]], step: int, prefix: str, name: str, timeline_interval: float
-    ) -> None:
-        """Plots one line a worker and their average. `metrics`: worker -> values `timeline_interval` seconds apart."""
-        for kind, plot in timeline_plots(metrics, name, timeline_interval).items():
-            self.log_plot(plot, step, f"{prefix}/{kind}_{name}")
-
-    def log_plot_token_mult_prob_error(self, data: Mapping[str, Any], step: int, name: str) -> None:
-        """Plots the log-probabilities of the sample in which generator and trainer differ most.
-
-        `data`: token_mask, generation_logprobs, prev_logprobs [B, S], sample_mask, prompt_lengths, full_lengths [B].
-        Nothing is plotted when no sample counts.
-        """
-        if (plot := logprob_error_plot(data)) is not None:
-            self.log_plot(plot, step, name)
-
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
         """Writes one line a sample, with its `idx`, into a file of the log folder (replacing it).
 
@@ -189,15 +130,6 @@ class Logger(LoggerInterface):
         count = next(iter(lengths.values()), 0)
         rows = ({key: value[i] for key, value in columns.items()} | {"idx": i} for i in range(count))
         self._write_lines(filename, (_json_line(row) for row in rows))
-
-    def log_string_list_as_jsonl(self, to_log: list[str], filename: str) -> None:
-        """Appends strings, which are JSON already, as lines to a file of the log folder."""
-
-        def append(path: Path) -> None:
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in to_log)
-
-        self._write(filename, append)
 
     def _write_lines(self, filename: str, lines: Any) -> None:
         def replace(path: Path) -> None:
@@ -286,10 +218,6 @@ def _json_line(row: dict[str, Any]) -> str:
         return json.dumps(row, allow_nan=False) + "\n"
     except (TypeError, ValueError):
         return json.dumps(to_json(row), allow_nan=False) + "\n"
-
-
-def log_container_init_timing(*args: Any, **kwargs: Any) -> None:
-    """Nothing: NeMo RL's run scripts report with it how long their container took to start; there is none here."""
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:

@@ -73,10 +73,6 @@ class SummaryWriter(EventFile):
         lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
         self.add(0, [text("hyperparams", f"```yaml\n{lines}\n```")])
 
-    def add_image(self, tag: str, png: bytes, global_step: int, *, width: int, height: int) -> None:
-        """A PNG image."""
-        self.add(global_step, [image(tag, png, width, height)])
-
 
 def _new_file(folder: Path) -> Path:
     name, number = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}", 1

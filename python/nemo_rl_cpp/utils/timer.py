@@ -1,6 +1,5 @@
 """Named stage times of a training step, and the wall-clock limit of a run."""
 
-import json
 import logging
 import statistics
 import sys
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -32,10 +30,6 @@ class StepAccounting:
     @property
     def share(self) -> float:
         return self.accounted / self.total if self.total > 0 else 1.0
-
-    @property
-    def unaccounted(self) -> float:
-        return max(self.total - self.accounted, 0.0)
 
 
 class Timer:
@@ -61,7 +55,6 @@ class Timer:
         self._context = dict(context or {})
         self._timers: dict[str, list[float]] = {}
         self._start_times: dict[str, float] = {}
-        self._markers: dict[str, list[tuple[float, dict | None]]] = {}
         self._outermost: dict[str, float] = {}
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -101,20 +94,6 @@ class Timer:
         with self._lock:
             self._timers.setdefault(label, []).append(elapsed)
         self._debug(should_log, label, f"record elapsed={elapsed:.4f}s")
-
-    def mark(self, label: str, metadata: dict | None = None) -> float:
-        """Notes that something happened now; returns the Unix time in seconds."""
-        now = time.time()
-        with self._lock:
-            self._markers.setdefault(label, []).append((now, metadata))
-        self._debug(True, label, f"mark meta={metadata}" if metadata else "mark")
-        return now
-
-    def get_markers(self, label: str | None = None) -> dict[str, list[tuple[float, dict | None]]]:
-        """All marks by label, or only those of `label`."""
-        with self._lock:
-            labels = self._markers if label is None else [label]
-            return {name: list(self._markers.get(name, [])) for name in labels}
 
     @contextmanager
     def time(self, label: str, should_log: bool = True) -> Iterator[None]:
@@ -168,10 +147,6 @@ class Timer:
                 raise KeyError(f"no timings recorded for {label!r}")
             return self._timers[label]
 
-    def get_latest_elapsed(self, label: str) -> float:
-        """The newest measurement of `label`; KeyError when there is none."""
-        return self.get_elapsed(label)[-1]
-
     def reduce(self, label: str, operation: str = "mean") -> float:
         """One number for all measurements of `label`: mean, median, min, max, std (population), sum or count."""
         if operation not in self._REDUCTION_FUNCTIONS:
@@ -187,30 +162,10 @@ class Timer:
                 for label, values in self._timers.items()
             }
 
-    def save_to_json(
-        self, filepath: str | Path, reduction_op: str = "sum", metadata: dict[str, Any] | None = None
-    ) -> None:
-        """Writes {"timings": {label: seconds}, "reduction_op", "metadata" if given}; makes the folders above the file."""
-        content: dict[str, Any] = {"timings": self.get_timing_metrics(reduction_op), "reduction_op": reduction_op}
-        if metadata:
-            content["metadata"] = metadata
-        path = Path(filepath)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-    @staticmethod
-    def aggregate_max(timers: Sequence["Timer"], reduction_op: str = "sum") -> dict[str, float]:
-        """By label, the largest reduced time over several timers: the slowest worker decides how long a stage takes."""
-        slowest: dict[str, float] = {}
-        for timer in timers:
-            for label, elapsed in timer.get_timing_metrics(reduction_op).items():
-                slowest[label] = max(elapsed, slowest.get(label, elapsed))
-        return slowest
-
     def reset(self, label: str | None = None) -> None:
         """Forgets one label, or everything."""
         with self._lock:
-            for store in (self._timers, self._start_times, self._markers, self._outermost):
+            for store in (self._timers, self._start_times, self._outermost):
                 store.clear() if label is None else store.pop(label, None)
             stack = self._stack()
             stack[:] = [] if label is None else [other for other in stack if other != label]
@@ -234,9 +189,6 @@ class Timer:
     def _debug(self, should_log: bool, label: str, event: str) -> None:
         if should_log and _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s %s ts=%.6f %s", label, event, time.time(), self._context)
-
-
-ThreadSafeTimer = Timer
 
 
 def convert_to_seconds(time_string: str) -> int:

@@ -1,21 +1,15 @@
 """Chooses how weights reach the engine."""
 
-from typing import Any
-
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 from nemo_rl_cpp.weight_sync.shared import SharedWeights
 
 
 def create_weight_synchronizer(
-    policy: Any,
-    generation: Any,
-    generation_backend: str,
-    colocated: bool,
-    train_cluster: Any = None,
-    inference_cluster: Any = None,
-    refit_buffer_size_gb: float | int | None = None,
+    policy: PolicyInterface, generation: GenerationInterface, generation_backend: str, colocated: bool
 ) -> WeightSynchronizer:
-    """The synchronizer for an engine of `generation_backend`. Shared weights need neither clusters nor a buffer.
+    """The synchronizer for an engine of `generation_backend`.
 
     ValueError for an engine that has weights of its own, which is not supported yet.
     """

@@ -1,28 +1,20 @@
 """What the training loop asks of the way in which weights reach the engine."""
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.utils.timer import Timer
 
 
-class WeightSynchronizer(ABC):
-    """Brings the policy's weights to the engine, and knows whether the engine's are old."""
+class WeightSynchronizer(Protocol):
+    """Brings the policy's weights to the engine, and knows whether the engine's are old. They are until the first
+    `sync_weights`."""
 
-    @abstractmethod
-    def sync_weights(
-        self, *, timer: "Timer | None" = None, kv_scales: dict[str, float] | None = None
-    ) -> dict[str, float] | None:
-        """Brings the current weights over; metrics of the transfer, if there are any."""
+    def sync_weights(self, *, timer: "Timer | None" = None) -> dict[str, Any]:
+        """Brings the present weights over, where the engine's are old; metrics of the transfer, logged with the step."""
 
-    @property
-    @abstractmethod
-    def is_stale(self) -> bool:
-        """Whether the engine's weights are older than the policy's; true until the first successful `sync_weights`."""
+    def mark_stale(self) -> None:
+        """The policy has been trained: the engine's weights are old."""
 
-    def init_communicator(self) -> None:
-        """Connects both sides; nothing to do where they share memory."""
-
-    def shutdown(self) -> None:
-        """Disconnects. Safe to call twice."""
+    def verify_before_training(self) -> None:
+        """RuntimeError when the weights are not those under which the rollouts were generated."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.utils.timer import Timer
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
@@ -16,22 +18,18 @@ class SharedWeights(WeightSynchronizer):
     With `check_digests` off only the counters remain.
     """
 
-    def __init__(self, policy: Any, generation: Any, check_digests: bool = True) -> None:
+    def __init__(self, policy: PolicyInterface, generation: GenerationInterface, check_digests: bool = True) -> None:
         self._policy = policy
         self._generation = generation
         self._check = check_digests
         self._digest: str | None = None
         self._stale = True
 
-    @property
-    def is_stale(self) -> bool:
-        return self._stale
-
     def mark_stale(self) -> None:
         """The policy has been trained."""
         self._stale = True
 
-    def sync_weights(self, *, timer: Timer | None = None, kv_scales: dict[str, float] | None = None) -> dict[str, Any]:
+    def sync_weights(self, *, timer: Timer | None = None) -> dict[str, Any]:
         """`refit/bytes` (0: nothing moved) and `weights/digest`, the same for both roles.
 
         RuntimeError when the engine would generate with other weights than those in training.

@@ -7,7 +7,8 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
-from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, calculate_kl
+from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
+from nemo_rl_cpp.compat.algorithms.utils import calculate_kl
 
 LOSS = ClippedPGLossConfig()
 PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])

@@ -5,17 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loop_fakes import TOKENIZER, Digits, Engine, Policy, logged, rows
+from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
 from nemo_rl_cpp.algorithms import grpo
-from nemo_rl_cpp.algorithms.checkpointing import find_resume
-from nemo_rl_cpp.algorithms.run import run_to_end
+from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.experience.batches import TrainBatch
 
 
 def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
-    """(parts, config, state, policy) of a run with 2 prompts x 4 generations a step."""
+    """A run with 2 prompts x 4 generations a step."""
     config = load_grpo_config(
         "grpo_tiny.yaml",
         [
@@ -28,25 +27,11 @@ def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
     policy = policy or Policy()
     engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
     engine.events, engine.policy = policy.events, policy
-    loader = StatefulDataLoader(rows(num_rows), grpo.build.prompts_per_round(config.grpo), drop_last=True)
-    val_loader = StatefulDataLoader(rows(3), 3)
-    checkpoints = CheckpointManager(config.checkpointing)
-    resume = find_resume(checkpoints)
-    resume.load_data_position(loader, config.data)
-    logger = grpo.build.make_logger(config, resume.state)
-    env = {"t": Digits()}
-    parts = grpo.make_components(
-        policy, engine, loader, val_loader, TOKENIZER, None, env, env, logger, checkpoints, resume.state, config
-    )
-    parts.run.progress.close()
-    parts.run.progress = None
-    return SimpleNamespace(
-        parts=parts, config=config, state=resume.state, policy=policy, engine=engine, log_dir=logger.log_dir
-    )
+    return fake_run(config, policy, engine, num_rows=num_rows)
 
 
 def train(run):
-    run_to_end(grpo.grpo_loop, run.parts, run.config, run.state, "test")
+    run.train()
     return run
 
 
@@ -84,14 +69,14 @@ def test_scored_beforehand_when_generation_is_not_exact(tmp_path):
 
 def test_weights_that_change_between_the_phases_stop_the_run(tmp_path):
     run = make(tmp_path)
-    step = run.parts.rollouts.run
+    step = run.rollouts.run
 
     def generate_and_damage(prompts, weight_version):
         rollouts = step(prompts, weight_version)
         run.policy.version += 100  # somebody writes into the weights
         return rollouts
 
-    run.parts.rollouts.run = generate_and_damage
+    run.rollouts.run = generate_and_damage
     with pytest.raises(RuntimeError, match="changed between generation"):
         train(run)
     assert "train" not in run.policy.events
@@ -184,7 +169,7 @@ def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
 
     def train_and_interrupt(*args, **kwargs):
         if run.policy.version == 1:
-            run.parts.run.stop.reason = "interrupted"  # what the first Ctrl-C sets
+            run.services.stop.reason = "interrupted"  # what the first Ctrl-C sets
         return step(*args, **kwargs)
 
     run.policy.train = train_and_interrupt
@@ -198,7 +183,7 @@ def test_validation_at_start_by_period_and_at_end(tmp_path):
     run = train(
         make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
     )
-    assert [row["step"] for row in run.parts.run.validations] == [0, 2, 3]
+    assert [row["step"] for row in run.services.validations] == [0, 2, 3]
     assert sorted(logged(run, "validation/")) == [0, 2, 3]
     assert (run.log_dir / "val_data_step0.jsonl").exists()
 
@@ -228,13 +213,20 @@ def test_rollouts_are_written_one_line_a_sample(tmp_path):
     [(None, None, [-3.0, 0.5, 4.0]), (-1.0, None, [-1.0, 0.5, 4.0]), (-1.0, 2.0, [-1.0, 0.5, 2.0])],
 )
 def test_advantage_clipping(low, high, expected):
-    bounds = SimpleNamespace(advantage_clip_low=low, advantage_clip_high=high)
-    assert grpo._clip_grpo_advantages(torch.tensor([-3.0, 0.5, 4.0]), bounds).tolist() == expected
+    class Given:
+        last_metrics = {}
+
+        def compute_advantage(self, **inputs):
+            return torch.tensor([[-3.0, 0.5, 4.0]])
+
+    one, row = torch.ones(1), torch.ones(1, 3)
+    batch = TrainBatch(row, one, row, row, sample_mask=one, rewards=one)
+    batch.group_id = one
+    GroupAdvantages(Given(), GRPOConfig(advantage_clip_low=low, advantage_clip_high=high)).add(batch)
+    assert batch["advantages"].tolist() == [expected]
 
 
-def test_names_that_are_not_supported_say_so(tmp_path):
-    with pytest.raises(NotImplementedError, match="async_grpo"):
-        grpo.async_grpo_train()
+def test_an_unknown_estimator_is_named():
     unknown = SimpleNamespace(grpo=SimpleNamespace(adv_estimator=SimpleNamespace(name="gae")), loss_fn=None)
     with pytest.raises(ValueError, match="adv_estimator.name is 'gae'"):
-        grpo._create_advantage_estimator(unknown)
+        grpo.make_advantages(unknown)

@@ -11,6 +11,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
     rollout_table,
     training_metrics,
 )
+from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.experience.rollout_runner import aggregate_rollout_metrics, combine_rollout_metrics
 
 INF = float("inf")
@@ -72,20 +73,14 @@ def test_baselines_in_percent():
 
 
 def _step():
-    samples = {
+    samples = Rollouts({
         "message_log": [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "x": 1}]] * 2,
         "length": torch.tensor([1, 3]),
         "truncated": torch.tensor([False, True]),
-    }
-    batch = {
-        "input_ids": torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]]),
-        "input_lengths": torch.tensor([2, 4]),
-        "token_mask": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]]),
-        "sample_mask": torch.tensor([1.0, 1.0]),
-        "rewards": torch.tensor([1.0, 0.0]),
-        "advantages": torch.tensor([[9.0, 2.0, 9.0, 9.0], [9.0, 9.0, 9.0, -1.0]]),
-        "generation_logprobs": torch.zeros(2, 4),
-    }
+        "loss_multiplier": torch.ones(2),
+    })  # fmt: skip
+    batch = TrainBatch(input_ids=torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]]), input_lengths=torch.tensor([2, 4]), token_mask=torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]]), sample_mask=torch.tensor([1.0, 1.0]), rewards=torch.tensor([1.0, 0.0]), generation_logprobs=torch.zeros(2, 4))  # fmt: skip
+    batch.advantages = torch.tensor([[9.0, 2.0, 9.0, 9.0], [9.0, 9.0, 9.0, -1.0]])
     return samples, batch
 
 

@@ -3,30 +3,36 @@
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
-from nemo_rl_cpp.algorithms.grpo import compute_advantages
-from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import TrainBatch
 
 
-class Parts:
-    advantage_estimator = GRPOAdvantageEstimator(
-        AdvEstimatorConfig(use_leave_one_out_baseline=False, normalize_rewards=False), None
-    )
+def advantages(batch, **grpo):
+    """The first column, by GRPO's estimator against the mean of the group."""
+    settings = AdvEstimatorConfig(use_leave_one_out_baseline=False, normalize_rewards=False)
+    GroupAdvantages(GRPOAdvantageEstimator(settings, None), GRPOConfig(**grpo)).add(batch)
+    return batch["advantages"][:, 0].tolist()
 
 
 def train_batch(rewards, masks):
     size = len(rewards)
-    return {
+    fields = {
         "input_ids": torch.zeros(size, 2, dtype=torch.long), "group_id": torch.zeros(size, dtype=torch.long), "rewards": torch.tensor(rewards),
         "token_mask": torch.ones(size, 2), "sample_mask": torch.tensor(masks), "generation_logprobs": torch.zeros(size, 2),
     }  # fmt: skip
+    groups = fields.pop("group_id")
+    batch = TrainBatch(input_lengths=torch.full((size,), 2), **fields)
+    batch.group_id = groups
+    return batch
 
 
 def test_the_baseline_is_over_those_that_vote():
     batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
-    included = compute_advantages(Parts, batch)[:, 0].tolist()
-    excluded = compute_advantages(Parts, batch, "exclude")[:, 0].tolist()
+    included = advantages(batch)
+    excluded = advantages(batch, masked_reward_policy="exclude")
     assert included == [-0.5, 0.5, -0.5, 0.5]
     assert excluded[1:] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
 

@@ -5,16 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loop_fakes import TOKENIZER, Digits, Engine, Policy, logged, rows
+from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
 from nemo_rl_cpp.algorithms import ppo
-from nemo_rl_cpp.algorithms import setup as build
-from nemo_rl_cpp.algorithms.checkpointing import find_resume
 from nemo_rl_cpp.algorithms.critic import critic_metrics
-from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
 from nemo_rl_cpp.config import load_ppo_config
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 
 
 class Critic:
@@ -48,6 +43,10 @@ class Critic:
         return {"loss": torch.tensor([0.3]), "grad_norm": torch.tensor([2.0]), "all_mb_metrics": metrics}
 
     save_checkpoint = Policy.save_checkpoint
+    keep_bad_batches = Policy.keep_bad_batches
+    non_finite_parameters = Policy.non_finite_parameters
+    checkpoint_bytes = Policy.checkpoint_bytes
+    learning_rate = 2e-3
 
 
 def make(tmp_path, *overrides, respond=None, with_value=True):
@@ -65,40 +64,11 @@ def make(tmp_path, *overrides, respond=None, with_value=True):
     value = Critic(policy.events) if with_value else None
     engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
     engine.events, engine.policy = policy.events, policy
-    loader, val_loader = (
-        StatefulDataLoader(rows(8), build.prompts_per_round(config.ppo), drop_last=True),
-        StatefulDataLoader(rows(3), 3),
-    )
-    checkpoints = CheckpointManager(config.checkpointing)
-    resume = find_resume(checkpoints)
-    resume.load_data_position(loader, config.data)
-    logger = build.make_logger(config, resume.state)
-    env = {"t": Digits()}
-    parts = ppo.make_components(
-        policy,
-        engine,
-        value,
-        loader,
-        val_loader,
-        TOKENIZER,
-        None,
-        None,
-        env,
-        env,
-        logger,
-        checkpoints,
-        resume.state,
-        config,
-    )
-    parts.run.progress.close()
-    parts.run.progress = None
-    return SimpleNamespace(
-        parts=parts, config=config, state=resume.state, policy=policy, value=value, log_dir=logger.log_dir
-    )
+    return fake_run(config, policy, engine, value)
 
 
 def train(run):
-    run_to_end(ppo.ppo_loop, run.parts, run.config, run.state, "test")
+    run.train()
     return run
 
 
@@ -125,7 +95,7 @@ def test_the_critic_alone_until_policy_training_starts(tmp_path):
             "checkpointing.enabled=false",
         )
     )
-    assert run.value.version == 6 and run.policy.version == 2
+    assert run.critic.model.version == 6 and run.policy.version == 2
     digests = [row["train/weights/digest"] for row in logged(run).values()]
     assert digests == [f"{0:016x}"] * 3
     first, _, last = logged(run).values()
@@ -135,7 +105,7 @@ def test_the_critic_alone_until_policy_training_starts(tmp_path):
 def test_what_critic_and_policy_get(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2", "ppo.adv_estimator.normalize_advantages=false",
                      "ppo.adv_estimator.gae_lambda=1.0", respond=lambda prompt, key: "2" if key[2] < 2 else "1"))  # fmt: skip
-    critic, first, second = run.value.trained[0], *run.policy.trained
+    critic, first, second = run.critic.model.trained[0], *run.policy.trained
     mask, rewards = critic["token_mask"], critic["rewards"]
     assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0] * 2
     torch.testing.assert_close(
@@ -143,7 +113,7 @@ def test_what_critic_and_policy_get(tmp_path):
     )  # lambda 1, gamma 1: the reward to come
     torch.testing.assert_close(critic["advantages"] * mask, (rewards[:, None] - 0.25) * mask)
     assert first is not second or "prev_logprobs" in second
-    for batch in run.value.trained:  # values and returns stay those of the rollout
+    for batch in run.critic.model.trained:  # values and returns stay those of the rollout
         assert torch.equal(batch["values"], critic["values"]) and torch.equal(batch["returns"], critic["returns"])
 
 
@@ -168,7 +138,7 @@ def test_raw_reward_has_no_critic(tmp_path):
             with_value=False,
         )
     )
-    assert run.parts.models == {"policy": run.policy}
+    assert run.models == {"policy": run.policy}
     batch = run.policy.trained[0]
     assert "returns" not in batch and "values" not in batch
     torch.testing.assert_close(
@@ -255,4 +225,4 @@ def test_checkpoints_hold_both_models(tmp_path):
 def test_an_unknown_estimator_is_named():
     unknown = SimpleNamespace(ppo=SimpleNamespace(adv_estimator=SimpleNamespace(name="grpo")), loss_fn=None)
     with pytest.raises(ValueError, match="adv_estimator.name is 'grpo'"):
-        ppo._create_advantage_estimator(unknown)
+        ppo.make_advantages(unknown)

@@ -25,8 +25,8 @@ ROWS = [{"input": f"{i}", "output": f"{i}"} for i in range(100, 140)]
 
 
 def close(run):
-    run.parts.run.logger.finish()
-    run.parts.run.checkpoints.shutdown()
+    run.services.logger.finish()
+    run.services.checkpoints.shutdown()
 
 
 def write_rows(path, rows):
@@ -186,7 +186,7 @@ REFUSED = [
 def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, paths, overrides, words, monkeypatch):
     for prepare in (other_weights, other_tokenizer, other_rows):
         prepare(run_of_two_steps)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
     if name == "data set":
         overrides += [
@@ -268,7 +268,7 @@ def test_a_finished_run_says_how_to_go_on(run_of_two_steps, capsys):
 
 def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(
         FolderInUseError,
         match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own",
@@ -279,7 +279,7 @@ def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monk
 
 def test_a_run_that_could_not_be_built_gives_its_folder_free(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("nemo_rl_cpp.algorithms.setup.make_policy", lambda *a, **k: 1 / 0)
+        patch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny.make(tmp_path, *RUN)
     assert not (tmp_path / "checkpoints").exists()
@@ -305,7 +305,7 @@ def test_kept_groups_of_another_size_are_left_out_and_said(tmp_path, capsys):
     )
     close(other)
     assert "the settings of dynamic sampling changed" in capsys.readouterr().out
-    assert other.parts.sampler.cached_groups == 0
+    assert other.sampler.cached_groups == 0
 
 
 def test_old_sampler_files_are_read_as_data_only(tmp_path):
@@ -355,7 +355,7 @@ def test_a_critic_is_looked_at_like_a_policy(tmp_path, capsys):
         r"Resuming .*step_1.*ppo.max_num_steps 1 -> 2, value.megatron_cfg.optimizer.lr .* -> 0.25",
         capsys.readouterr().out,
     )
-    assert run.value.learning_rate == 0.25
+    assert run.critic.model.learning_rate == 0.25
     with pytest.raises(
         ResumeError, match="value.hf_config_overrides.rms_norm_eps: rms_norm_eps 1e-05 -> 0.5 is another architecture"
     ):

@@ -8,7 +8,6 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.algorithms.checkpointing import NotSavedError
-from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from test_grpo_loop import make, train
 
@@ -81,14 +80,21 @@ def test_any_other_error_of_a_save_ends_the_run(tmp_path):
 # ---- weights that are not finite
 
 
-@pytest.mark.parametrize("lr", ["1e38", "1e30"])
-def test_weights_that_are_not_finite_are_never_sealed(tmp_path, lr):
+@pytest.mark.parametrize(
+    "lr, decay, words",
+    [
+        ("1e38", 1e9, "parameters are not finite, first model.embed_tokens"),
+        ("1e30", 1e9, "parameters are not finite, first model.embed_tokens"),
+        ("1e30", 0, r"it comes from sample \d+, token \d+"),
+    ],
+)
+def test_weights_that_are_not_finite_are_never_sealed(tmp_path, lr, decay, words):
     run = tiny.make(
-        tmp_path, *tiny.SMALL, f"policy.optimizer.kwargs.lr={lr}", "policy.optimizer.kwargs.weight_decay=1e9", "grpo.max_num_steps=3",
+        tmp_path, *tiny.SMALL, f"policy.optimizer.kwargs.lr={lr}", f"policy.optimizer.kwargs.weight_decay={decay}", "grpo.max_num_steps=3",
         "checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=null",
     )  # fmt: skip
-    with pytest.raises(NonFiniteError, match=r"policy|logits|loss"):
-        run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
+    with pytest.raises(NonFiniteError, match=words):
+        run.train()
     for folder in (tmp_path / "checkpoints").glob("step_*"):
         from safetensors.torch import load_file
 
@@ -116,7 +122,7 @@ def test_the_bad_parameter_is_named(tmp_path, bad, enabled):
         NonFiniteError,
         match=r"policy: after step 1 1 parameters are not finite, first model.layers.1.mlp.up_proj.weight.*rate.* 0.5",
     ):
-        run_to_end(run.loop, run.parts, run.config, run.state, "tiny")
+        run.train()
     assert saved(tmp_path) == []
 
 
@@ -147,8 +153,8 @@ def test_a_validation_by_other_environments_is_waited_for(tmp_path):
         "grpo.val_period=2",
         "checkpointing.save_period=9",
     )
-    run.parts.rollouts.task_to_env["second"] = next(iter(run.parts.rollouts.task_to_env.values()))
-    run.parts.validator._task_to_env = {"t": run.parts.rollouts.task_to_env["t"]}
+    run.environments.train["second"] = next(iter(run.environments.train.values()))
+    run.validator._task_to_env = {"t": run.environments.train["t"]}
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'"):
         train(run)
     assert run.state.step == 2
@@ -225,6 +231,6 @@ def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
         "checkpointing.metric_name=val:accuracy",
         "grpo.val_period=4",
     )
-    run.parts.run.stop.reason = "interrupted"
+    run.services.stop.reason = "interrupted"
     train(run)
     assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []

@@ -5,10 +5,10 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 def test_counters():
     state = TrainState(max_num_steps=2)
     assert state.draw(8) == 0 and state.draw(4) == 8 and state.draw_counter == 12
-    assert not state.finished and not state.is_last_step
+    assert not state.finished
     state.advance(num_prompts=8, num_valid_tokens=100)
     assert (state.step, state.current_step, state.consumed_samples, state.total_valid_tokens) == (1, 1, 8, 100)
-    assert state.is_last_step and not state.finished
+    assert not state.finished
     state.next_epoch()
     assert (state.current_epoch, state.current_step, state.total_steps) == (1, 0, 1)
     state.advance()

@@ -47,7 +47,12 @@ UNREADABLE = {
     "an overlong character": (b"a: \xc0\xaf", "c.yaml:1: the byte 0xc0 is not UTF-8"),
     "a surrogate": (b"a: 1\n\nb: \xed\xa0\x80", "c.yaml:3: the byte 0xed is not UTF-8"),
     "UTF-16": ("a: 1\n".encode("utf-16"), "c.yaml:1: the byte 0xff is not UTF-8"),
-    "UTF-16 that does not say so": ("a: 1\n".encode("utf-16-le"), "c.yaml:1: the byte 0x0 is not UTF-8"),
+    "UTF-16 that does not say so": ("a: 1\n".encode("utf-16-le"), "c.yaml:1: a byte 0 stands in the file"),
+    "a byte 0": (b"x: 1\na: b\0c\n", "c.yaml:2: a byte 0 stands in the file, which no text has"),
+    "aliases of a long text": ("a: &a " + "x" * 100_000 + "\nb: [" + "*a, " * 15_000 + "]", "c.yaml:2: aliases make more than 4 MB of text"),
+    "aliases of long keys": ("a: &a {" + "k" * 100_000 + ": 1}\nb: [" + "*a, " * 5_000 + "]", "c.yaml:2: aliases make more than 4 MB of text"),
+    "a device as a parent": ("defaults: /dev/zero\na: 1", "c.yaml:1: the configuration file /dev/zero is no file: name a YAML file"),
+    "a folder as a parent": ("defaults: .\na: 1", "c.yaml:1: the configuration file .* is no file: name a YAML file"),
     "a character cut off": (b"a: \xe6\x97", "c.yaml:1: the byte 0xe6 is not UTF-8"),
 }  # fmt: skip
 

@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from nemo_rl_cpp.compat.utils.config import OverridesError, parse_hydra_overrides
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
-from nemo_rl_cpp.utils.config import OverridesError, parse_hydra_overrides
 
 
 def base():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.utils.config import (
+from nemo_rl_cpp.compat.utils.config import (
     load_config,
     load_config_with_inheritance,
     merge_with_override,

@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+from nemo_rl_cpp import errors
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.locate import find_config
 from nemo_rl_cpp.utils.access import written
@@ -91,3 +92,15 @@ def test_no_file_of_a_run_holds_the_value_and_the_run_resumes(tmp_path, capsys, 
         "Not compared, since their values come from environment variables: logger.wandb.entity, logger.wandb.name"
         in out
     )
+
+
+def test_an_error_file_holds_no_value(tmp_path, monkeypatch):
+    """A message may name what it was given: the terminal shows it, the file that stays does not."""
+    monkeypatch.setattr(errors, "_folder", tmp_path)
+    config = load(tmp_path, "logger: {wandb: {entity: 'Bearer ${oc.env:TOKEN}'}}\n")
+    try:
+        raise ConnectionError(f"401 for {config.logger.wandb.entity!r}") from KeyError(SECRET)
+    except ConnectionError as error:
+        assert SECRET in errors.one_sentence(error)
+        text = errors.save_traceback(error).read_text()
+    assert "401 for 'Bearer ${oc.env:TOKEN}'" in text and SECRET not in text

@@ -157,7 +157,7 @@ def test_a_configuration_made_in_python_is_checked(tiny, key, value, message):
 
 @pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED[:-1])
 def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
-    from nemo_rl_cpp.algorithms import grpo
+    from nemo_rl_cpp.algorithms.build import build_run
 
     config = GRPOMasterConfig(**tiny)
     node = config
@@ -165,22 +165,18 @@ def test_what_is_assigned_later_is_checked_at_setup(tiny, key, value, message):
     for part in sections:
         node = node[part]
     node[name] = value
-    for start in (
-        lambda: grpo.setup(config, None, None, None),
-        lambda: grpo.main(config),
-        lambda: checked(config, GRPOMasterConfig),
-    ):
+    for start in (lambda: build_run(config), lambda: checked(config, GRPOMasterConfig)):
         with pytest.raises(ConfigError, match=message):
             start()
 
 
 def test_other_runs_are_checked_too():
-    from nemo_rl_cpp.algorithms import ppo
+    from nemo_rl_cpp.algorithms.build import build_run
     from nemo_rl_cpp.evals import eval as evals
 
     tree = load_ppo_config("ppo_tiny.yaml").model_dump()
     with pytest.raises(ConfigError, match="must be greater than 1"):
-        ppo.setup(changed(tree, "loss_fn.ratio_clip_c", 0.5), None, None, None)
+        build_run(changed(tree, "loss_fn.ratio_clip_c", 0.5))
     with pytest.raises(ConfigError, match="is greedy, so all responses"):
         evals.main(
             changed(
@@ -233,15 +229,16 @@ def test_the_guides_names_are_known():
 
 def test_there_is_one_class_of_a_name():
     import nemo_rl_cpp.config as config
-    from nemo_rl_cpp.algorithms import advantage_estimator, grpo, loss, reward_functions, reward_scaling
+    from nemo_rl_cpp.algorithms import reward_scaling
+    from nemo_rl_cpp.compat.algorithms import advantage_estimator, grpo, loss, reward_functions
+    from nemo_rl_cpp.compat.distributed import virtual_cluster
+    from nemo_rl_cpp.compat.environments import code_environment, math_environment
+    from nemo_rl_cpp.compat.models import generation
+    from nemo_rl_cpp.compat.models import value as value_model
     from nemo_rl_cpp.config import cluster, env, value
     from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, RewardPenaltyConfig
     from nemo_rl_cpp.config.loss import MseValueLossConfig
     from nemo_rl_cpp.config.rewards import RewardShapingConfig
-    from nemo_rl_cpp.distributed import virtual_cluster
-    from nemo_rl_cpp.environments import code_environment, math_environment
-    from nemo_rl_cpp.models import generation
-    from nemo_rl_cpp.models import value as value_model
 
     assert loss.ClippedPGLossConfig is ClippedPGLossConfig and loss.MseValueLossConfig is MseValueLossConfig
     assert reward_functions.RewardShapingConfig is grpo.RewardShapingConfig is RewardShapingConfig

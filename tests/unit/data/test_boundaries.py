@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nemo_rl_cpp.compat.models.generation import configure_generation_config
 from nemo_rl_cpp.data.boundaries import (
     end_token_ids,
     named_ends,
@@ -21,7 +22,6 @@ from nemo_rl_cpp.data.processors import (
     raw_completion_data_processor,
 )
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
-from nemo_rl_cpp.models.generation import configure_generation_config
 from tokenizers import processors
 
 BOS, EOS = 1, 2

@@ -357,7 +357,6 @@ def test_one_processor_for_all_and_preprocessors(tiny):
     assert [by_task[i]["task_name"] for i in range(2)] == ["changed", "b"]
     with pytest.raises(ValueError, match="default_task_data_spec"):
         AllTaskProcessedDataset(rows_of("a"), tiny, None, math_hf_data_processor)
-    assert data.encode_single("12") == ([5, 6], 2) and data.encode_single(["1", "2"]) == ([5, 6], 2)
 
 
 def test_double_bos_is_found(tiny):

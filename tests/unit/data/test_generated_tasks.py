@@ -1,7 +1,6 @@
 """Tasks that are made up on the spot: right answers, disjoint sides, order from the seed."""
 
 from nemo_rl_cpp.data.datasets import load_response_dataset
-from nemo_rl_cpp.data.datasets.response_datasets.generated import fraction_of_digits_right
 from nemo_rl_cpp.data.processors import raw_completion_data_processor
 
 
@@ -78,13 +77,6 @@ def test_reverse_digits(tiny):
     for row in data.dataset:
         question, answer = (m["content"] for m in row["messages"])
         assert question == answer[::-1] + "=" and len(answer) == 3 and 3 not in tiny.encode(question)
-    assert [fraction_of_digits_right(text, "321") for text in ("321", "3", "421 9", "", "123")] == [
-        1.0,
-        1 / 3,
-        2 / 3,
-        0.0,
-        1 / 3,
-    ]
 
 
 def test_reasoning_gym_rows_can_be_scored_by_the_package():

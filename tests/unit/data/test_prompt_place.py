@@ -1,9 +1,9 @@
 r"""The one place of a prompt file: its question is never lost, its other braces stay."""
 
 import pytest
+from nemo_rl_cpp.compat.data.llm_message_utils import get_formatted_message_log
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
-from nemo_rl_cpp.data.llm_message_utils import get_formatted_message_log
 from nemo_rl_cpp.data.prompt_place import fill_prompt
 
 QUESTION = "{} \\boxed{x} {0}"

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
-from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer, write_tiny_tokenizer
+from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 
@@ -241,7 +241,7 @@ def test_named_templates_and_dictionary_tokens(tiny, tmp_path):
 def test_tiny_tokenizer(tmp_path):
     from transformers import AutoTokenizer
 
-    write_tiny_tokenizer(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert len(ours) == len(theirs) == len(TOKENS) == 16
     assert ours.encode("123=") == theirs.encode("123=") == [5, 6, 7, 15]

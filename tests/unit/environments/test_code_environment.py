@@ -93,17 +93,55 @@ HARD_TO_COMPILE = {
 @pytest.mark.parametrize("name", HARD_TO_COMPILE)
 def test_compiling_happens_inside_the_limits(name, truth):
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
-
-    def most_mb():
-        text = Path(f"/proc/{env.worker_pids[0]}/status").read_text()
-        return int(text.split("VmHWM:")[1].split()[0]) / 1024
-
     assert score(env, "print(2 * int(input()))", DOUBLE)[0] == 1.0
-    worker, before = env.worker_pids, most_mb()
+    worker, before = env.worker_pids, most_mb(env)
     reward, reason = score(env, HARD_TO_COMPILE[name], truth)
     assert reward == 0.0 and reason.partition(":")[0] in ("memory_limit", "time_limit", "syntax_error", "runtime_error")
-    assert env.worker_pids == worker and most_mb() < before + 16
+    assert env.worker_pids == worker and most_mb(env) < before + 16
     env.shutdown()
+
+
+BOMBS = {
+    "a power": "x = 9 ** 9 ** 9",
+    "a long number": "x = " + "9" * 900_000,
+    "signs": "x = " + "-" * 900_000 + "1",
+    "attributes": "x" + ".a" * 400_000,
+    "decorators": "@(lambda f: f)\n" * 50_000 + "def f(): pass",
+    "lambdas": "lambda: " * 50_000 + "0",
+    "f-strings in f-strings": "f'{" * 140 + "1" + "}'" * 140,
+    "brackets": "(" * 100_000,
+    "arguments": "f(" + "**a, " * 150_000 + ")",
+    "patterns": "match x:\n" + f"  case [{'|'.join(map(str, range(500)))}]: pass\n" * 200,
+    "exec in exec": f"s = {nested_finally(18)!r}\nexec('exec(s)')",
+    "names": ";".join(f"a{i}=1" for i in range(100_000)),
+    "a character's name": "x = '\\N{" + "A" * 500_000 + "}'",
+    "lines": "\\\n" * 300_000,
+    "what a compiler would say, at length": "import os, sys\nsys.stderr.write('SyntaxError: ' + ' ' * 200_000 + '\\nx')\nsys.stderr.flush()\nos._exit(1)",
+    "many of them": "import os, sys\nsys.stderr.write('SyntaxError: ' * 15_000 + '\\nx')\nsys.stderr.flush()\nos._exit(1)",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(60)  # half an hour was needed by a pattern that looked for the compiler's words
+def test_nothing_that_a_response_causes_happens_outside_the_limits():
+    """All on one worker: it lives on, and does not grow."""
+    env = CodeEnvironment(
+        {"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "max_output_kb": 256, "num_workers": 1}
+    )
+    assert score(env, "print(2 * int(input()))", DOUBLE)[0] == 1.0
+    worker, before = env.worker_pids, most_mb(env)
+    for name, program in BOMBS.items():
+        reward, reason = score(env, program, DOUBLE)
+        assert reward == 0.0 and reason.partition(":")[0] in (
+            "memory_limit", "time_limit", "syntax_error", "runtime_error", "wrong_answer",
+        ), name  # fmt: skip
+    assert env.worker_pids == worker and most_mb(env) < before + 16
+    assert env.pop_metrics()["verifier_timeouts"] == 0
+    env.shutdown()
+
+
+def most_mb(env):
+    text = Path(f"/proc/{env.worker_pids[0]}/status").read_text()
+    return int(text.split("VmHWM:")[1].split()[0]) / 1024
 
 
 SYNTAX_ERRORS = ["print(", " x", "(" * 300, "if 1:\n\tx\n        y", "x = '\udcff'", "return 1", "\x80\0"]
@@ -164,6 +202,8 @@ MISTAKES = {
     "no asserts": ([], "every program would pass"),
     "lengths": ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
     "syntax": (["assert ("], "not one Python statement"),
+    "depth": (["assert " + "-" * 50_000 + "1"], "not one Python statement"),
+    "no text": ([5], "not one Python statement"),
 }
 
 

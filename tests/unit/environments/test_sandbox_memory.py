@@ -116,6 +116,48 @@ WAYS = {
         "import threading\n" + PRIVATE.replace("while True", "for _ in range(400)") + "def rest():\n    time.sleep(0.05)\n    in_children(work, 5)\nthreading.Thread(target=rest).start()\nlibc.pthread_exit(None)",
         {"memory_limit"},
     ),
+    "shared mappings of one byte": (
+        "def work():\n    while True:\n        for _ in range(64):\n            at = libc.mmap(None, 1, 3, 0x21, -1, 0)\n            if at == ctypes.c_void_p(-1).value: refused()\n"
+        "            ctypes.memset(at, 1, 1)\n        held()\nin_children(work)",
+        {"memory_limit"},
+    ),
+    "pipes that had one name": (  # so that a count by name is 22 MB too small
+        "x = bytearray(102 << 20)\nfill(x, len(x))\nheld(102 * 4)\ndef work():\n    name = f'/box/{os.getpid()}'\n    for _ in range(60):\n"
+        "        os.mkfifo(name); kept.append(os.open(name, os.O_RDWR | os.O_NONBLOCK)); os.unlink(name)\n        try:\n            while True: os.write(kept[-1], bytes(4096))\n"
+        "        except BlockingIOError: pass\n        if len(kept) % 4 == 0: held()\nin_children(work, wait=1)",
+        {"memory_limit"},
+    ),
+    "access lists": (
+        "import struct\nentry = struct.Struct('<HHI').pack\nown = b''.join(entry(tag, 7, 0xffffffff) for tag in (4, 16, 32))\n"
+        "acl = struct.pack('<I', 2) + entry(1, 7, 0xffffffff) + entry(2, 7, 65534) * 8180 + own\n"
+        "for i in range(1000):\n    os.mkdir(f'/box/{i}')\n    for kind in ('access', 'default'): os.setxattr(f'/box/{i}', 'system.posix_acl_' + kind, acl)\n"
+        "    if i % 2: held()\ntime.sleep(60)",
+        {"error"},
+    ),
+    "attributes of open files": ("f = open('/box/x', 'wb')\nwhile True: os.setxattr(f.fileno(), f'user.{len(kept)}', bytes(PIECE)); held(); kept.append(1)", {"error"}),
+    "rules of its own sandbox": ("libc.syscall(444, bytes([0] * 8 + [3] + [0] * 7), ctypes.c_size_t(16), 0)", {"forbidden_call"}),
+    "policies of pages": ("libc.syscall(237 if os.uname().machine == 'x86_64' else 235, 0, ctypes.c_size_t(4096), 1, 0, 0, 0)", {"forbidden_call"}),
+    "messages of one byte": (
+        SOCKETS.replace("socketpair()", "socketpair(type=socket.SOCK_SEQPACKET)").replace("bytes(4096)", "b'x'") + "in_children(work)",
+        {"memory_limit"},
+    ),
+    "huge pages": ("at = libc.mmap(None, 2 << 20, 3, 0x40021, -1, 0)\nif at == ctypes.c_void_p(-1).value: refused()", {"error"}),
+    "locked pages": ("x = mmap.mmap(-1, 8 << 20)\nif libc.mlock(ctypes.addressof(ctypes.c_char.from_buffer(x)), 8 << 20): refused()", {"error"}),
+    "a shared mapping made larger": (  # SIGBUS: there is no memory behind it
+        "libc.mremap.restype = ctypes.c_void_p\nlibc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]\n"
+        "at = libc.mremap(libc.mmap(None, 4096, 3, 0x21, -1, 0), 4096, 300 << 20, 1)\nif at in (None, ctypes.c_void_p(-1).value): refused()\n"
+        "for page in range(0, 300 << 20, PIECE): ctypes.memset(at + page, 1, PIECE); held()",
+        {"error"},
+    ),
+    "copies of a file's pages": (
+        "open('/box/x', 'wb').write(bytes(16 << 20))\nf = os.open('/box/x', os.O_RDWR)\nheld(64)\ndef work():\n    while True:\n"
+        "        kept.append(mmap.mmap(f, 4 * PIECE, flags=mmap.MAP_PRIVATE)); fill(kept[-1], 4 * PIECE); held(4)\nin_children(work)",
+        {"memory_limit"},
+    ),
+    "each child of the one before": (
+        PRIVATE.replace("while True", "for _ in range(80)") + "for _ in range(6):\n    work()\n    if os.fork(): time.sleep(60)\n    kept[:] = [bytearray(x) for x in kept]\nraise SystemExit(3)",
+        {"memory_limit"},
+    ),
     "long arguments": (
         "def work():\n    code = 'import sys, os, time; os.write(1, b\".\" * 6); time.sleep(60)'\n"
         "    os.execve(sys.executable or '/proc/self/exe', ['python', '-S', '-c', code], {str(i): 'x' * 120000 for i in range(13)})\nin_children(work, wait=0.5)",
@@ -130,6 +172,11 @@ FINE = {
         "x = bytearray(60 << 20)\nfill(x, len(x))\nfor _ in range(6):\n    if os.fork() == 0: time.sleep(0.3); os._exit(0)\nfor _ in range(6): os.wait()"
     ),
     "files": "open('/box/x', 'wb').write(bytes(25 << 20))\nimport shutil; shutil.copyfile('/box/main.py', '/box/y')",
+    "programs that it starts": (  # which have all its memory, as one, until they are there
+        "import subprocess\nx = bytearray(80 << 20)\nfill(x, len(x))\nfor _ in range(100):\n    try: subprocess.run(['/nowhere'])\n    except FileNotFoundError: pass\n"
+        "assert subprocess.run([sys.executable or '/proc/self/exe', '-S', '-c', 'print(7)'], capture_output=True).stdout == b'7\\n'"
+    ),
+    "copies with attributes": "import shutil\nfor i in range(3): shutil.copy2('/box/main.py', f'/box/{i}')",
     "an event loop": "import asyncio\nasync def f(): await asyncio.sleep(0)\nfor _ in range(30): asyncio.run(f())",
     "pipes between processes": "import multiprocessing as m\na, b = m.Pipe()\nif os.fork() == 0: b.send(list(range(2000))); os._exit(0)\na.recv(); os.wait()",
     "standard input as a file": "x = mmap.mmap(0, 0, access=mmap.ACCESS_READ)\nassert x[:] == b'in'",

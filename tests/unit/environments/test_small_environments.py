@@ -1,5 +1,6 @@
 import pytest
 import torch
+from nemo_rl_cpp.compat.environments.utils import chunk_list_to_workers
 from nemo_rl_cpp.distributed import get
 from nemo_rl_cpp.environments import utils
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
@@ -7,7 +8,7 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 from nemo_rl_cpp.environments.reasoning_gym_environment import extract_answer
 from nemo_rl_cpp.environments.remote import LocalActor
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.environments.utils import chunk_list_to_workers, create_env, register_env
+from nemo_rl_cpp.environments.utils import create_env, register_env
 
 
 def says(*texts):

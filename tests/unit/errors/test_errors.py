@@ -68,6 +68,19 @@ def test_leaving_the_program_is_an_error_that_ends_nothing():
     assert isinstance(error, RuntimeError) and not isinstance(error, SystemExit) and "called sys.exit" in str(error)
 
 
+@pytest.mark.parametrize(
+    "raised", [StopIteration("x"), StopAsyncIteration("x"), BaseExceptionGroup("x", [SystemExit(0)])]
+)
+def test_exceptions_that_mean_something_to_python_are_a_users_like_all_others(raised):
+    def rude():
+        raise raised
+
+    with pytest.raises(errors.UserCodeError, match=f"failed with {type(raised).__name__}: x.*, in .*rude") as caught:
+        with errors.user_code("reward function rude"):
+            rude()
+    assert not isinstance(caught.value, (StopIteration, StopAsyncIteration))
+
+
 def test_ctrl_c_in_a_users_function_stays_what_it_is():
     def reward(completions):
         raise KeyboardInterrupt
@@ -120,12 +133,12 @@ def test_other_sentences(tmp_path):
 
 
 def test_a_mistake_of_ours_names_our_function():
-    from nemo_rl_cpp.environments.utils import chunk_list_to_workers
+    from nemo_rl_cpp.compat.environments.utils import chunk_list_to_workers
 
     sentence = one_sentence(caught(chunk_list_to_workers, 3, 2))
     assert (
         sentence.startswith("unexpected TypeError: ")
-        and "in chunk_list_to_workers (nemo_rl_cpp/environments/utils.py:" in sentence
+        and "in chunk_list_to_workers (nemo_rl_cpp/compat/environments/utils.py:" in sentence
     )
 
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import tiny
 from nemo_rl_cpp import run_grpo_math
-from nemo_rl_cpp.algorithms.run import run_to_end
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.errors import UserCodeError
 
@@ -59,7 +58,7 @@ def test_the_advice_names_the_key_for_cut_prompts(tmp_path, monkeypatch):
     done = tiny.train(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "data.max_input_seq_length=3", "logger.tensorboard_enabled=false"
     )
-    alerts = done.parts.run.alerts
+    alerts = done.services.alerts
     (row,) = [text for text in alerts.table().values() if "gradient" in text]
     assert (
         "All prompts have data.max_input_seq_length = 3 tokens or more (they have 4 on average)" in row
@@ -75,7 +74,7 @@ def test_the_advice_names_the_key_for_a_full_context(tmp_path):
         "policy.generation.vllm_cfg.max_model_len=5",
     ]
     done = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", *lengths, "logger.tensorboard_enabled=false")
-    (row,) = [text for text in done.parts.run.alerts.table().values() if "cut off" in text]
+    (row,) = [text for text in done.services.alerts.table().values() if "cut off" in text]
     assert "Prompts of 4 tokens leave 1 of policy.max_total_sequence_length = 5" in row
 
 
@@ -102,9 +101,9 @@ def test_a_loss_of_the_users_is_named(tmp_path):
         raise ZeroDivisionError("no tokens")
 
     made = tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", "logger.tensorboard_enabled=false")
-    made.parts.loss_fn = my_loss
+    made.loss_fn = my_loss
     with pytest.raises(
         ZeroDivisionError,
         match=r"^your code failed with ZeroDivisionError: no tokens, in .*my_loss \(.*test_serious_findings.py:\d+\)$",
     ):
-        run_to_end(made.loop, made.parts, made.config, made.state, "tiny")
+        made.train()

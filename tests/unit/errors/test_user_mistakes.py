@@ -139,12 +139,10 @@ def no_kernels(monkeypatch):
 def no_key(monkeypatch):
     from types import SimpleNamespace
 
-    from nemo_rl_cpp.utils import logger
-
     def init(**options):
         raise RuntimeError("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
 
-    monkeypatch.setattr(logger, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     monkeypatch.setattr(
         "importlib.util.find_spec",
         lambda name, find=__import__("importlib.util").util.find_spec: object() if name == "wandb" else find(name),

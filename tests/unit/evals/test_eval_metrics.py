@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from nemo_rl_cpp.evals.eval import eval_cons_k, eval_pass_k
+from nemo_rl_cpp.compat.evals.eval import eval_cons_k, eval_pass_k
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import interval_of_mean
 from reference import evaluation as reference

@@ -7,6 +7,7 @@ import tiny
 import torch
 from fakes import ByteTokenizer, FakeGeneration
 from nemo_rl_cpp import run_eval
+from nemo_rl_cpp.compat.evals.eval import eval_pass_k
 from nemo_rl_cpp.config import ConfigError, load_eval_config
 from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
@@ -58,7 +59,7 @@ def test_samples_are_saved_and_give_the_score(checkpoints, tmp_path, capsys):
     samples = json.loads((tmp_path / "out" / "evaluation_data.json").read_text())["evaluation_data"]
     assert len(samples) == 80 and [s["sample_index"] for s in samples] == list(range(80))
     rewards = torch.tensor([float(s["reward"] == 1) for s in samples])
-    assert result.score == pytest.approx(evaluation.eval_pass_k(rewards, 4, 2) / 20)
+    assert result.score == pytest.approx(eval_pass_k(rewards, 4, 2) / 20)
     assert result.mean_reward == pytest.approx(sum(s["reward"] for s in samples) / 80)
     for sample in samples:
         truth = sample["extra_env_info"]["ground_truth"]

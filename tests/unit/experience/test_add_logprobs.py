@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 
 
@@ -26,11 +26,12 @@ class Policy:
 
 
 def batch(versions=(5, 5)):
-    return BatchedDataDict(
-        input_ids=torch.zeros(2, 3, dtype=torch.int64),
-        generation_logprobs=torch.full((2, 3), -3.0),
-        weight_version=torch.tensor(versions),
-    )
+    made = TrainBatch(
+        input_ids=torch.zeros(2, 3, dtype=torch.int64), input_lengths=torch.tensor([3, 3]), token_mask=torch.ones(2, 3),
+        generation_logprobs=torch.full((2, 3), -3.0), sample_mask=torch.ones(2), rewards=torch.zeros(2),
+    )  # fmt: skip
+    made.weight_version = torch.tensor(versions)
+    return made
 
 
 def test_nothing_is_computed_where_generation_is_exact():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.compat.models.generation.interfaces import verify_right_padding
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.generation.interfaces import verify_right_padding
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 
 VOCABULARY = 29

@@ -6,7 +6,6 @@ from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPG
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.policy import lm_policy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
@@ -129,7 +128,9 @@ def test_activations_are_kept_where_a_quarter_of_the_memory_holds_a_step(monkeyp
 
 def rollouts(policy, seed):
     prompts = torch.randint(4, 14, (3, 4), generator=torch.Generator().manual_seed(seed)).repeat_interleave(4, 0)
-    out = policy.generate(BatchedDataDict(input_ids=prompts, input_lengths=torch.full((12,), 4)))
+    if not hasattr(policy, "engine"):  # one engine a policy: it counts the prompts
+        policy.engine = policy.create_generation()
+    out = policy.engine.generate(BatchedDataDict(input_ids=prompts, input_lengths=torch.full((12,), 4)), greedy=False)
     lengths, position = out["unpadded_sequence_lengths"], torch.arange(out["output_ids"].shape[1])[None]
     return {
         "input_ids": out["output_ids"], "input_lengths": lengths, "sample_mask": torch.ones(12), "group_id": torch.arange(12) // 4,
@@ -243,45 +244,6 @@ def test_a_batch_that_is_no_multiple_of_the_global_batch_is_refused():
     policy = make_policy()
     with pytest.raises(ValueError, match="train_global_batch_size=5"):
         policy.train(make_data(policy), LOSS, gbs=5)
-
-
-def test_a_policy_generates_with_an_engine_on_its_own_weights():
-    policy = make_policy(init_reference_model=False)
-    assert policy.prepare_for_generation() is True and policy.finish_generation() is True
-    prompts = BatchedDataDict(input_ids=torch.tensor([[4, 5, 6], [7, 8, 0]]), input_lengths=torch.tensor([3, 2]))
-    out = policy.generate(prompts, greedy=True)
-    assert out["output_ids"][0, :3].tolist() == [4, 5, 6] and (out["generation_lengths"] > 0).all()
-    length = int(out["unpadded_sequence_lengths"][0])
-    mask = torch.zeros_like(out["output_ids"], dtype=torch.float32)
-    mask[0, 3:length] = 1.0
-    data = {
-        "input_ids": out["output_ids"],
-        "input_lengths": out["unpadded_sequence_lengths"],
-        "token_mask": mask,
-        "sample_mask": torch.tensor([1.0, 0.0]),
-    }
-    assert torch.equal(policy.get_logprobs(data)["logprobs"][0, 3:length], out["logprobs"][0, 3:length])
-    assert policy.finish_generation() is True and isinstance(policy, GenerationInterface)
-
-
-def test_calls_on_workers_reach_the_one_there_is():
-    policy = make_policy(init_reference_model=False)
-    assert policy.run_all_workers_single_data("weight_digest") == [policy.weight_digest()]
-    assert policy.run_all_workers_multiple_data("prepare_for_lp_inference", keep_train_buffers=[True]) == [None]
-    with pytest.raises(ValueError, match="2 entries for one worker"):
-        policy.run_all_workers_multiple_data("weight_digest", [1, 2])
-    assert policy.print_node_ip_and_gpu_id() == [("127.0.0.1", 0)] and policy.get_free_memory_bytes() > 0
-
-
-@pytest.mark.parametrize("method, arguments", [
-    ("score", ({},)), ("get_full_logits_ipc", ({},)), ("release_ipc_buffer", ()), ("preinit_nvshmem", ()),
-    ("stream_weights_via_ipc_zmq", (1,)), ("init_collective_mcore_generation", ("", 0, 1)),
-])  # fmt: skip
-def test_what_one_process_cannot_do_says_why(method, arguments):
-    policy = make_policy(init_reference_model=False)
-    options = {"rank_offset": 0} if method == "init_collective_mcore_generation" else {}
-    with pytest.raises(NotImplementedError, match=f"has no {method}: "):
-        getattr(policy, method)(*arguments, **options)
 
 
 def test_constructor_arguments_of_other_backends_are_refused():

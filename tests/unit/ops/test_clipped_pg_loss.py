@@ -105,6 +105,25 @@ def test_dual_clip_by_hand():
     assert r.grad_logprobs[0].tolist() == pytest.approx([0.0, 2.0], rel=1e-7)
 
 
+def test_gspo_beside_a_token_without_an_old_probability():
+    """A row's ratio that is infinite counts at its valid tokens alone: a masked one stays 0, not 0 * inf."""
+    data = {
+        "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
+        "token_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]]),
+    }  # fmt: skip
+    data["prev_logprobs"][0, 2] = -torch.inf
+    gspo = {"sequence_level_importance_ratios": True, "token_level_loss": False, "reference_policy_kl_penalty": 0.0}
+
+    def loss(advantage):
+        given = data | {"advantages": torch.full((1, 5), advantage)}
+        return ClippedPGLossFn(ClippedPGLossConfig(**gspo)).native(torch.full((1, 4), -1.0), given, 1.0, 3.0, None)
+
+    clipped = loss(1.0)  # A > 0: the ratio is clipped to 1.2, the loss is -1.2, and there is no gradient
+    assert float(clipped.loss) == pytest.approx(-1.2) and not clipped.grad_logprobs.any() and clipped.nonfinite is None
+    open_ended = loss(-1.0)  # A < 0: nothing bounds it, which is said with the place
+    assert float(open_ended.loss) == torch.inf and open_ended.nonfinite == (0, 0)
+
+
 def test_gspo_ratio_by_hand():
     """Ratios 0.5 and 2 have geometric mean 1: the row's ratio is 1, and each token's slope is half of A R."""
     r = one_row([0.5, 2.0], 1.0, sequence_level_importance_ratios=True, token_level_loss=False)

@@ -1,7 +1,8 @@
-"""The public names of NeMo RL exist here under the same module paths, with the same parameters, defaults and fields.
+"""The public names of NeMo RL exist in `nemo_rl_cpp.compat` under the same module paths, with the same parameters, defaults
+and fields; those that the guides print exist in `nemo_rl_cpp`, too.
 
-`nemo_rl_interface.json` lists them: module -> name -> signature of a function, or fields and methods of a class.
-docs/porting-from-nemo-rl.md tells users about `DIFFERENT`.
+`nemo_rl_interface.json` lists the first: module -> name -> signature of a function, or fields and methods of a class;
+`guide_names.json` the second. docs/porting-from-nemo-rl.md tells users about `DIFFERENT`.
 """
 
 import ast
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-INTERFACE = json.loads((Path(__file__).parent / "nemo_rl_interface.json").read_text())
+HERE = Path(__file__).parent
+INTERFACE = json.loads((HERE / "nemo_rl_interface.json").read_text())
+GUIDES = json.loads((HERE / "guide_names.json").read_text())
 
 # name -> why it differs
 DIFFERENT = {
@@ -30,7 +33,7 @@ def modules():
 
 
 def load(module):
-    return importlib.import_module(f"nemo_rl_cpp.{module}")
+    return importlib.import_module(f"nemo_rl_cpp.compat.{module}")
 
 
 def wanted_parameters(signature):
@@ -157,8 +160,15 @@ def test_every_difference_is_a_name_of_the_table():
     ("data.processors", ["PROCESSOR_REGISTRY"]),
 ])  # fmt: skip
 def test_names_that_users_import_from_a_package(module, names):
-    found = importlib.import_module(f"nemo_rl_cpp.{module}")
+    found = load(module)
     assert [name for name in names if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("module", sorted(GUIDES))
+def test_names_that_the_guides_print_are_where_they_print_them(module):
+    found = importlib.import_module(f"nemo_rl_cpp.{module}")
+    assert [name for name in GUIDES[module] if not hasattr(found, name)] == []
+    assert [name for name in GUIDES[module] if not hasattr(load(module), name)] == []
 
 
 def run(code):

@@ -6,7 +6,8 @@ import random
 import pytest
 from nemo_rl_cpp.utils.report import findings_health as health
 from nemo_rl_cpp.utils.report import findings_learning as learning
-from nemo_rl_cpp.utils.report.findings import LEVELS, Finding, count, find, percent, rules
+from nemo_rl_cpp.utils.report.finding import LEVELS, Finding, count, percent
+from nemo_rl_cpp.utils.report.findings import find, rules
 from nemo_rl_cpp.utils.report.history import MetricHistory
 
 H = MetricHistory.of

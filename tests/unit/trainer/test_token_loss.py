@@ -6,7 +6,14 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
-from nemo_rl_cpp.models.policy.train_step import GlobalCounts, Scoring, fused_token_loss, run_global_batch
+from nemo_rl_cpp.models.policy.train_step import (
+    GlobalCounts,
+    NonFiniteError,
+    Scoring,
+    first_bad_gradient,
+    fused_token_loss,
+    run_global_batch,
+)
 from nemo_rl_cpp.models.weights import initialize_weights
 from test_gradient_invariance import CONFIG, groups_batch
 
@@ -133,3 +140,30 @@ def test_backward_must_fit_its_forward():
     trainer.finish_backward()
     with pytest.raises(RuntimeError, match="needs a forward with a loss"):
         trainer.finish_backward()
+
+
+@pytest.mark.parametrize("row, nth", [(0, 0), (6, 2)])
+def test_a_gradient_that_overflows_is_traced_to_its_sample_and_token(row, nth):
+    """Loss and its gradient are finite; what flows back from one token is not."""
+    data, trainer = training_data(), trainer_of()
+    token = int(data["token_mask"][row].nonzero()[nth])
+    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.99, "ratio_clip_max": 1e30})
+    size = len(data["input_ids"])
+
+    def run(given, begin, end):
+        return run_global_batch(
+            trainer, given, loss_fn, begin, end, MicroBatching(max_samples=4), Scoring(), train=True
+        )
+
+    assert first_bad_gradient(trainer, data, 0, size, run) == ""
+    data["advantages"][row, token] = -1e38
+    data["prev_logprobs"][row, token] = -20.0  # so that its ratio counts
+    assert first_bad_gradient(trainer, data, 0, size, run) == f" (it comes from sample {row}, token {token})"
+
+
+def test_a_loss_that_is_not_finite_is_named_by_sample_and_token():
+    data = training_data()
+    token = int(data["token_mask"][5].nonzero()[1])
+    data["prev_logprobs"][5, token], data["advantages"][5, token] = -torch.inf, -1.0
+    with pytest.raises(NonFiniteError, match=f"sample 5, token {token} "):
+        train(ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), data)

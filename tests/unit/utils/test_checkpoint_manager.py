@@ -1,6 +1,5 @@
 import json
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -135,7 +134,6 @@ def test_a_torn_manifest_is_no_manifest(tmp_path, content):
 def test_no_checkpoints_at_all(tmp_path):
     manager = make(tmp_path, metric_name="val:accuracy")
     assert manager.get_latest_checkpoint_path() is None
-    assert manager.get_best_checkpoint_path() is None
     assert CheckpointManager.get_resume_paths(None) == (None, None)
 
 
@@ -154,7 +152,6 @@ def test_keep_top_k_by_metric_keeps_the_best_and_the_latest(tmp_path):
     for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.9, 0.2, 0.3], start=1):
         save(manager, step, **{"val:accuracy": accuracy})
     assert steps(manager) == [2, 4, 6]
-    assert manager.get_best_checkpoint_path().endswith("step_4")
 
 
 def test_keep_top_k_lower_is_better(tmp_path):
@@ -162,7 +159,6 @@ def test_keep_top_k_lower_is_better(tmp_path):
     for step, loss in enumerate([0.3, 0.1, 0.1, 0.2], start=1):
         save(manager, step, **{"train:loss": loss})
     assert steps(manager) == [3, 4]
-    assert manager.get_best_checkpoint_path().endswith("step_3")
 
 
 def test_keep_top_k_without_a_metric_keeps_the_newest(tmp_path):
@@ -190,25 +186,12 @@ def test_ft_keep_latest_k_and_no_limits(tmp_path):
     assert steps(unlimited) == [1, 2, 3]
 
 
-def test_missing_and_nan_metrics_rank_last_and_are_never_best(tmp_path):
+def test_missing_and_nan_metrics_rank_last(tmp_path):
     manager = make(tmp_path, metric_name="val:accuracy", keep_top_k=1)
     save(manager, 1, **{"val:accuracy": -5.0})
     save(manager, 2, **{"val:accuracy": float("nan")})
     save(manager, 3)
     assert steps(manager) == [1, 3]
-    with pytest.warns(UserWarning, match=r"Ignoring 1 checkpoint.*'val:accuracy' \(steps \[3\]\)"):
-        assert manager.get_best_checkpoint_path().endswith("step_1")
-
-
-def test_best_falls_back_to_the_latest(tmp_path):
-    manager = make(tmp_path, metric_name="val:accuracy")
-    save(manager, 1)
-    save(manager, 2)
-    with (
-        pytest.warns(UserWarning, match="Ignoring 2 checkpoint"),
-        pytest.warns(UserWarning, match="Returning latest checkpoint"),
-    ):
-        assert manager.get_best_checkpoint_path().endswith("step_2")
 
 
 def test_checkpoint_metric(tmp_path):
@@ -242,31 +225,6 @@ def test_two_processes_cannot_save_into_one_folder(tmp_path):
     assert other.recover() == [] and folder.exists()
     manager.finalize_checkpoint(folder)
     save(other, 2)
-
-
-def test_background_finalization(tmp_path):
-    manager = make(tmp_path)
-    release = threading.Event()
-    folder = manager.init_tmp_checkpoint(1, {})
-    manager.begin_finalization(folder, wait_fn=release.wait)
-    assert manager.has_pending_finalization and manager.get_latest_checkpoint_path() is None
-    release.set()
-    manager.finalize_pending()
-    assert not manager.has_pending_finalization
-    assert manager.get_latest_checkpoint_path().endswith("step_1")
-
-
-def test_background_failure_is_raised_by_the_next_call(tmp_path):
-    def fail():
-        raise OSError(28, "No space left on device")
-
-    manager = make(tmp_path)
-    manager.begin_finalization(manager.init_tmp_checkpoint(1, {}), wait_fn=fail)
-    with pytest.raises(RuntimeError, match="could not be finished: .*No space left"):
-        manager.finalize_pending()
-    with manager:
-        save(manager, 2)
-    assert steps(manager) == [2]
 
 
 def test_only_temporary_folders_can_be_finalized_or_abandoned(tmp_path):

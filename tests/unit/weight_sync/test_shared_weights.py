@@ -19,9 +19,8 @@ class Role:
 def test_nothing_is_copied_and_the_digest_is_logged():
     policy, engine = Role(), Role()
     refit = create_weight_synchronizer(policy, engine, "native", True)
-    assert refit.is_stale
     assert refit.sync_weights() == {"refit/bytes": 0, "weights/digest": "aa"}
-    assert not refit.is_stale and engine.invalidated == 1
+    assert engine.invalidated == 1
     refit.sync_weights()  # not stale: nothing is done again
     assert (policy.asked, engine.asked, engine.invalidated) == (1, 1, 1)
     refit.mark_stale()

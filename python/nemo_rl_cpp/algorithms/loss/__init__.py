@@ -1,20 +1,12 @@
-"""Loss functions, their configurations and the wrappers for packed sequences."""
+"""Loss functions and their configurations."""
 
+from nemo_rl_cpp.algorithms.loss.clipped_pg import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
-from nemo_rl_cpp.algorithms.loss.loss_functions import (
-    ClippedPGLossConfig,
-    ClippedPGLossDataDict,
-    ClippedPGLossFn,
-    MseValueLossConfig,
-    MseValueLossFn,
-    NLLLossFn,
-)
-from nemo_rl_cpp.algorithms.loss.utils import prepare_loss_input, prepare_packed_loss_input
-from nemo_rl_cpp.algorithms.loss.wrapper import SequencePackingFusionLossWrapper, SequencePackingLossWrapper
+from nemo_rl_cpp.algorithms.loss.value_loss import MseValueLossFn
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig, MseValueLossConfig
 
 __all__ = [
     "ClippedPGLossConfig",
-    "ClippedPGLossDataDict",
     "ClippedPGLossFn",
     "LossFunction",
     "LossInputType",
@@ -22,9 +14,4 @@ __all__ = [
     "MetricNormalizer",
     "MseValueLossConfig",
     "MseValueLossFn",
-    "NLLLossFn",
-    "SequencePackingFusionLossWrapper",
-    "SequencePackingLossWrapper",
-    "prepare_loss_input",
-    "prepare_packed_loss_input",
 ]

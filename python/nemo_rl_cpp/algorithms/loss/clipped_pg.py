@@ -1,7 +1,7 @@
 """ClippedPGLossFn: PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy losses with KL, over the native op."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,22 +10,6 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-
-
-class ClippedPGLossDataDict(TypedDict):
-    """The keys the loss reads, [B, S] but for sample_mask [B]; prev_ and reference_policy_logprobs only if needed.
-
-    Optional: rewards [B], curr_logprobs_unfiltered [B, S-1], global_valid_positive_toks (scalar).
-    """
-
-    input_ids: torch.Tensor
-    advantages: torch.Tensor
-    prev_logprobs: torch.Tensor
-    generation_logprobs: torch.Tensor
-    reference_policy_logprobs: torch.Tensor
-    token_mask: torch.Tensor
-    sample_mask: torch.Tensor
-    __extra__: Any
 
 
 class NativeGradient(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""MseValueLossFn: the critic's loss over the native op; NLLLossFn: negative log-likelihood."""
+"""MseValueLossFn: the critic's loss over the native op."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.clipped_pg import NativeGradient
-from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
+from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType
 from nemo_rl_cpp.config.loss import MseValueLossConfig
 
 
@@ -62,41 +62,3 @@ class MseValueLossFn:
         if not torch.is_grad_enabled():
             return result.loss, result.metrics
         return NativeGradient.apply(result.loss, values, result.grad_values), result.metrics
-
-
-class NLLLossFn:
-    """Negative log-likelihood of the valid tokens over the global token count; `dpo_loss` gives one sum a sample."""
-
-    loss_type = LossType.TOKEN_LEVEL
-    input_type = LossInputType.LOGPROB
-
-    def __init__(self, use_fused_linear_logprobs: bool = False):
-        self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        self.metric_normalizations = {
-            "loss": MetricNormalizer.TOKENS,
-            "num_unmasked_tokens": MetricNormalizer.NONE,
-            "num_valid_samples": MetricNormalizer.NONE,
-        }
-
-    def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor | None,
-        global_valid_toks: Tensor,
-        dpo_loss: bool = False,
-        dpo_average_log_probs: bool = False,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """(loss, metrics) for log-probs [B, S-1]; the loss is [B] with `dpo_loss` (a mean if dpo_average_log_probs)."""
-        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        if dpo_loss:
-            loss = -(next_token_logprobs * mask).sum(-1)
-            if dpo_average_log_probs:
-                loss = loss / mask.sum(-1).clamp(min=1)
-        else:
-            loss = -(next_token_logprobs * mask).sum() / (global_valid_toks + 1e-8)
-        return loss, {
-            "loss": loss.item() if loss.ndim == 0 else loss,
-            "num_unmasked_tokens": mask.sum().item(),
-            "num_valid_samples": data["sample_mask"].sum().item(),
-        }

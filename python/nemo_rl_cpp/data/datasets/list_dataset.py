@@ -18,10 +18,6 @@ class ListDataset:
         self._rows: list[Row] = [dict(row) for row in rows]
 
     @classmethod
-    def from_list(cls, rows: Iterable[Mapping[str, Any]]) -> ListDataset:
-        return cls(rows)
-
-    @classmethod
     def from_dict(cls, columns: Mapping[str, Sequence[Any]]) -> ListDataset:
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:

@@ -47,12 +47,6 @@ class AllTaskProcessedDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def encode_single(self, text: str | list[str]) -> tuple[list[int], int]:
-        """Token ids of a text, or of several turns joined, without special tokens, and how many they are."""
-        turns = [text] if isinstance(text, str) else text
-        ids = [i for turn in turns for i in self.tokenizer.encode(turn, add_special_tokens=False)]
-        return ids, len(ids)
-
     def _processor(self, entry: Mapping[str, Any]) -> tuple[TaskDataSpec, Callable[..., DatumSpec]]:
         table = self.task_data_processors
         if not isinstance(table, Mapping):

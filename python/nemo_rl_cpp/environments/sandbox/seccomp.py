@@ -8,6 +8,7 @@ process: they go on once that is counted. What can hold memory and is not counte
 
 import ctypes
 import fcntl
+import os
 import struct
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ FORBIDDEN: dict[str, tuple[int, int | None]] = {
     # memory that no limit counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0), "mbind": (237, 235),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
     # parts of the kernel with a large surface
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262), "seccomp": (317, 277),
@@ -42,11 +44,16 @@ FORBIDDEN: dict[str, tuple[int, int | None]] = {
 _MISSING = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "clone3": (435, 435)}
 # clone3 is among them since it passes its flags in memory, where a filter cannot look; libraries use clone then
 
+# access lists of files lie in the kernel, 64 kB each: "not supported", as on many file systems, and libraries copy without
+_UNSUPPORTED = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463)}
+
 _NEW_NAMESPACES = 0x7E020000
 _SET_DUMPABLE, _SET_SECCOMP, _SET_THP_DISABLE, _SET_PIPE_SIZE = 4, 22, 41, 1031
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _LOCK_BYTES = 1024  # at most, of the kernel's memory for one lock (it may split another)
 _SHARED, _ANONYMOUS = 0x01, 0x20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_OBJECT_BYTES = 2048  # of the kernel's memory for one shared mapping: a file that has no name
 CHANNEL = 100
 """The descriptor on which `sendmsg` may be called. A program cannot make one of this number: its limit is lower."""
 
@@ -54,7 +61,8 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
-_ALLOW, _KILL, _NOTIFY, _NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x00050000 | 38
+_ALLOW, _KILL, _NOTIFY, _ERROR = 0x7FFF0000, 0x80000000, 0x7FC00000, 0x00050000
+_NO_SUCH_CALL, _NOT_SUPPORTED = _ERROR | 38, _ERROR | 95
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16  # places in struct seccomp_data
 _NOTIFICATION_BYTES = 80
@@ -104,7 +112,7 @@ def filter_program(machine: str) -> bytes:
     ]
     if machine == "x86_64":  # the same calls by other numbers
         checks += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
-    for table, verdict in ((FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL)):
+    for table, verdict in ((FORBIDDEN, _NOTIFY), (_MISSING, _NO_SUCH_CALL), (_UNSUPPORTED, _NOT_SUPPORTED)):
         for number in (pair[column] for pair in table.values() if pair[column] is not None):
             checks += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, verdict)]
     for numbers, body in _BY_ARGUMENT.values():
@@ -146,7 +154,7 @@ def reported_call(listener: int) -> Call | None:
     name = known[number]
     charge = None
     if name == "mmap":
-        charge = arguments[1]
+        charge = -(-arguments[1] // _PAGE_BYTES) * _PAGE_BYTES + _OBJECT_BYTES
     elif name == "fcntl" and arguments[1] & 0xFFFFFFFF in _LOCKS:
         charge = _LOCK_BYTES
     return Call(name, charge, identity)

@@ -9,9 +9,12 @@ process that watches from inside counts those (`supervisor`).
 import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from nemo_rl_cpp.environments.sandbox import kernel
 from nemo_rl_cpp.environments.sandbox.limits import DESCRIPTORS
 
 _PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
@@ -20,6 +23,14 @@ _THREAD_KB = 32  # kernel stack and what else belongs to a thread
 _MAPPING_KB = 0.5
 _IN_STATUS = ("VmSwap", "VmPTE", "HugetlbPages")
 _SLOW_EVERY = 4  # looks: what takes many calls to change is read more seldom
+
+
+class _Opened(NamedTuple):
+    """What a descriptor is open on. Not its name: one name may have stood for many pipes, one after the other."""
+
+    is_socket: bool
+    device: int
+    inode: int
 
 
 @dataclass
@@ -36,7 +47,7 @@ class Meter:
 
     def __init__(self, root: int) -> None:
         self.root = root
-        self._slow: dict[int, tuple[float, set[str]]] = {}  # process -> kB, what its descriptors stand for
+        self._slow: dict[int, tuple[float, set[_Opened]]] = {}  # process -> kB, what its descriptors stand for
         self._looks = 0
         one, other = socket.socketpair()
         with one, other:
@@ -46,7 +57,7 @@ class Meter:
     def look(self, limit_mb: float) -> Usage:
         """What is used; memory that processes have in common counts once where it matters, which is above `limit_mb`."""
         usage, private_kb, other_kb = Usage(), 0.0, 0.0
-        opened: set[str] = set()
+        opened: set[_Opened] = set()
         if self._looks % _SLOW_EVERY == 0:
             self._slow.clear()
         self._looks += 1
@@ -62,7 +73,7 @@ class Meter:
                 )
             other_kb += _THREAD_KB * len(threads) + self._slow[pid][0]
             opened |= self._slow[pid][1]
-        sockets = sum(name.startswith("socket:") for name in opened)
+        sockets = sum(one.is_socket for one in opened)
         other_kb += sockets * self._socket_kb + (len(opened) - sockets) * _PIPE_KB
         if private_kb + other_kb > 1024 * limit_mb and len(usage.pids) > 1:
             private_kb = min(private_kb, _common_once_kb(usage.pids, 1024 * limit_mb - other_kb))
@@ -119,19 +130,23 @@ def _others_kb(pid: int, threads: list[str]) -> float:
     return 0.0
 
 
-def _open_files(pid: int, thread: str) -> set[str]:
-    """What the descriptors of a thread stand for; threads need not have the same."""
+def _open_files(pid: int, thread: str) -> set[_Opened]:
+    """What the descriptors of a thread are open on; threads need not have the same."""
     folder = f"/proc/{pid}/task/{thread}/fd"
     found = set()
     try:
         for name in os.listdir(folder):
             try:
-                found.add(os.readlink(f"{folder}/{name}"))
+                what = os.stat(f"{folder}/{name}")
+                found.add(_Opened(stat.S_ISSOCK(what.st_mode), what.st_dev, what.st_ino))
             except FileNotFoundError:
                 pass  # closed meanwhile
     except PermissionError:  # they are hidden: as many as there may be, of the kind that holds most
+        number = int(thread)
         return (
-            {f"socket:{pid} {thread} {number}" for number in range(DESCRIPTORS)} if _private_kb(pid, thread) else set()
+            {_Opened(True, -1, number * DESCRIPTORS + which) for which in range(DESCRIPTORS)}
+            if _private_kb(pid, thread)
+            else set()
         )
     except OSError:
         pass  # the thread has ended
@@ -142,11 +157,16 @@ def _common_once_kb(pids: list[int], limit_kb: float) -> float:
     """Pages of no file, each counted once. The processes stand still meanwhile, and go on only when that is within the limit."""
     for pid in pids:
         _signal(pid, signal.SIGSTOP)
-    size = sum(map(_proportional_kb, pids))
+    size = sum(_proportional_kb(pid) for at, pid in enumerate(pids) if not _shares_memory(pid, pids[:at]))
     if size <= limit_kb:
         for pid in pids:
             _signal(pid, signal.SIGCONT)
     return size
+
+
+def _shares_memory(pid: int, others: list[int]) -> bool:
+    """Whether its memory is that of another process as a whole: so it is between a `vfork` and the `exec` that follows."""
+    return any(kernel.have_one_memory(pid, other) for other in others)
 
 
 def _signal(pid: int, number: int) -> None:

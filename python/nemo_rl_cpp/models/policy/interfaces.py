@@ -1,14 +1,14 @@
 """What the training loop asks of a policy, wherever it runs."""
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
+    from nemo_rl_cpp.config.generation import GenerationConfig
+    from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
     from nemo_rl_cpp.utils.timer import Timer
 
 
@@ -24,152 +24,73 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: "torch.Tensor"
 
 
-class ScoreOutputSpec(TypedDict):
-    """scores: float32 [B]."""
+class TrainedModelInterface(Protocol):
+    """A model in training, policy or critic: what watching and saving ask of it.
 
-    scores: "torch.Tensor"
+    A call may fail; then it raises, and the message names what failed (a rank, a file, a parameter). Nothing of a failed
+    call is kept.
+    """
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
 
-class TopkLogitsOutputSpec(TypedDict):
-    """topk_logits float32 and topk_indices int64, both [B, S, k]."""
+    def save_checkpoint(
+        self, weights_path: Path, optimizer_path: Path | None = None, *, checkpointing_cfg: Any = None
+    ) -> None:
+        """Makes `weights_path` a Hugging Face folder with the tokenizer, and `optimizer_path` a folder of what a bit-identical
+        resume needs besides. Neither folder exists before the call."""
 
-    topk_logits: "torch.Tensor"
-    topk_indices: "torch.Tensor"
+    def checkpoint_bytes(self, optimizer: bool) -> int:
+        """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
 
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters that hold an infinity or NaN; empty for a healthy model."""
 
-class PolicyInterface(ABC):
-    """A model in training."""
-
-    @abstractmethod
-    def get_logprobs(
-        self, data: "BatchedDataDict[GenerationDatumSpec]", timer: "Timer | None" = None
-    ) -> "BatchedDataDict[LogprobOutputSpec]":
-        """Log-probabilities of the tokens of input_ids [B, S] under the current weights."""
-
-    @abstractmethod
-    def get_reference_policy_logprobs(
-        self,
-        data: "BatchedDataDict[GenerationDatumSpec]",
-        micro_batch_size: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> "BatchedDataDict[ReferenceLogprobOutputSpec]":
-        """Log-probabilities under the reference weights."""
-
-    @abstractmethod
-    def train(
-        self,
-        data: "BatchedDataDict",
-        loss_fn: "LossFunction",
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> dict[str, Any]:
-        """One optimizer step a global batch: {"loss", "grad_norm", "all_mb_metrics"}. `eval_mode` computes only."""
-
-    @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the weights, gradients and optimizer state ready on the device."""
-
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Gives back what only training needs."""
-
-    @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Writes weights, optimizer state and tokenizer."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Ends the policy's processes. Safe to call twice."""
-
-    def get_topk_logits(
-        self,
-        data: "BatchedDataDict[GenerationDatumSpec]",
-        k: int,
-        micro_batch_size: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> "BatchedDataDict[TopkLogitsOutputSpec]":
-        """The k largest logits at every position (for distillation)."""
-        raise NotImplementedError(f"{type(self).__name__} has no get_topk_logits: distillation is not supported")
-
-    def calibrate_qkv_fp8_scales(
-        self,
-        data: "BatchedDataDict[GenerationDatumSpec]",
-        micro_batch_size: int | None = None,
-        percentile: float = 99.9,
-        margin: float = 1.05,
-        include_q: bool = False,
-    ) -> dict[str, Any]:
-        """Scales for a float8 cache."""
-        raise NotImplementedError(f"{type(self).__name__} has no calibrate_qkv_fp8_scales: float8 is not supported")
+    def keep_bad_batches(self, folder: Path) -> None:
+        """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
 
 
-class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that may share its device with a generation engine."""
+class PolicyInterface(TrainedModelInterface, Protocol):
+    """A language model in training.
 
-    @abstractmethod
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Makes the weights ready for log-probabilities."""
+    Weights have a version: it counts the `train` calls of the run. A batch of B rows and S columns holds `input_ids` int64
+    [B, S] padded on the right, `input_lengths` int64 [B], `token_mask` and `sample_mask`; results have a row for each.
+    """
 
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int, nccl_peer: str = "nemo"
-    ) -> list[Any]:
-        """Joins the group that weights are broadcast in."""
-        raise _cannot(self, "init_collective")
+    @property
+    def skips_prev_logprobs(self) -> bool:
+        """Whether generation's log-probabilities are exactly those of the first training forward, so that the loop need not
+        score a batch before it is trained on."""
 
-    def offload_before_refit(self) -> None:
-        """Makes room for the engine: optimizer state leaves the device. Nothing to do where weights are shared."""
+    def prepare_for_lp_inference(self) -> None:
+        """Called before `get_logprobs` and `get_reference_policy_logprobs` of a step."""
 
-    def offload_after_refit(self) -> None:
-        """Makes more room: the model leaves the device. Nothing to do where weights are shared."""
+    def get_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{"logprobs": float32 [B, S]}: column t is the log-probability of token t given those before it, under the present
+        weights and generation's temperature and filters; 0 where nothing is trained and in column 0."""
 
-    def offload_to_cpu(self) -> None:
-        """Everything leaves the device. Nothing to do on a CPU."""
+    def get_reference_policy_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{"reference_logprobs": float32 [B, S]}: as `get_logprobs`, under the frozen first weights and without filters."""
 
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Name -> (shape, dtype) of the weights, under Hugging Face's names."""
-        return None
+    def prepare_for_training(self) -> None:
+        """Called before `train`."""
 
-    def stream_weights_via_ipc_zmq(
-        self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None
-    ) -> list[Any]:
-        """Sends the weights to a process of the same machine."""
-        raise _cannot(self, "stream_weights_via_ipc_zmq")
+    def train(self, data: Mapping[str, Any], loss_fn: Any, *, timer: "Timer | None" = None) -> dict[str, Any]:
+        """One pass over the batch, one optimizer step a global batch.
 
-    def stream_weights_via_http(self, rollout_engine_urls: list[str], buffer_size_bytes: int) -> list[Any]:
-        """Sends the weights to engines behind HTTP."""
-        raise _cannot(self, "stream_weights_via_http")
+        Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch,
+        "prev_logprobs": float32 [B, S] of the weights before the first update}. After the call the engine's weights are old.
+        """
 
-    def set_rollout_num_gpus_per_engine(self, num_gpus_per_engine: int) -> None:
-        """How many devices an engine spans."""
-        raise _cannot(self, "set_rollout_num_gpus_per_engine")
+    def finish_training(self) -> None:
+        """Called after `train`."""
 
-    def broadcast_weights_for_collective(
-        self,
-        kv_scales: dict[str, float] | None = None,
-        *,
-        buffer_size_bytes: int | None = None,
-        num_buffers: int | None = None,
-    ) -> list[Any]:
-        """Broadcasts the weights in the group."""
-        raise _cannot(self, "broadcast_weights_for_collective")
+    def weight_digest(self) -> str:
+        """Text that is equal for equal weights, by which generation and training are compared."""
 
-    def prepare_nccl_reshard_refit_info(
-        self,
-        train_parallelism: dict[str, int],
-        gen_parallelism: dict[str, int],
-        train_world_size: int,
-        gen_world_size: int,
-    ) -> Any:
-        """Prepares a resharding refit."""
-        raise _cannot(self, "prepare_nccl_reshard_refit_info")
+    def create_generation(self, generation_config: "GenerationConfig", *, seed: int) -> "GenerationInterface":
+        """An engine that answers with this policy's weights."""
 
-    def nccl_reshard_refit(self, kv_scales: dict[str, float] | None = None) -> list[Any]:
-        """Sends the weights by resharding."""
-        raise _cannot(self, "nccl_reshard_refit")
-
-
-def _cannot(policy: PolicyInterface, method: str) -> NotImplementedError:
-    return NotImplementedError(f"{type(policy).__name__} has no {method}: its engine takes the weights another way")
+    def performance(self) -> dict[str, float]:
+        """Numbers of how the last step ran, logged as `performance/<name>`; empty where there are none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,13 @@ from torch import Tensor
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.policy.interfaces import ColocatablePolicyInterface
-from nemo_rl_cpp.models.policy.single_process import SingleProcessPolicy
-from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, run_global_batch
+from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
+from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, NonFiniteError, Scoring, run_global_batch
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
 from nemo_rl_cpp.utils.memory import available_bytes
 
 
-class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
+class Policy(TrainedModel, PolicyInterface):
     """A language model in training: log-probabilities, optimizer steps, checkpoints (NeMo RL's `Policy`).
 
     Args:
@@ -117,24 +117,20 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         exactness = Exactness() if on_policy and "generation_logprobs" in data else None
         if exactness is not None:
             self._compare_whole_pass_now_and_then()
+
+        def one(data: Mapping[str, Any], begin: int, end: int, **options: Any) -> GlobalBatchResult:
+            return run_global_batch(self.trainer, data, loss_fn, begin, end, batching, self.scoring, **options)
+
         losses, norms, metrics, packed, no_gradient, reused_before = [], [], [], 0, 0, self.trainer.reused_tokens
         for begin in range(0, size, gbs):
             first = begin == 0
             if not eval_mode:
                 self.trainer.zero_grad()
             try:
-                result = run_global_batch(
-                    self.trainer,
-                    data,
-                    loss_fn,
-                    begin,
-                    begin + gbs,
-                    batching,
-                    self.scoring,
-                    train=not eval_mode,
-                    on_policy=on_policy and first,
+                result = one(
+                    data, begin, begin + gbs, train=not eval_mode, on_policy=on_policy and first,
                     exactness=exactness if first else None,
-                )
+                )  # fmt: skip
             except NonFiniteError as error:
                 raise self._with_replay(error, data) from None
             if on_policy and first:
@@ -143,7 +139,7 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
             if exactness is not None and first:
                 self._keep_activations(exactness, tokens=result.packed_tokens * (size // gbs))
             if not eval_mode:
-                norms.append(self._step(data, lr, weight_decay))
+                norms.append(self._step(data, (begin, begin + gbs), lr, weight_decay, partial(one, train=True)))
             losses.append(result.loss)
             metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
             packed += result.packed_tokens
@@ -203,6 +199,11 @@ class Policy(TrainedModel, ColocatablePolicyInterface, SingleProcessPolicy):
         return NativeGeneration(
             native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options
         )
+
+    def performance(self) -> dict[str, float]:
+        """`reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it says
+        how a step ran, not what it did."""
+        return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Nothing to do: weights and workspace stay where they are."""

@@ -1,14 +1,13 @@
-"""What PPO's loop asks of a value model."""
+"""What the critic asks of a value model."""
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
     from nemo_rl_cpp.utils.timer import Timer
 
 
@@ -18,47 +17,26 @@ class ValueOutputSpec(TypedDict):
     values: "torch.Tensor"
 
 
-class ValueInterface(ABC):
-    """A value model in training."""
+class ValueInterface(TrainedModelInterface, Protocol):
+    """A value model in training. Batches are those of `PolicyInterface`."""
 
-    @abstractmethod
-    def get_values(
-        self, data: "BatchedDataDict[GenerationDatumSpec]", timer: "Timer | None" = None
-    ) -> "BatchedDataDict[ValueOutputSpec]":
-        """Values for input_ids [B, S]."""
+    def prepare_for_inference(self) -> None:
+        """Called before `get_values`."""
 
-    @abstractmethod
-    def train(
-        self,
-        data: "BatchedDataDict",
-        loss_fn: "LossFunction",
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: "Timer | None" = None,
-    ) -> dict[str, Any]:
-        """One optimizer step a global batch: {"loss", "grad_norm", "all_mb_metrics"}."""
+    def get_values(self, data: Mapping[str, Any], timer: "Timer | None" = None) -> Mapping[str, Any]:
+        """{"values": float32 [B, S]}: column t is the value of the state before token t; 0 where nothing is trained."""
 
-    @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Makes weights, gradients and optimizer state ready on the device."""
+    def finish_inference(self) -> None:
+        """Called after `get_values`."""
 
-    @abstractmethod
-    def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the weights ready for values."""
+    def prepare_for_training(self) -> None:
+        """Called before `train`."""
 
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves the device to others."""
+    def train(self, data: Mapping[str, Any], loss_fn: Any, *, timer: "Timer | None" = None) -> dict[str, Any]:
+        """One pass over the batch towards its `returns`, one optimizer step a global batch.
 
-    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves the device to others after values were computed."""
+        Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch}.
+        """
 
-    @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Writes weights and optimizer state."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Ends the model's processes. Safe to call twice."""
+    def finish_training(self) -> None:
+        """Called after `train`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.hf_config import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, evaluate_value_loss, run_global_batch
+from nemo_rl_cpp.models.policy.train_step import (
+    GlobalBatchResult,
+    NonFiniteError,
+    Scoring,
+    evaluate_value_loss,
+    run_global_batch,
+)
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
@@ -68,27 +75,23 @@ class Value(TrainedModel, ValueInterface):
         size = len(data["input_ids"])
         gbs = self._global_batch_size(size, gbs)
         batching = self._batching("train", mbs)
+
+        def one(data: Mapping[str, Any], begin: int, end: int, train: bool) -> GlobalBatchResult:
+            return run_global_batch(
+                self.trainer, data, loss_fn, begin, end, batching, Scoring(), train=train, evaluate=evaluate_value_loss
+            )
+
         losses, norms, metrics, packed = [], [], [], 0
         for begin in range(0, size, gbs):
             if not eval_mode:
                 self.trainer.zero_grad()
             try:
-                result = run_global_batch(
-                    self.trainer,
-                    data,
-                    loss_fn,
-                    begin,
-                    begin + gbs,
-                    batching,
-                    Scoring(),
-                    train=not eval_mode,
-                    evaluate=evaluate_value_loss,
-                )
+                result = one(data, begin, begin + gbs, train=not eval_mode)
             except NonFiniteError as error:
                 raise self._with_replay(NonFiniteError(f"value: {error}"), data) from None
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
-                norms.append(self._step(data, lr, weight_decay))
+                norms.append(self._step(data, (begin, begin + gbs), lr, weight_decay, partial(one, train=True)))
             losses.append(result.loss)
             metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
             packed += result.packed_tokens
@@ -103,6 +106,9 @@ class Value(TrainedModel, ValueInterface):
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: weights and workspace stay where they are."""
+
+    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: values keep no state."""
 
     def saved_config(self) -> dict[str, Any]:
         """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_cpp.utils.access import as_number
-from nemo_rl_cpp.utils.report.findings import Finding, find
+from nemo_rl_cpp.utils.report.finding import Finding
+from nemo_rl_cpp.utils.report.findings import find
 from nemo_rl_cpp.utils.report.history import MetricHistory
 
 _FIRST_LOOK = 3  # steps: one step of a small batch proves nothing

@@ -1,37 +1,16 @@
-"""What the numbers of a run say, in plain words. Every finding is a pure function of the metric history."""
+"""What the numbers of a run say, in plain words."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
+# the modules of the rules register them when they are imported
+from nemo_rl_cpp.utils.report import findings_health, findings_learning  # noqa: F401
+from nemo_rl_cpp.utils.report.finding import LEVELS, RULES, Finding, Rule
 from nemo_rl_cpp.utils.report.history import MetricHistory
-
-LEVELS = ("bad", "warn", "good", "info")
-
-
-class Finding(NamedTuple):
-    """One statement: `level` is bad, warn, good or info; `title` the statement, `advice` what to do about it or why."""
-
-    level: str
-    title: str
-    advice: str
-    metric: str
-
-
-Rule = Callable[[MetricHistory], Finding | None]
-_RULES: list[Rule] = []
-
-
-def rule(function: Rule) -> Rule:
-    """Adds a function to the rules that `find` applies."""
-    _RULES.append(function)
-    return function
 
 
 def rules() -> list[Rule]:
     """All rules, in the order of their definition."""
-    from nemo_rl_cpp.utils.report import findings_health, findings_learning  # noqa: F401  (they register themselves)
-
-    return list(_RULES)
+    return list(RULES)
 
 
 def find(history: MetricHistory) -> list[Finding]:
@@ -44,14 +23,3 @@ def _apply(history: MetricHistory) -> Iterator[Finding]:
         finding = function(history)
         if finding is not None:
             yield finding
-
-
-def percent(share: float) -> str:
-    """A share between 0 and 1 as text: `71 %`."""
-    value = 100 * share
-    return f"{value:.1f} %" if 0 < value < 10 else f"{value:.0f} %"
-
-
-def count(number: float, noun: str) -> str:
-    """A number with its noun: `1 step`, `3 steps`."""
-    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from nemo_rl_cpp.utils.report.findings import Finding, count, percent, rule
+from nemo_rl_cpp.utils.report.finding import Finding, count, percent, rule
 from nemo_rl_cpp.utils.report.findings_causes import cause_of_no_signal
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.svg import format_number as fmt

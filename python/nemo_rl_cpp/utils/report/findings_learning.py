@@ -2,7 +2,7 @@
 
 import math
 
-from nemo_rl_cpp.utils.report.findings import Finding, percent, rule
+from nemo_rl_cpp.utils.report.finding import Finding, percent, rule
 from nemo_rl_cpp.utils.report.findings_causes import (
     cause_of_no_signal,
     context_advice,

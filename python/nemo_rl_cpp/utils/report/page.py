@@ -9,7 +9,8 @@ from typing import Any
 
 from nemo_rl_cpp.utils.log_interface import flatten_dict
 from nemo_rl_cpp.utils.report import svg
-from nemo_rl_cpp.utils.report.findings import Finding, find
+from nemo_rl_cpp.utils.report.finding import Finding
+from nemo_rl_cpp.utils.report.findings import find
 from nemo_rl_cpp.utils.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
 from nemo_rl_cpp.utils.report.history import MetricHistory
 from nemo_rl_cpp.utils.report.svg import Series, format_number

@@ -141,12 +141,6 @@ class ReverseDigitsDataset(GeneratedDataset):
         return [self.row(words[n] + "=", words[n][::-1], stop=None) for n in numbers]
 
 
-def fraction_of_digits_right(response: str, ground_truth: str) -> float:
-    """Share of positions at which the response has the ground truth's character; what follows them does not count."""
-    answer = response.strip()
-    return sum(a == b for a, b in zip(answer, ground_truth)) / len(ground_truth)
-
-
 class ReasoningGymDataset(GeneratedDataset):
     """A task of the `reasoning-gym` package as raw text: `num_shots` solved questions, then one to answer.
 

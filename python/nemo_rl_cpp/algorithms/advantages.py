@@ -1,0 +1,82 @@
+"""The stage of a step that turns rewards into advantages: what an estimator is given, and what becomes of its result."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nemo_rl_cpp.config.grpo import GRPOConfig
+from nemo_rl_cpp.experience.batches import TrainBatch
+
+
+class AdvantageEstimator(Protocol):
+    """From the rewards of a batch to the advantages of its tokens.
+
+    `last_metrics` holds numbers of the last call that are logged with the step.
+    """
+
+    last_metrics: dict[str, float]
+
+    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: Any) -> Any:
+        """Advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
+
+        An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
+        """
+
+
+class GroupAdvantages:
+    """GRPO's: each sample is compared with the others of its group. Groups go by `group_id`: two equal prompts of a batch are
+    two groups.
+
+    With `masked_reward_policy` exclude the samples that get no gradient have no say in their group's statistics. Final
+    advantages lie within [advantage_clip_low, advantage_clip_high]; a bound that is None does not bind.
+    """
+
+    def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig) -> None:
+        self.estimator = estimator
+        self._voting = grpo.masked_reward_policy == "exclude"
+        self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.estimator.last_metrics
+
+    def add(self, batch: TrainBatch) -> None:
+        """`advantages` float32 [B, S] of the batch."""
+        advantages = self.estimator.compute_advantage(
+            prompt_ids=batch.input_ids,
+            group_id=batch.group_id,
+            rewards=batch.rewards,
+            mask=batch.valid_mask,
+            valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
+            repeated_batch=batch,
+            logprobs_policy=batch.old_logprobs,
+            logprobs_reference=batch.get("reference_policy_logprobs"),
+        )
+        if self._low is not None or self._high is not None:
+            advantages = advantages.clamp(min=self._low, max=self._high)
+        batch.advantages = advantages
+
+
+class TokenAdvantages:
+    """PPO's: from the values of the critic's states, or the rewards as they are; with a critic also what it learns from."""
+
+    def __init__(self, estimator: AdvantageEstimator) -> None:
+        self.estimator = estimator
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.estimator.last_metrics
+
+    def add(self, batch: TrainBatch) -> None:
+        """`advantages` and, where there is a critic, `returns` of the batch, both float32 [B, S]."""
+        advantages, returns = self.estimator.compute_advantage(
+            prompt_ids=batch.input_ids,
+            rewards=batch.rewards,
+            mask=batch.valid_mask,
+            values=batch.get("values"),
+            logprobs=batch.old_logprobs,
+            reference_logprobs=batch.get("reference_policy_logprobs"),
+        )
+        batch.advantages = advantages
+        if returns is not None:
+            batch.returns = returns

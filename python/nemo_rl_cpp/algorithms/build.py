@@ -1,0 +1,307 @@
+"""From a configuration to a run.
+
+The order matters in two places: environments start their worker processes before this process computes on several
+threads, and the checkpoint to resume from is known before the model is loaded.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.algorithms import grpo, ppo
+from nemo_rl_cpp.algorithms.checkpointing import Resume
+from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
+from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
+from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
+from nemo_rl_cpp.algorithms.resume import opened
+from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
+from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun
+from nemo_rl_cpp.algorithms.run_data import RunData, make_data, make_dataloader, make_tokenizer, make_val_dataloader
+from nemo_rl_cpp.algorithms.services import RunServices
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.algorithms.utils import set_seed
+from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
+from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.experience.prompt_source import PromptSource
+from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
+from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
+from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS, GracefulStop
+from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
+from nemo_rl_cpp.utils.memory import PhaseMemory
+from nemo_rl_cpp.utils.progress import Progress
+from nemo_rl_cpp.utils.report import ReportWriter
+from nemo_rl_cpp.utils.report.defaults import schema_defaults
+from nemo_rl_cpp.utils.timer import TimeoutChecker
+from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
+
+ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}
+"""By the name of their section of the configuration."""
+
+
+@dataclass
+class Parts:
+    """What a run is put together from.
+
+    Attributes:
+        generation: None: an engine on the policy's own weights.
+        value: PPO's value model; None: there is no critic.
+        loss_fn: `ClippedPGLossFn`, or any callable on log-probabilities (see `algorithms/loss`).
+    """
+
+    policy: Any
+    generation: Any
+    value: Any
+    tokenizer: Any
+    loader: Any
+    val_loader: Any
+    environments: Environments
+    loss_fn: Any
+    value_loss_fn: Any
+    logger: Logger | None
+    checkpoints: CheckpointManager | None
+    state: TrainState
+
+
+def build_run(
+    config: TrainMasterConfig | Mapping[str, Any],
+    *,
+    data: Callable[[TrainMasterConfig, Any], RunData] = make_data,
+    policy_factory: Callable[..., Any] = Policy,
+) -> TrainingRun:
+    """Everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine, logs.
+
+    Locks checkpointing.checkpoint_dir until the run's end and goes on from the newest whole checkpoint there, as
+    checkpointing.resume says. However the configuration was made, it is checked as a file would be.
+
+    Args:
+        data: gives data sets and environments of (configuration, tokenizer); by default what the configuration says.
+        policy_factory: makes the policy instead of `Policy`, with its arguments.
+
+    Raises ConfigError, ResumeError (a checkpoint of another run), FolderError (a folder that another run holds), all
+    ValueErrors, before a model is loaded.
+    """
+    config = _checked(config)
+    set_seed(config.loop.seed)
+    tokenizer = make_tokenizer(config.policy)
+    made = data(config, tokenizer)
+    try:
+        return assemble(config, make_parts(config, tokenizer, made, policy_factory))
+    except BaseException as error:
+        made.environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
+        raise
+
+
+def _checked(config: TrainMasterConfig | Mapping[str, Any]) -> TrainMasterConfig:
+    is_ppo = isinstance(config, PPOMasterConfig) or (isinstance(config, Mapping) and "ppo" in config)
+    return checked(config, PPOMasterConfig if is_ppo else GRPOMasterConfig)
+
+
+def make_parts(
+    config: TrainMasterConfig, tokenizer: Any, data: RunData, policy_factory: Callable[..., Any] = Policy
+) -> Parts:
+    """The parts of a run, as they are in the newest checkpoint or new; the checkpoint folder is locked from here on."""
+    loop = config.loop
+    with opened(config, tokenizer, data.train, data.validation) as (checkpoints, resume):
+        loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed)
+        resume.load_data_position(loader, config.data)
+        cluster = make_cluster(config)
+        policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
+        value = make_value(config, tokenizer, resume, cluster) if isinstance(config, PPOMasterConfig) else None
+        return Parts(
+            policy=policy,
+            generation=policy.create_generation(config.policy.generation, seed=loop.seed),
+            value=value,
+            tokenizer=tokenizer,
+            loader=loader,
+            val_loader=make_val_dataloader(data.validation, loop),
+            environments=data.environments,
+            loss_fn=ClippedPGLossFn(config.loss_fn),
+            value_loss_fn=None if value is None else MseValueLossFn(config.value_loss_fn),
+            logger=make_logger(config, resume.state),
+            checkpoints=checkpoints,
+            state=resume.state,
+        )
+
+
+def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
+    """A run of these parts. The state gets the limits of the configuration. ValueError where critic and estimator do not fit."""
+    loop, policy, environments, state = config.loop, parts.policy, parts.environments, parts.state
+    if config.has_critic != (parts.value is not None):
+        name, given = loop.adv_estimator.name, "no value model" if parts.value is None else "a value model"
+        raise ValueError(
+            f"{config.algorithm}.adv_estimator.name is {name} but there is {given}; gae needs one, raw_reward none"
+        )
+    if warning := shaping_warning(loop.reward_shaping):
+        print(warning, flush=True)
+    state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
+    if parts.logger is not None:
+        keep_bad_batches(parts)
+        if parts.checkpoints is not None:
+            parts.checkpoints.facts["run"] = parts.logger.run_id
+    generation = parts.generation or policy.create_generation(config.policy.generation, seed=loop.seed)
+    algorithm = ALGORITHMS[config.algorithm]
+    run = TrainingRun(
+        config=config,
+        state=state,
+        algorithm=algorithm,
+        tokenizer=parts.tokenizer,
+        environments=environments,
+        policy=policy,
+        critic=NoCritic() if parts.value is None else Critic(parts.value, parts.value_loss_fn),
+        generation=generation,
+        refit=create_weight_synchronizer(policy, generation, "native", colocated=True),
+        prompts=PromptSource(parts.loader, loop.num_generations_per_prompt, state),
+        rollouts=RolloutRunner(
+            generation, parts.tokenizer, environments.train, config.policy.max_total_sequence_length,
+            loop.max_rollout_turns, length_penalty_of(config, parts.tokenizer),
+        ),
+        sampler=GroupSampler.from_config(loop),
+        advantages=algorithm.make_advantages(config),
+        loss_fn=parts.loss_fn,
+        validator=make_validator(config, generation, parts),
+        services=make_services(config, parts),
+    )  # fmt: skip
+    resume_of(parts.checkpoints, state).load_sampler(run.sampler)
+    return run
+
+
+# ---- the parts
+
+
+def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
+    """One device, whatever sizes the configuration was written for (`config/fold.py`). ValueError where `cluster.device` asks
+    for a GPU that cannot be used."""
+    use_gpus = check_device(config.cluster.device) == "cuda"
+    return RayVirtualCluster([1], use_gpus=use_gpus, name="train_cluster")
+
+
+def make_policy(
+    config: TrainMasterConfig, tokenizer: Any, resume: Resume, cluster: Any, factory: Callable[..., Any] = Policy
+) -> Any:
+    """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name.
+
+    The reference model is built only when the KL weight is not 0.
+    """
+    weights, optimizer = resume.model_paths("policy")
+    return factory(
+        cluster=cluster,
+        config=config.policy,
+        tokenizer=tokenizer,
+        weights_path=weights,
+        optimizer_path=optimizer,
+        init_optimizer=True,
+        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
+        total_steps=config.loop.max_num_steps * config.loop.policy_epochs,
+        seed=config.loop.seed,
+    )
+
+
+def make_value(config: PPOMasterConfig, tokenizer: Any, resume: Resume, cluster: Any) -> Value | None:
+    """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
+    value.model_name; None for an estimator that needs no values."""
+    if not config.has_critic:
+        return None
+    loop = config.ppo
+    weights, optimizer = resume.model_paths("value")
+    if weights is None and loop.warm_start_value_checkpoint is not None:
+        weights = warm_start_weights(loop.warm_start_value_checkpoint)
+        print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
+    total_steps = loop.max_num_steps * loop.critic_epochs
+    return Value(
+        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed, total_steps=total_steps
+    )  # fmt: skip
+
+
+def warm_start_weights(checkpoint: str) -> Path:
+    """The folder of the critic's weights in a checkpoint step_N; ValueError where there are none."""
+    weights = Path(checkpoint).expanduser() / "value" / "weights"
+    if not weights.is_dir():
+        raise ValueError(
+            f"ppo.warm_start_value_checkpoint is {checkpoint}, but {weights} is not there: name a folder step_N that a PPO run with a "
+            "critic has saved, or write null"
+        )
+    return weights
+
+
+def resume_of(checkpoints: CheckpointManager | None, state: TrainState) -> Resume:
+    """The checkpoint that a state was loaded from."""
+    if checkpoints is None or not checkpoints.enabled or not state.step:
+        return Resume(None, state)
+    return Resume(checkpoints.checkpoint_dir / f"step_{state.step}", state)
+
+
+def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
+    """Logs below logger.log_dir: into the folder exp_NNN of this very run, cut back to the checkpoint's step, or into the next
+    new one. The folder is this run's until the logger's `finish`."""
+    saves = config.checkpointing.enabled
+    home = Path(config.checkpointing.checkpoint_dir)
+    try:
+        make_folder(Path(config.logger.log_dir), "logger.log_dir")
+        folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
+        logger = Logger({**config.logger.model_dump(), "log_dir": folder})
+        logger.claim(home if saves else None)
+        if state.log_dir is not None:
+            logger.truncate_after(state.step)
+    except OSError as error:
+        raise FolderError(
+            f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})"
+        ) from error
+    state.log_dir = folder
+    logger.log_hyperparams(config)
+    return logger
+
+
+def make_services(config: TrainMasterConfig, parts: Parts) -> RunServices:
+    """What watches and keeps the run."""
+    report = trace = None
+    logger, state, steps = parts.logger, parts.state, config.loop.max_num_steps
+    if logger is not None and config.logger.chrome_trace:
+        trace = ChromeTrace(Path(logger.log_dir) / f"trace_from_step_{state.step + 1}.json", config.title)
+    if logger is not None and config.logger.report:
+        report = ReportWriter(logger.log_dir, config, schema_defaults(config), total_steps=steps, title=config.title)
+    return RunServices(
+        logger=logger,
+        checkpoints=parts.checkpoints,
+        progress=Progress(steps, state.step),
+        report=report,
+        memory=PhaseMemory(),
+        trace=trace,
+        stop=GracefulStop(),
+        timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
+    )
+
+
+def make_validator(config: TrainMasterConfig, generation: Any, parts: Parts) -> Validator | None:
+    """None without validation data."""
+    if parts.val_loader is None:
+        return None
+    return Validator(
+        generation, parts.val_loader, parts.tokenizer, parts.environments.validation or parts.environments.train, config.loop,
+        config.policy, parts.logger, config.logger.num_val_samples_to_print,
+    )  # fmt: skip
+
+
+def length_penalty_of(config: TrainMasterConfig, tokenizer: Any) -> Callable[[Any], dict[str, float]] | None:
+    """What `grpo.length_penalty` does to finished rollouts; None where it is not given."""
+    penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
+    return None if penalty is None else lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)
+
+
+def keep_bad_batches(parts: Parts) -> None:
+    """A batch with a loss or gradient that is not finite goes to the folder `replay` of the run's logs."""
+    for model in (parts.policy, parts.value):
+        if model is not None:
+            model.keep_bad_batches(Path(parts.logger.log_dir) / "replay")
+
+
+__all__ = ["ALGORITHMS", "LoopConfig", "Parts", "assemble", "build_run", "make_parts"]

@@ -1,0 +1,71 @@
+"""What a run reads: its tokenizer, its data sets with their loaders, and the environments that score the answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_cpp.config.data import DataConfig
+from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+from nemo_rl_cpp.data.utils import setup_response_data
+from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+
+
+@dataclass
+class RunData:
+    """Data sets, several of them by task name, and environments."""
+
+    train: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset]
+    validation: AllTaskProcessedDataset | None
+    environments: Environments
+
+
+def make_tokenizer(policy: PolicyConfig) -> Any:
+    """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
+    if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
+        from nemo_rl_cpp.data.template_choice import choose_template
+        from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = choose_template(
+            policy.tokenizer.chat_template, tokenizer.chat_template, "policy.tokenizer.chat_template"
+        )
+        return tokenizer
+    from nemo_rl_cpp.data.tokenizer import get_tokenizer
+
+    return get_tokenizer(policy.tokenizer)
+
+
+def make_data(config: TrainMasterConfig, tokenizer: Any) -> RunData:
+    """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
+    limit = config.policy.max_total_sequence_length
+    train, validation, *environments = setup_response_data(
+        tokenizer, config.data, config.env, max_total_sequence_length=limit
+    )
+    return RunData(train, validation, Environments(*environments))
+
+
+def make_dataloader(data: DataConfig, dataset: Any, num_prompts: int, seed: int) -> Any:
+    """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each."""
+
+    def one(rows: Any, batch_size: int) -> StatefulDataLoader:
+        return StatefulDataLoader(
+            rows, batch_size, shuffle=data.shuffle, drop_last=True, seed=seed, num_workers=data.num_workers
+        )
+
+    if not isinstance(dataset, dict):
+        return one(dataset, num_prompts)
+    each = data.num_prompts_per_dataloader or num_prompts
+    return MultipleDataloaderWrapper(num_prompts, data, {name: one(rows, each) for name, rows in dataset.items()})
+
+
+def make_val_dataloader(dataset: Any, loop: LoopConfig) -> StatefulDataLoader | None:
+    """The validation loader in the data's own order; None without data."""
+    if dataset is None:
+        return None
+    sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(dataset)) if size is not None]
+    return StatefulDataLoader(dataset, min(sizes))

@@ -1,0 +1,1 @@
+"""Algorithms under NeMo RL's names."""

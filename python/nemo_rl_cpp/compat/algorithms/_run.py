@@ -1,0 +1,48 @@
+"""NeMo RL's `setup` and `train` in terms of a run: what GRPO's and PPO's adapters share."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nemo_rl_cpp.algorithms.build import Parts, assemble, make_parts, make_validator
+from nemo_rl_cpp.algorithms.run_data import RunData
+from nemo_rl_cpp.compat.models.policy.lm_policy import Policy
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.environments.group import Environments
+
+
+def environments(train: Mapping[str, Any] | None, validation: Mapping[str, Any] | None) -> Environments:
+    """The caller's environments, which go on after the run."""
+    return Environments(train or {}, validation or {}, owned=False)
+
+
+def parts_of(
+    config: TrainMasterConfig, tokenizer: Any, dataset: Any, val_dataset: Any, processor: Any, policy_factory: Callable[..., Any] | None
+) -> Parts:  # fmt: skip
+    """What NeMo RL's `setup` makes: everything but the environments."""
+    refuse_processor(processor)
+    return make_parts(config, tokenizer, RunData(dataset, val_dataset, environments({}, {})), policy_factory or Policy)
+
+
+def refuse_processor(processor: Any) -> None:
+    if processor is not None:
+        raise ValueError("processor: images and sound are not supported, only text")
+
+
+def train(config: TrainMasterConfig, parts: Parts) -> None:
+    """Trains to the end; the environments go on."""
+    assemble(config, parts).train()
+
+
+def validate(config: TrainMasterConfig, parts: Parts, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(metrics, timings) of one validation, see `Validator.run`; empty ones, with a message, without a loader."""
+    validator = make_validator(config, parts.generation, parts)
+    if validator is None:
+        print("no validation data: nothing is validated")
+        return {}, {}
+    metrics, timings = validator.run(step)
+    return metrics, timings
+
+
+def nothing_but(**given: Any) -> Parts:
+    """`Parts` of which only these are there."""
+    return Parts(**dict.fromkeys(Parts.__dataclass_fields__) | given)

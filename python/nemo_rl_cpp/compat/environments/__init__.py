@@ -1,0 +1,1 @@
+"""Environments under NeMo RL's names."""

@@ -1,0 +1,1 @@
+"""Rollouts under NeMo RL's names."""

@@ -1,0 +1,1 @@
+"""Models under NeMo RL's names."""

@@ -1,0 +1,1 @@
+"""Services of a run under NeMo RL's names."""

@@ -1,0 +1,37 @@
+"""The environments of a run, and how they end."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl_cpp.distributed.futures import get
+from nemo_rl_cpp.environments.remote import call_remote
+
+
+@dataclass
+class Environments:
+    """Environments by task name.
+
+    Attributes:
+        train: score the answers that are trained on.
+        validation: score those of validations.
+        owned: whether `close` ends them; those that a caller brought go on.
+    """
+
+    train: Mapping[str, Any]
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    owned: bool = True
+
+    def close(self, patience: float | None = None) -> None:
+        """Ends the processes of all environments, each once; one that does not answer for `patience` seconds is left behind."""
+        if not self.owned:
+            return
+        self.owned = False
+        different = {id(env): env for group in (self.train, self.validation) for env in group.values()}
+        for environment in different.values():
+            if hasattr(environment, "shutdown"):
+                try:
+                    get(call_remote(environment, "shutdown"), patience)
+                except TimeoutError:
+                    print("an environment hangs and is left behind", file=sys.stderr)

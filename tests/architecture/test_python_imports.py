@@ -1,0 +1,111 @@
+"""Who may import whom in the Python package, read from the tables of docs/architecture.md."""
+
+import re
+
+import pytest
+from architecture.python_imports import NAME, ROOT, circles, imports
+
+PAGE = ROOT / "docs" / "architecture.md"
+GRAPH = imports(ROOT / "python" / NAME)
+PACKAGES = {name.split(".")[0] for name in GRAPH} - {""}
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def names(cell):
+    return re.findall(r"`([\w.]+)`", cell)
+
+
+def table_below(header):
+    """The rows of the first table with this header."""
+    lines = PAGE.read_text().splitlines()
+    rows = []
+    for line in lines[lines.index(header) + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        rows.append(cells(line))
+    return rows
+
+
+ROWS = table_below("| package | holds | may import |")
+FOUNDATION = set(names(ROWS[0][0]))
+ALLOWED = {
+    name: PACKAGES if may == "all" else {name, *names(may)} | FOUNDATION
+    for first, _, may in ROWS
+    for name in names(first)
+}
+EXCEPTIONS = [
+    (names(module)[0], names(imported)[0]) for _, module, imported, _ in table_below("| | module | imports | why |")
+]
+
+
+def against_the_table(module, imported):
+    first, second = module.split(".")[0], imported.split(".")[0]
+    return second not in ALLOWED[first] | {first}
+
+
+def without_exceptions(kept=None):
+    return {
+        name: {i for i in found if (name, i) not in EXCEPTIONS or (name, i) == kept} for name, found in GRAPH.items()
+    }
+
+
+def test_the_table_names_every_package_and_no_other():
+    assert set(ALLOWED) == PACKAGES
+    assert {name for allowed in ALLOWED.values() for name in allowed} <= PACKAGES
+
+
+def test_the_table_has_an_order():
+    """Rows may import rows above them alone, so that packages form no circle."""
+    above = set(FOUNDATION)
+    order = [name for first, _, _ in ROWS for name in names(first)]
+    for first, _, may in ROWS[1:]:
+        if may != "all":
+            assert set(names(may)) <= above, (
+                f"{first} may import {may}, of which {set(names(may)) - above} stand below it"
+            )
+        above |= set(names(first))
+    assert len(order) == len(set(order))
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_imports_what_its_row_allows(package):
+    wrong = [
+        f"{module} imports {imported}"
+        for module, found in GRAPH.items()
+        for imported in sorted(found)
+        if module.split(".")[0] == package
+        and against_the_table(module, imported)
+        and (module, imported) not in EXCEPTIONS
+    ]
+    assert not wrong, f"{wrong}: move the function, or let the row of docs/architecture.md allow it"
+
+
+def test_no_circle_of_modules():
+    assert {tuple(sorted(group)) for group in circles(without_exceptions())} == set()
+
+
+@pytest.mark.parametrize("edge", EXCEPTIONS, ids=" -> ".join)
+def test_each_exception_is_needed(edge):
+    module, imported = edge
+    assert imported in GRAPH.get(module, ()), f"{module} does not import {imported}: delete the row"
+    assert against_the_table(*edge) or circles(without_exceptions(kept=edge)), f"{edge} is no exception: delete the row"
+
+
+def test_the_reader_finds_imports_of_every_form(tmp_path):
+    package = tmp_path / NAME
+    (package / "a").mkdir(parents=True)
+    for name, text in {
+        "__init__.py": "",
+        "a/__init__.py": "from . import one",
+        "a/one.py": f"import {NAME}.b\nfrom ..b import something\n",
+        "a/two.py": f"def f():\n    from {NAME} import b\n    from .one import g\n",
+        "b.py": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {NAME}.a.two\nimport torch\n",
+    }.items():
+        (package / name).write_text(text)
+    graph = imports(package)
+    assert graph == {"": set(), "a": {"a.one"}, "a.one": {"b"}, "a.two": {"b", "a.one"}, "b": set()}
+    assert circles(graph) == set()
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}

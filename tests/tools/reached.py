@@ -1,0 +1,201 @@
+"""Prints the lines of Python that only tests reach, by file.
+
+    python tests/tools/reached.py               a table of files, and the sum
+    python tests/tools/reached.py --names       with the names
+    python tests/tools/reached.py --root FOLDER another checkout
+
+A fixed point over names. A function, class or method of the package is reached when code that is reached mentions its
+name; a method needs its class to be reached as well. The start is what users call: the command lines, `examples/`, the
+names that `nemo_rl_cpp` itself exports, the names that the guides print, what docs/guides call, and the dotted names of
+configurations.
+Imports and `__all__` mention nothing; a text that is a class's name does, since registries look classes up by it. Names
+are not resolved, so that one name in two places counts as reached in both: the result is a lower bound.
+`nemo_rl_cpp.compat`, which is for ports, is neither counted nor a start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTS = (
+    "cli.py",
+    "run_grpo_math.py",
+    "run_ppo.py",
+    "run_eval.py",
+    "quick.py",
+    "generate.py",
+    "utils/report/__main__.py",
+)
+# decorators that only change how a function is called; any other registers or calls it
+PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
+                    "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip
+# functions that look an attribute up by a text that they are given
+LOOK_UP = {"getattr", "hasattr", "_tell"}
+# methods that a base class of another package calls
+CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "run"}
+
+
+@dataclass
+class Item:
+    """A module's own statements, an assignment of it, a class without its methods, a function or a method."""
+
+    path: Path
+    name: str
+    lines: int
+    owner: Item | None = None
+    registered: bool = False
+    mentions: set[str] = field(default_factory=set)
+    reached: bool = False
+
+
+def mentions(node: ast.AST) -> Iterator[str]:
+    """The names in `node`, those in text annotations, in `getattr(x, "name")` and dotted texts too."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield from dotted(part.value)
+            if re.fullmatch(r"[A-Z]\w+", part.value):
+                yield part.value
+        elif isinstance(part, ast.Call) and called_name(part) in LOOK_UP:
+            yield from (a.value for a in part.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+        for annotation in (getattr(part, "annotation", None), getattr(part, "returns", None)):
+            for text in ast.walk(annotation) if annotation is not None else ():
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield from re.findall(r"\w+", text.value)
+
+
+def called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def dotted(text: str) -> list[str]:
+    """The last names of `package.module.Name` in a text."""
+    return re.findall(r"\bnemo_rl_cpp(?:\.\w+)*\.(\w+)", text)
+
+
+def decorator_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def items(path: Path) -> list[Item]:
+    """Everything in a file, the module itself first."""
+    tree = ast.parse(path.read_text())
+    module = Item(path, "", 0)
+    found = [module]
+
+    def enter(node: ast.AST, owner: Item) -> None:
+        for child in node.body:
+            if isinstance(child, (ast.Import, ast.ImportFrom)) or is_all(child):
+                continue
+            if owner is module and (target := assigned(child)):
+                found.append(Item(path, target, child.end_lineno - child.lineno + 1, mentions=set(mentions(child))))
+                continue
+            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                owner.mentions |= set(mentions(child))
+                continue
+            begin = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+            item = Item(path, child.name, child.end_lineno - begin + 1, owner if owner is not module else None)
+            item.registered = bool({decorator_name(d) for d in child.decorator_list} - PLAIN_DECORATORS)
+            found.append(item)
+            if isinstance(child, ast.ClassDef):
+                for part in (*child.bases, *child.keywords, *child.decorator_list):
+                    item.mentions |= set(mentions(part))
+                before = len(found)
+                enter(child, item)
+                item.lines -= sum(i.lines for i in found[before:])
+            else:
+                item.mentions |= set(mentions(child))
+
+    enter(tree, module)
+    return found
+
+
+def assigned(node: ast.stmt) -> str:
+    """`NAME` of the statement `NAME = ...`."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else ""
+
+
+def is_all(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+
+
+def starting_names(root: Path) -> set[str]:
+    """Names that users write: exports, guides, examples and configurations."""
+    package = root / "python" / "nemo_rl_cpp"
+    names = set(re.findall(r'"(\w+)": "', (package / "__init__.py").read_text()))
+    guides = root / "tests" / "unit" / "porting" / "guide_names.json"
+    here = Path(__file__).resolve().parents[1] / "unit" / "porting" / "guide_names.json"
+    for entries in json.loads((guides if guides.exists() else here).read_text()).values():
+        names |= set(entries)
+    for page in (root / "docs" / "guides").glob("*.md"):
+        names |= set(re.findall(r"\b(\w+)\(", page.read_text()))
+    for folder in ("configs", "examples"):
+        for file in (root / folder).rglob("*"):
+            if file.suffix in {".yaml", ".ipynb", ".py"}:
+                names |= set(dotted(file.read_text()))
+    return names
+
+
+def reached(root: Path) -> list[Item]:
+    """All items of the package but `compat`, each marked as reached or not."""
+    package = root / "python" / "nemo_rl_cpp"
+    files = sorted(p for p in package.rglob("*.py") if p.relative_to(package).parts[0] != "compat")
+    everything = [item for path in files for item in items(path)]
+    names = starting_names(root)
+    starts = {package / name for name in STARTS}
+    grows = True
+    while grows:
+        grows = False
+        for item in everything:
+            if item.reached or not is_reached(item, names, starts):
+                continue
+            item.reached = grows = True
+            names |= item.mentions
+    return everything
+
+
+def is_reached(item: Item, names: set[str], starts: set[Path]) -> bool:
+    if not item.name:
+        return True
+    if item.owner is not None and not item.owner.reached:
+        return False
+    special = item.name.startswith("__") and item.name.endswith("__")
+    called = item.owner is not None and (special or item.name in CALLED_FROM_OUTSIDE)
+    return called or special or item.registered or item.name in names or (item.path in starts and item.name == "main")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", action="store_true", help="print the names too")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to look at")
+    arguments = parser.parse_args()
+    everything = reached(arguments.root.resolve())
+    package = arguments.root.resolve() / "python" / "nemo_rl_cpp"
+    unreached: dict[Path, list[Item]] = {}
+    for item in everything:
+        if not item.reached:
+            unreached.setdefault(item.path, []).append(item)
+    for path, those in sorted(unreached.items(), key=lambda entry: -sum(i.lines for i in entry[1])):
+        lines = len(path.read_text().splitlines())
+        print(f"{sum(i.lines for i in those):5d} of {lines:4d}  {path.relative_to(package)}")
+        if arguments.names:
+            print("               " + ", ".join(f"{i.owner.name}.{i.name}" if i.owner else i.name for i in those))
+    total = sum(len(path.read_text().splitlines()) for path in {item.path for item in everything})
+    print(f"{sum(i.lines for those in unreached.values() for i in those):5d} of {total} lines in all")
+
+
+if __name__ == "__main__":
+    main()

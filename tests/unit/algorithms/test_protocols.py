@@ -1,0 +1,204 @@
+"""The Protocols of policy, critic, generation and weight synchroniser: what is declared is called, and is implemented.
+
+A fake policy and a fake engine, written against the Protocols alone, run the whole loop.
+"""
+
+import inspect
+
+import pytest
+import tiny
+import torch
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
+from nemo_rl_cpp.weight_sync.shared import SharedWeights
+
+NATIVE = {
+    PolicyInterface: Policy,
+    ValueInterface: Value,
+    GenerationInterface: NativeGeneration,
+    WeightSynchronizer: SharedWeights,
+}
+
+
+def declared(protocol):
+    """The names of a Protocol, those that it inherits included."""
+    return {name for cls in protocol.__mro__ for name in vars(cls) if not name.startswith("_")}
+
+
+class Recorder:
+    """Stands before `thing` and notes each public name that is asked of it."""
+
+    def __init__(self, thing, asked):
+        object.__setattr__(self, "_thing", thing)
+        object.__setattr__(self, "_asked", asked)
+
+    def __getattr__(self, name):
+        self._asked.add(name)
+        return getattr(self._thing, name)
+
+    def __setattr__(self, name, value):
+        raise AssertionError(f"{name} is set from outside, which no Protocol says")
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """By Protocol: the names that GRPO and PPO with all that uses a model ask for, in runs that save and meet a full disk."""
+    names = {protocol: set() for protocol in NATIVE}
+    watched = (
+        "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null",
+        "loss_fn.reference_policy_kl_penalty=0.1", "policy.reuse_generation_logprobs=never",
+    )  # fmt: skip
+    for config, options in (("grpo_tiny.yaml", tiny.SMALL), ("ppo_tiny.yaml", PPO)):
+        section = config.partition("_")[0]
+        kl = f"{section}.skip_reference_policy_logprobs_calculation=false"
+        run = tiny.make(
+            tmp_path_factory.mktemp(section), *options, *watched, kl, f"{section}.max_num_steps=2", config=config,
+            policy_factory=lambda **given: Recorder(Policy(**given), names[PolicyInterface]),
+        )  # fmt: skip
+        run.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
+        run.refit._generation = run.generation
+        run.refit = Recorder(run.refit, names[WeightSynchronizer])
+        if "value" in run.models:
+            run.critic.model = Recorder(run.critic.model, names[ValueInterface])
+            run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `assemble` has done before
+        run.services.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
+        run.train()
+        for model in run.models.values():
+            assert model.learning_rate > 0  # which only the message about weights that are not finite asks
+    return names
+
+
+PPO = (
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
+    "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
+def test_what_is_declared_is_what_is_called(asked, protocol):
+    assert {name for name in asked[protocol] if not name.startswith("_")} == declared(protocol)
+
+
+@pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
+def test_what_is_declared_is_implemented_with_its_parameters(protocol):
+    native = NATIVE[protocol]
+    for name in declared(protocol):
+        own = next(vars(cls)[name] for cls in native.__mro__ if name in vars(cls))
+        assert own is not inspect.getattr_static(protocol, name), f"{native.__name__} does not implement {name}"
+        promised = inspect.getattr_static(protocol, name)
+        if inspect.isfunction(promised):
+            parameters = inspect.signature(own).parameters
+            missing = [
+                each for each, parameter in inspect.signature(promised).parameters.items()
+                if each not in parameters and parameter.kind is not parameter.VAR_KEYWORD
+            ]  # fmt: skip
+            assert not missing or any(p.kind is p.VAR_KEYWORD for p in parameters.values()), (name, missing)
+            assert (promised.__doc__ or "").strip(), name
+
+
+@pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
+def test_every_call_is_documented(protocol):
+    for name in declared(protocol):
+        if callable(found := inspect.getattr_static(protocol, name)) or isinstance(found, property):
+            assert (found.__doc__ or "").strip(), name
+
+
+# ---- a back end that knows the Protocols and nothing else of the house
+
+
+class OtherPolicy:
+    """Learns nothing, and says how often it was trained."""
+
+    def __init__(self, **given):
+        self.steps, self.tokenizer = 0, given["tokenizer"]
+
+    skips_prev_logprobs = False
+    learning_rate = 0.0
+
+    def prepare_for_lp_inference(self): ...
+    def prepare_for_training(self): ...
+    def finish_training(self): ...
+    def keep_bad_batches(self, folder): ...
+
+    def get_logprobs(self, data):
+        return {"logprobs": torch.full(data["input_ids"].shape, -1.0)}
+
+    def get_reference_policy_logprobs(self, data):
+        return {"reference_logprobs": torch.full(data["input_ids"].shape, -2.0)}
+
+    def train(self, data, loss_fn, *, timer=None):
+        self.steps += 1
+        assert data["advantages"].shape == data["input_ids"].shape and "prev_logprobs" in data
+        return {
+            "loss": torch.tensor([0.0]), "grad_norm": torch.tensor([0.0]), "all_mb_metrics": {"loss": [0.0]},
+            "prev_logprobs": data["prev_logprobs"],
+        }  # fmt: skip
+
+    def weight_digest(self):
+        return str(self.steps)
+
+    def create_generation(self, generation_config, *, seed):
+        return OtherEngine(self)
+
+    def save_checkpoint(self, weights_path, optimizer_path=None, *, checkpointing_cfg=None):
+        weights_path.mkdir(parents=True)
+        (weights_path / "steps").write_text(str(self.steps))
+
+    def checkpoint_bytes(self, optimizer):
+        return 1
+
+    def non_finite_parameters(self):
+        return []
+
+    def performance(self):
+        return {"other": 1.0}
+
+
+class OtherEngine:
+    """Answers every prompt with two equal tokens."""
+
+    reports_finished = False
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def prepare_for_generation(self):
+        return True
+
+    def finish_generation(self):
+        return True
+
+    def invalidate_kv_cache(self):
+        return False
+
+    def weight_digest(self):
+        return self.policy.weight_digest()
+
+    def generate(self, data, greedy=False):
+        lengths = data["input_lengths"]
+        ids = torch.nn.functional.pad(data["input_ids"], (0, 2), value=self.policy.tokenizer.pad_token_id)
+        logprobs = torch.zeros(ids.shape)
+        for row, length in enumerate(lengths.tolist()):
+            ids[row, length : length + 2] = 5 + row % 3
+            logprobs[row, length : length + 2] = -1.0
+        return BatchedDataDict(
+            output_ids=ids, generation_lengths=torch.full_like(lengths, 2), unpadded_sequence_lengths=lengths + 2,
+            logprobs=logprobs, truncated=torch.ones(len(ids), dtype=torch.bool),
+        )  # fmt: skip
+
+
+def test_another_back_end_runs_the_whole_loop(tmp_path):
+    run = tiny.make(
+        tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "grpo.val_period=2", "checkpointing.enabled=true", "checkpointing.save_period=2",
+        "checkpointing.metric_name=val:accuracy", "loss_fn.reference_policy_kl_penalty=0.1",
+        "grpo.skip_reference_policy_logprobs_calculation=false", policy_factory=OtherPolicy,
+    )  # fmt: skip
+    with run:
+        run.train()
+    assert run.state.step == run.policy.steps == 3 and len(run.history) == 3
+    assert [row["other"] for row in run.history] == [1.0] * 3 and len(run.services.validations) == 1
+    assert (tmp_path / "checkpoints" / "step_3" / "policy" / "weights" / "steps").read_text() == "3"

@@ -1,0 +1,35 @@
+"""Shared by tests of tokenizers, data sets and message logs. Nothing here needs a network."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer_folder(tmp_path_factory):
+    """SmolLM2's tokenizer as a folder, without its weights: converted from the package in about a second."""
+    from nemo_rl_cpp.models.gguf_conversion import open_gguf, write_tokenizer
+    from nemo_rl_cpp.models.sources import smollm2_gguf
+
+    folder = tmp_path_factory.mktemp("smollm2-tokenizer")
+    write_tokenizer(open_gguf(smollm2_gguf()), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_tokenizer_folder):
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+
+    return Tokenizer.from_pretrained(smollm2_tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2(smollm2_tokenizer_folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_tokenizer_folder)
+
+
+@pytest.fixture
+def tiny():
+    from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+
+    return tiny_tokenizer()

@@ -1,7 +1,7 @@
-"""What callers give to the Python entries: models, folders and prompts, each as it must be or a ValueError of one sentence. No torch."""
+"""What callers give to the Python entries: models, folders, numbers, each as it must be or a ValueError of one sentence. No torch."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,56 +96,9 @@ def folder_path(value: Any, name: str) -> Path:
     raise ValueError(f"{name} is {in_a_line(value)}; it must be the path of a folder")
 
 
-def check_prompt(prompt: Any, where: str, may_be_empty: bool = False) -> None:
-    """ValueError unless it is a text that is not empty, or a conversation that the model can answer."""
-    if isinstance(prompt, str):
-        if not prompt and not may_be_empty:
-            raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
-        _check_text(prompt, where)
-        return
-    if not isinstance(prompt, (list, tuple)) or not all(isinstance(message, Mapping) for message in prompt):
-        raise ValueError(
-            f"{where}: the prompt is {described(prompt)}; it must be a text or a list of messages with role and content"
-        )
-    if not prompt:
-        raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
-    for i, message in enumerate(prompt):
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(
-                f"{where}: message {i} has the keys {names_of(message)}; it needs 'role', a text, and 'content'"
-            )
-        content = message["content"]
-        if isinstance(content, str):
-            _check_text(content, f"{where}: message {i}")
-        elif content is not None and not isinstance(content, list):
-            raise ValueError(f"{where}: the content of message {i} is {described(content)}; it must be a text")
-    if prompt[-1]["role"] == "assistant":
-        raise ValueError(
-            f"{where} ends with a message of the assistant: leave out the answer, which the model is to write"
-        )
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8"
-        ) from None
-
-
 def is_iterable(value: Any) -> bool:
     """Whether `value` has items; a scalar of numpy or torch has none, though its class could."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
-
-
-def is_conversation(items: Any) -> bool:
-    """Whether it is a list of messages."""
-    return (
-        isinstance(items, (list, tuple))
-        and len(items) > 0
-        and all(isinstance(item, Mapping) and "role" in item and "prompt" not in item for item in items)
-    )
 
 
 def names_of(keys: Iterable[Any]) -> list[str]:
@@ -161,16 +114,3 @@ def described(value: Any) -> str:
     if isinstance(value, (bool, int, float, str)):
         return f"{in_a_line(value)}"
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
-
-
-def texts_or_conversations(prompts: Any) -> Sequence[Any]:
-    """One or several prompts to answer; a text or a conversation is one. ValueError for all else."""
-    if isinstance(prompts, str) or is_conversation(prompts):
-        several: list[Any] = [prompts]
-    elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
-        raise ValueError(f"prompts is {described(prompts)}; give a text, a conversation, or a list of these")
-    else:
-        several = list(prompts)
-    for i, prompt in enumerate(several):
-        check_prompt(prompt, f"prompt {i}")
-    return several

@@ -58,7 +58,7 @@ class TextGenerator:
         opened = replace(opened, max_length=self.max_length)
         opened.check_weights()
         opened.print_remarks()
-        self.tokenizer = Tokenizer.from_pretrained(folder)
+        self.tokenizer = Tokenizer.from_pretrained(folder, section="")
         self._folder, self._end_token_ids = folder, end_token_ids(folder, opened.config, self.tokenizer)
         self._chat_settled = False
         native = _native_module()
@@ -94,15 +94,15 @@ class TextGenerator:
         from nemo_rl_cpp.argument_checks import (
             LARGEST,
             SMALLEST,
-            check_prompt,
             in_a_line,
             number,
             stop_texts,
             true_or_false,
             whole_number,
         )
+        from nemo_rl_cpp.data.conversation import prompt_of
 
-        check_prompt(prompt, "the prompt", may_be_empty=True)
+        prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
         temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")
         top_p = number("top_p", top_p, SMALLEST, 1)
@@ -152,13 +152,15 @@ class TextGenerator:
 
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
+        from nemo_rl_cpp.data.prompt_rendering import render_prompt
+
         if not self._chat_settled:
             from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 
             for remark in settle_chat_template(self.tokenizer, self._folder):
                 warnings.warn(remark, stacklevel=3)
             self._chat_settled = True
-        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        text = render_prompt(self.tokenizer, prompt)
         return prompt_ids(self.tokenizer, text, prompt)
 
 

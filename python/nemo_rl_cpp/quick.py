@@ -22,9 +22,10 @@ import torch
 
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.run_data import RunData
-from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, texts_or_conversations, whole_number
+from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, whole_number
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
 from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.conversation import prompt_of, prompts_of, tools_of
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
 from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
@@ -79,7 +80,7 @@ class TrainResult:
             raise ValueError(
                 f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out"
             )
-        several = texts_or_conversations(prompts)
+        several = prompts_of(prompts)
         if not several:
             return []
         options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
@@ -319,7 +320,7 @@ class Rows:
 def _processor(
     row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int
 ) -> DatumSpec:
-    message = _prompt_message(row["prompt"], tokenizer)
+    message = _prompt_message(prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, tools_of(row))
     length = len(message["token_ids"])
     if max_seq_length is not None and length >= max_seq_length:
         raise ValueError(
@@ -331,8 +332,8 @@ def _processor(
     )
 
 
-def _prompt_message(prompt: Prompt, tokenizer: Any) -> dict[str, Any]:
+def _prompt_message(prompt: Prompt, tokenizer: Any, tools: Any = None) -> dict[str, Any]:
     messages = None if isinstance(prompt, str) else list(prompt)
-    text = prompt if messages is None else render_prompt(tokenizer, messages)
+    text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)
     return {"role": "user", "content": text, "token_ids": ids}

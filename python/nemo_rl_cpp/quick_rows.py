@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.argument_checks import check_prompt, described, in_a_line, is_conversation, names_of
+from nemo_rl_cpp.argument_checks import described, in_a_line, names_of
+from nemo_rl_cpp.data.conversation import is_conversation, prompt_of
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
@@ -145,4 +146,4 @@ def _check_row(row: dict[str, Any], where: str, name: str) -> None:
         raise ValueError(
             f"{where} has the key {taken!r}, under which reward functions are given something else: rename it"
         )
-    check_prompt(row["prompt"], where)
+    prompt_of(row["prompt"], where)

@@ -56,7 +56,7 @@ def test_lines_of_a_text_file_are_prompts(files):
     [
         ("1+1=", ["1+1="]), ("Read data.jsonl and sum it up.", ["Read data.jsonl and sum it up."]), (["rows.jsonl"], ["rows.jsonl"]),
         (["1+1=", "2+2="], ["1+1=", "2+2="]), (TALK, [TALK]), ([TALK, "1+1="], [TALK, "1+1="]), ([tuple(TALK)], [tuple(TALK)]),
-        ({"prompt": "1+1="}, ["1+1="]), ({"prompt": TALK}, [TALK]), (pandas.Series(["a", "b"]), ["a", "b"]), (np.array(["a", "b"]), ["a", "b"]),
+        ([{"from": "human", "value": "1+1="}], [[{"from": "human", "value": "1+1="}]]), ({"prompt": "1+1="}, ["1+1="]), ({"prompt": TALK}, [TALK]), (pandas.Series(["a", "b"]), ["a", "b"]), (np.array(["a", "b"]), ["a", "b"]),
         (datasets.Dataset.from_list(ROWS)["prompt"], ["1+1=", "2+2="]), ("7" * 5000, ["7" * 5000]), ("a\0b", ["a\0b"]), ("1/2", ["1/2"]),
     ],
 )  # fmt: skip
@@ -89,8 +89,12 @@ def gone(*args):
         ("openai/gsm8k", r"looks like a path or the name of a data set: .* if it is a prompt, \['openai/gsm8k'\]"),
         ("questions.jsonl", r"row 0 of prompts \(questions.jsonl\) has no key 'prompt', it has \['question'\]"), ("", "row 0 of prompts is an empty text"),
         (["\ud800"], "holds half a character"), ([[]], "row 0 of prompts is a list of 0"), ([{"prompt": []}], "row 0 of prompts is an empty conversation"),
-        ([{"prompt": [{"role": "user"}]}], r"message 0 has the keys \['role'\]"), ([{"prompt": [{"role": 1, "content": "a"}]}], "needs 'role', a text"),
-        ([{"prompt": [{"role": "user", "content": 3}]}], "the content of message 0 is 3"), ([{"prompt": "a", 1: 2}], "has the key 1"),
+        ([{"prompt": [{"role": "user"}]}], r"row 0 of prompts: messages\[0\].content must be a text, not null"),
+        ([{"prompt": [{"role": 1, "content": "a"}]}], r"messages\[0\].role is 1; known are system, "), ([{"prompt": [{"role": "User", "content": "a"}]}], "role is 'User'"),
+        ([{"prompt": [{"role": "user", "content": 3}]}], r"messages\[0\].content must be a text, not a number"), ([{"prompt": [{"role": "user", "content": " "}]}], "is an empty text"),
+        ([{"prompt": [{"role": "system", "content": "a"}]}], "holds no message of the user"), ([{"prompt": [{"role": "user", "content": "a\ud800"}]}], "half a character at position 1"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}], "part of type 'image': only text is supported"),
+        ([{"prompt": [*TALK, {"role": "system", "content": "b"}]}], "must end with the user's question"), ([{"prompt": "a", 1: 2}], "has the key 1"),
         ([[*TALK, {"role": "assistant", "content": "2"}]], "ends with a message of the assistant"),
         ([{"prompt": "a", "completions": "x"}], "has the key 'completions', under which reward functions"),
     ],

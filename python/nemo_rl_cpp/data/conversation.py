@@ -1,7 +1,7 @@
-"""Rows to conversations: what a data set holds, in one form, or one sentence why not.
+"""Prompts and rows to conversations: what a caller or a data set gives, in one form, or one sentence why not.
 
-A conversation is a list of messages {"role", "content"}. Everything here raises ValueError without a place; whoever knows
-the file and the row puts them before it.
+A conversation is a list of messages {"role", "content"}. One rule for data sets, `train_grpo` and `generate`. Functions
+without an argument for the place raise ValueError without one; whoever knows the file and the row puts them before it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from nemo_rl_cpp.argument_checks import described, is_iterable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -51,6 +53,7 @@ def conversation_of(value: Any, key: str) -> list[Message]:
             raise ValueError(f"{key!r} is an empty text")
         if key in ("messages", "conversations") or _WRITTEN_OUT.match(value):
             raise ValueError(f"{key!r} is a text, expected a list of messages: {value[:60]!r}; store the list itself")
+        check_characters(value, repr(key))
         return [{"role": "user", "content": value}]
     if not is_list(value):
         raise ValueError(f"{key!r} must be a text or a list of messages, not {_kind(value)}")
@@ -100,14 +103,73 @@ def split_conversation(messages: Sequence[Mapping[str, Any]], key: str = "messag
     return prompt, truth
 
 
+def check_characters(text: str, where: str) -> None:
+    """ValueError for a text with half a character, which no tokenizer takes and no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} holds half a character at position {error.start} (a lone surrogate): decode its source as UTF-8"
+        ) from None
+
+
+def is_conversation(items: Any) -> bool:
+    """Whether it is a list of messages, in either spelling, and not one of rows."""
+    return (
+        isinstance(items, (list, tuple))
+        and len(items) > 0
+        and all(isinstance(item, Mapping) and ("role" in item or {"from", "value"} <= item.keys()) for item in items)
+        and not any("prompt" in item for item in items)
+    )
+
+
+def prompt_of(value: Any, where: str, may_be_empty: bool = False) -> str | list[Message]:
+    """A prompt as the model gets it: a text, or the messages of a conversation that the model can answer. ValueError, which
+    begins with `where`, for all else."""
+    if isinstance(value, str):
+        if not value and not may_be_empty:
+            raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
+        check_characters(value, where)
+        return value
+    if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
+        raise ValueError(
+            f"{where}: the prompt is {described(value)}; it must be a text or a list of messages with role and content"
+        )
+    if not value:
+        raise ValueError(f"{where} is an empty conversation: it needs a message of the user")
+    try:
+        checked = conversation_of(value, "messages")
+        if checked[-1]["role"] == "assistant":
+            raise ValueError(
+                "it ends with a message of the assistant: leave out the answer, which the model is to write"
+            )
+        return split_conversation(checked)[0]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def prompts_of(prompts: Any) -> list[str | list[Message]]:
+    """One or several prompts to answer, each as `prompt_of` gives it; a text or a conversation is one. ValueError for all
+    else."""
+    if isinstance(prompts, str) or is_conversation(prompts):
+        several: list[Any] = [prompts]
+    elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
+        raise ValueError(f"prompts is {described(prompts)}; give a text, a conversation, or a list of these")
+    else:
+        several = list(prompts)
+    return [prompt_of(prompt, f"prompt {i}") for i, prompt in enumerate(several)]
+
+
 def _with_text(message: Message, key: str) -> Message:
     content = message.get("content")
     if is_parts(content):
-        return {**message, "content": joined_text(content, key)}
+        message = {**message, "content": joined_text(content, key)}
+        content = message["content"]
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
         return message
     if not isinstance(content, str):
         raise ValueError(f"{key}.content must be a text, not {_kind(content)}")
+    check_characters(content, f"{key}.content")
     if message["role"] == "user" and not content.strip():
         raise ValueError(f"{key}.content is an empty text")
     return message

@@ -26,7 +26,7 @@ def render_prompt(
     if missing or shape not in _KEPT:
         lost = _lost(tokenizer, messages, add_generation_prompt, tools, missing)
         if lost:
-            raise ChatTemplateError(_leaves_out(messages, lost[0]))
+            raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
         if len(_KEPT) > 256:
             _KEPT.clear()
         _KEPT.add(shape)
@@ -47,12 +47,13 @@ def _lost(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any
     return [i for i, message in enumerate(messages) if _content(message) and _mark(i) not in probe]
 
 
-def _leaves_out(messages: Sequence[Mapping[str, Any]], i: int) -> str:
+def _leaves_out(messages: Sequence[Mapping[str, Any]], i: int, section: str) -> str:
     role = messages[i]["role"]
-    return (
-        f"the chat template leaves out message {i} ({role}, {_content(messages[i])[:60]!r}): the model would never see it; set "
-        "policy.tokenizer.chat_template to a template for these roles"
-        + (", or put the text into prompt_file" if role == "system" else "")
+    begin = f"the chat template leaves out message {i} ({role}, {_content(messages[i])[:60]!r}): the model would never see it; "
+    if not section:
+        return f"{begin}leave it out, or put its text into the user's message"
+    return f"{begin}set {section}.chat_template to a template for these roles" + (
+        ", or put the text into prompt_file" if role == "system" else ""
     )
 
 

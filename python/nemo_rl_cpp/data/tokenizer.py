@@ -55,6 +55,8 @@ class Tokenizer(SpecialTokens):
 
     is_fast = True
     padding_side = "right"
+    section = "policy.tokenizer"
+    """the section of the configuration that messages name; "" where there is no configuration"""
 
     def __init__(
         self,
@@ -80,30 +82,34 @@ class Tokenizer(SpecialTokens):
     # -- folders -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path) -> Tokenizer:
+    def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
         """Reads tokenizer.json and the files beside it from a folder, or from the folder that a model name means.
 
         Raises ValueError when there is no tokenizer.json, saying how to make one.
         """
         from nemo_rl_cpp.models.sources import resolve_tokenizer
 
-        folder = resolve_tokenizer(name_or_path)
+        folder = resolve_tokenizer(
+            name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
+        )
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
                 f"{folder} holds no tokenizer.json: write one with transformers, "
-                f"AutoTokenizer.from_pretrained({str(name_or_path)!r}).save_pretrained(folder), "
-                "and set policy.tokenizer.name to that folder"
+                f"AutoTokenizer.from_pretrained({str(name_or_path)!r}).save_pretrained(folder)"
+                + (f", and set {section}.name to that folder" if section else "")
             )
         from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_file(str(file))
-        return cls(
+        tokenizer = cls(
             backend,
             read_settings(folder, backend.get_added_tokens_decoder().keys()),
             name_or_path=str(name_or_path),
             eos_token_ids=named_ends(folder, read_json(folder / "config.json")),
         )
+        tokenizer.section = section
+        return tokenizer
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json (the model's chat template inside) and special_tokens_map.json."""
@@ -327,7 +333,7 @@ class Tokenizer(SpecialTokens):
         template = given if given is not None else templates
         if template is None:
             raise ValueError(
-                f"the tokenizer {self.name_or_path or ''!r} has no chat template: set policy.tokenizer.chat_template "
+                f"the tokenizer {self.name_or_path or ''!r} has no chat template: set {self.section or 'policy.tokenizer'}.chat_template "
                 "to null (contents as they are), a .jinja file or a template, or use raw_completion_data_processor"
             )
         return template
@@ -353,8 +359,10 @@ class Tokenizer(SpecialTokens):
         return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences]
 
 
-def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokenizer:
-    """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names).
+def get_tokenizer(
+    tokenizer_config: Any, get_processor: bool = False, *, section: str = "policy.tokenizer"
+) -> Tokenizer:
+    """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names); messages name `section`.
 
     `name`: folder or model name. `chat_template`: absent or "default" keeps the folder's own; null passes contents
     through unchanged; a path is read, a name is one of the tokenizer's templates, a text with jinja's marks is a template
@@ -363,19 +371,19 @@ def get_tokenizer(tokenizer_config: Any, get_processor: bool = False) -> Tokeniz
     """
     if get_processor:
         raise ValueError("get_processor=True asks for an image or video processor: only text models are supported")
-    tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"))
+    tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"), section=section)
     if is_given(tokenizer_config, "chat_template"):
         value = get_field(tokenizer_config, "chat_template")
-        tokenizer.use_chat_template(_chat_template_of(value, tokenizer.chat_template))
+        tokenizer.use_chat_template(_chat_template_of(value, tokenizer.chat_template, f"{section}.chat_template"))
     kwargs = get_field(tokenizer_config, "chat_template_kwargs", None)
     if kwargs:
         if not isinstance(kwargs, Mapping):
-            raise ValueError(f"policy.tokenizer.chat_template_kwargs must be a mapping, got {type(kwargs).__name__}")
+            raise ValueError(f"{section}.chat_template_kwargs must be a mapping, got {type(kwargs).__name__}")
         tokenizer.chat_template_kwargs = dict(kwargs)
     return tokenizer
 
 
-def _chat_template_of(value: Any, default: Any) -> Any:
+def _chat_template_of(value: Any, default: Any, key: str) -> Any:
     from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
 
-    return choose_template(value, default, "policy.tokenizer.chat_template")
+    return choose_template(value, default, key)

@@ -53,7 +53,7 @@ def main(config: MasterConfig) -> EvalResult:
     # environments start their processes before this one computes on several threads
     environment = create_env(env_name=env_name, env_config=config.env[env_name])
     try:
-        tokenizer = get_tokenizer(config.tokenizer)
+        tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
         generation, loader, config = setup(config, tokenizer, make_dataset(config, tokenizer))
         return run_env_eval(generation, loader, environment, config)
     finally:

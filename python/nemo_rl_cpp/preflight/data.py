@@ -37,7 +37,8 @@ def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[F
     from nemo_rl_cpp.data.template_choice import choose_template
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
-    key = "tokenizer.chat_template" if evaluation else "policy.tokenizer.chat_template"
+    name = "tokenizer" if evaluation else "policy.tokenizer"
+    key = f"{name}.chat_template"
     folder = _local_tokenizer(config, evaluation)
     value = section.chat_template if is_given(section, "chat_template") else "default"
     try:
@@ -53,15 +54,9 @@ def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[F
                 choose_template(value, None, key)
             return None, []
         plain = {"name": str(folder), "chat_template_kwargs": section.chat_template_kwargs}
-        return get_tokenizer({**plain, "chat_template": value}), []
+        return get_tokenizer({**plain, "chat_template": value}, section=name), []
     except (ChatTemplateError, FileNotFoundError) as error:
-        return None, [
-            Finding(
-                "error",
-                key,
-                str(error).removeprefix(f"{key} ").removeprefix("policy.tokenizer.chat_template").lstrip(": "),
-            )
-        ]
+        return None, [Finding("error", key, str(error).removeprefix(key).lstrip(": "))]
     except Exception:  # noqa: BLE001 - damaged model files are found by the check of the model's files
         return None, []
 

@@ -2,8 +2,10 @@
 
 import json
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
+import torch
 from nemo_rl_cpp.data.datasets import (
     AllTaskProcessedDataset,
     ListDataset,
@@ -14,7 +16,7 @@ from nemo_rl_cpp.data.datasets import (
     merge_datasets,
     update_single_dataset_config,
 )
-from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
+from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset, task_name_of
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import math_data_processor, math_hf_data_processor
 
@@ -363,6 +365,39 @@ def test_double_bos_is_found(tiny):
     tiny.chat_template = "<bos><bos>{{ messages[0].content }}"
     with pytest.raises(AssertionError, match="double BOS"):
         AllTaskProcessedDataset(rows_of("a"), tiny, TaskDataSpec(), math_hf_data_processor)[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("data/math/train.jsonl", "math-train"), ("train.jsonl", "train"), ("/train.jsonl", "train"), ("./train.jsonl", "train"),
+        ("../a/train.jsonl", "a-train"), ("shards", "shards"), ("shards/", "shards"), ("data/shards//", "data-shards"), ("./shards/.", "shards"),
+        ("../shards/", "shards"), ("~/rows.csv", "rows"), (".cache/rows.csv", "cache-rows"), ("org/set", "org-set"), ("v1.5/rows.csv", "v1"),
+    ],
+)  # fmt: skip
+def test_the_task_of_a_path(path, name):
+    assert task_name_of(path) == name
+
+
+@pytest.mark.parametrize(("pieces", "doubled"), [
+    ([[1, 5], [1, 1, 6]], True), ([[1], [1, 6]], True), ([[1, 5], [1, 6]], False), ([[5], [5]], False), ([[1]], False), ([], False),
+])  # fmt: skip
+def test_every_message_of_a_prompt_is_looked_at_for_a_double_bos(tiny, pieces, doubled):
+    """One BOS token at a later message is right: SmolLM2's begins each of its messages."""
+
+    def process(row, spec, tokenizer, limit, idx):
+        return {
+            "message_log": [{"token_ids": torch.tensor(ids)} for ids in (pieces if row["task_name"] == "b" else [])]
+        }
+
+    table = {name: (TaskDataSpec(), process) for name in "ab"}
+    data = AllTaskProcessedDataset(rows_of("a", "b"), SimpleNamespace(bos_token_id=1), None, table)
+    data[0]
+    if doubled:
+        with pytest.raises(AssertionError, match="double BOS"):
+            data[1]
+    else:
+        data[1]
 
 
 def test_a_datasets_dataset_and_a_transformers_tokenizer_work(hf_smollm2):

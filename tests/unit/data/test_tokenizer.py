@@ -310,6 +310,20 @@ def test_get_tokenizer_takes_typed_models(tmp_path):
     assert get_tokenizer(TokenizerConfig(name=str(tmp_path), chat_template=None)).chat_template == PASSTHROUGH
 
 
+@pytest.mark.parametrize("section", ["policy.tokenizer", "tokenizer"])
+def test_messages_name_the_section_of_the_configuration(tiny, tmp_path, section):
+    tiny.chat_template = None
+    tiny.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^{section}.chat_template is 'chatml'"):
+        get_tokenizer({"name": str(tmp_path), "chat_template": "chatml"}, section=section)
+    with pytest.raises(ValueError, match=f"^{section}.chat_template_kwargs must be"):
+        get_tokenizer({"name": str(tmp_path), "chat_template_kwargs": [1]}, section=section)
+    with pytest.raises(ValueError, match=f": set {section}.chat_template to null"):
+        get_tokenizer({"name": str(tmp_path)}, section=section).apply_chat_template([{"role": "user", "content": "1"}])
+    with pytest.raises(ValueError, match=f", and set {section}.name to that folder"):
+        get_tokenizer({"name": str(tmp_path.parent)}, section=section)
+
+
 def test_clear_errors(tiny, tmp_path):
     tiny.chat_template = None
     with pytest.raises(ValueError, match="raw_completion_data_processor"):

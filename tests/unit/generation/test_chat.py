@@ -165,3 +165,32 @@ def test_bytes_that_form_no_character_do_not_end_a_text(tmp_path):
     assert all(len(text.token_ids) == 60 or text.token_ids[-1] == 2 for text in done) and any(
         len(text.token_ids) == 60 for text in done
     )
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "system", "content": "Add."}, {"role": "user", "content": "12"}], "leaves out message 0 (system, 'Add.')"),
+        ([{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}], "ends with a message of the assistant"),
+        ([{"role": "User", "content": "12"}], "messages[0].role is 'User'"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "only text is supported"),
+    ],
+)  # fmt: skip
+def test_what_the_model_would_not_see_is_refused(tmp_path, messages, said):
+    folder = checkpoint(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}")
+    with pytest.raises(ValueError, match="^the ") as refused:
+        TextGenerator(folder, precision="float32").generate(messages, max_new_tokens=2)
+    assert said in str(refused.value) and "policy." not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_parts_and_the_other_spelling_are_the_same_prompt(tmp_path):
+    generator = TextGenerator(checkpoint(tmp_path, OWN), precision="float32")
+    texts = {
+        generator.generate(messages, greedy=True, max_new_tokens=4).text
+        for messages in (
+            [{"role": "user", "content": "12"}],
+            [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}],
+            [{"from": "human", "value": "12"}],
+        )
+    }
+    assert len(texts) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
@@ -33,7 +33,7 @@ class AllTaskProcessedDataset:
         self.task_data_processors = task_data_processors
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
-        self._bos_checked = False
+        self._begun: set[Any] = set()  # tasks whose beginnings are known to be right
         if isinstance(task_data_processors, Mapping):
             for task_data_spec, _ in task_data_processors.values():
                 self._take_defaults(task_data_spec)
@@ -72,9 +72,15 @@ class AllTaskProcessedDataset:
         if preprocess is not None:
             entry = preprocess(entry)
         datum = process(entry, spec, self.tokenizer, self.max_seq_length, idx)
-        if not self._bos_checked:
-            log = datum.get("message_log")
-            if log and "token_ids" in log[0]:
-                assert_no_double_bos(log[0]["token_ids"], self.tokenizer)
-            self._bos_checked = True
+        if entry.get("task_name") not in self._begun:
+            _check_beginnings(datum.get("message_log") or [], self.tokenizer)
+            self._begun.add(entry.get("task_name"))
         return datum
+
+
+def _check_beginnings(message_log: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+    """AssertionError where a message, or the prompt as a whole, begins with two BOS tokens."""
+    pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
+    whole = [int(token) for piece in pieces for token in piece[:2]]
+    for piece in [*pieces, whole]:
+        assert_no_double_bos(piece, tokenizer)

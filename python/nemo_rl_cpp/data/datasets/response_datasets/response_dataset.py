@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_cpp.data.conversation import conversation_of, is_list, look_up, split_conversation
+from nemo_rl_cpp.data.conversation import check_characters, conversation_of, is_list, look_up, split_conversation
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 
@@ -19,9 +19,9 @@ def text_of(value: Any) -> Any:
 
 
 def task_name_of(data_path: str) -> str:
-    """The last two parts of the path joined by "-", without what follows a dot: data/math/train.jsonl is math-train."""
-    name = "-".join(str(data_path).split("/")[-2:]).split(".")[0]
-    return name.removeprefix("-")
+    """The last two names of the path joined by "-", without what follows a dot: data/math/train.jsonl is math-train."""
+    names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
+    return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
 
 class ResponseDataset(RawDataset):
@@ -100,17 +100,20 @@ class ResponseDataset(RawDataset):
                 "the answer's column in output_key"
             )
         else:
-            answer = {"role": "assistant", "content": _answer(look_up(data, self.output_key))}
+            answer = {"role": "assistant", "content": _answer(look_up(data, self.output_key), self.output_key)}
         messages = [*(messages[:-1] if answered else messages), answer]
         split_conversation(messages, self.input_key)
         return {"messages": messages, "task_name": self.task_name}
 
 
-def _answer(value: Any) -> Any:
+def _answer(value: Any, key: str) -> Any:
     """An answer as it goes to the environment: the text of an assistant message where it is one, None for an empty cell."""
     if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant":
         value = value[0].get("content")
-    return None if isinstance(value, float) and math.isnan(value) else text_of(value)
+    value = None if isinstance(value, float) and math.isnan(value) else text_of(value)
+    if isinstance(value, str):
+        check_characters(value, repr(key))
+    return value
 
 
 def _hint(columns: list[str]) -> str:

@@ -289,15 +289,12 @@ def _preflight(config: GRPOMasterConfig) -> None:
 def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None, environment: Any) -> TrainResult:
     def data(config: GRPOMasterConfig, tokenizer: Any) -> RunData:
         limit, spec = config.policy.max_total_sequence_length, TaskDataSpec(TASK)
+        _check_room(rows, "prompt", tokenizer, limit)
+        _check_room(val_rows or [], "validation prompt", tokenizer, limit)
         train, validation = (
             None if some is None else AllTaskProcessedDataset(ListDataset(some), tokenizer, spec, _processor, max_seq_length=limit)
             for some in (rows, val_rows)
         )  # fmt: skip
-        for some in filter(None, (train, validation)):
-            for row in range(
-                len(some)
-            ):  # a prompt without room for an answer is a mistake, found before the model is loaded
-                some[row]
         return RunData(train, validation, Environments({TASK: environment}, owned=False))
 
     with build_run(config, data=data) as run:
@@ -322,14 +319,26 @@ def _processor(
 ) -> DatumSpec:
     message = _prompt_message(prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, tools_of(row))
     length = len(message["token_ids"])
-    if max_seq_length is not None and length >= max_seq_length:
-        raise ValueError(
-            f"prompt {idx} has {length} tokens, which leaves no room to answer within max_length={max_seq_length}"
-        )
     columns = {key: value for key, value in row.items() if key != "prompt"}
     return DatumSpec(
         message_log=[message], length=length, extra_env_info=columns, loss_multiplier=1.0, idx=idx, task_name=TASK
     )
+
+
+def _check_room(rows: list[Any], name: str, tokenizer: Any, limit: int) -> None:
+    """ValueError for the first prompt that the template refuses or that leaves no room to answer, before a model is loaded."""
+    for i, row in enumerate(rows):
+        prompt = prompt_of(row["prompt"], f"{name} {i}")
+        if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is a byte at least, but for BOS
+            continue
+        try:
+            length = len(_prompt_message(prompt, tokenizer, tools_of(row))["token_ids"])
+        except ValueError as error:
+            raise ValueError(f"{name} {i}: {error}") from error
+        if length >= limit:
+            raise ValueError(
+                f"{name} {i} has {length} tokens, which leaves no room to answer within max_length={limit}"
+            )
 
 
 def _prompt_message(prompt: Prompt, tokenizer: Any, tools: Any = None) -> dict[str, Any]:

@@ -150,6 +150,25 @@ def test_mistakes_are_named(tmp_path, arguments, words):
         run(tmp_path, **arguments)
 
 
+CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompts": ["1=", "1" * 16]}, "^prompt 1 has 16 tokens, which leaves no room to answer within max_length=16$"),
+        ({"validation": ["1=", "1" * 40]}, "^validation prompt 1 has 40 tokens"),
+        ({"prompts": [[{"role": "user", "content": "1" * 16}]]}, "^prompt 0 has 16 tokens"),
+        ({"prompts": [CHAT], "policy__tokenizer__chat_template": "{{ messages[1].content }}"}, r"^prompt 0: the chat template leaves out message 0"),
+        ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
+    ],
+)  # fmt: skip
+def test_every_prompt_is_looked_at_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=words):
+        run(tmp_path, reward=lambda completions, **_: [0.0] * len(completions), **arguments)
+
+
 @pytest.mark.parametrize("model", [None, "", 3, b"m", "a\0b", object()])
 def test_a_model_is_a_name_or_a_folder(model):
     with pytest.raises(ValueError, match="it must be a folder, a packaged model, or a name on the hub"):

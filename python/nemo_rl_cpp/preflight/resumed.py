@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.models.hf_config import native_config, read_config
-from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.sources import local_folder
+from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
+from nemo_rl_cpp.models.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 from nemo_rl_cpp.utils.access import written
 from nemo_rl_cpp.utils.durable import MANIFEST, manifest_facts, read_text
@@ -183,14 +183,21 @@ def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[s
         yield key, f"{before} -> {config.model_name} is another model"
     elif known is not None and now is not None and known != now:
         yield key, f"{config.model_name} holds other weights than when the run began"
-    here = local_folder(config.model_name)
-    if here is None:  # the run compares them when it has the model
-        return
     try:
-        model = read_model_folder(here, config.hf_config_overrides, value_head=section == "value")
+        model = _model_here(config, value_head=section == "value")
     except (OSError, ValueError, RecursionError):  # no model folder: said elsewhere
         return
+    if model is None:  # a name of which nothing is on this machine: the run compares them when it has the model
+        return
     yield from architecture_refusals(saved, section, config, model.config)
+
+
+def _model_here(config: Any, value_head: bool) -> ModelFolder | None:
+    """The model of a section as far as it is on this machine, in a folder, packaged, from the hub or random; None where it is not."""
+    if config.model_name == TINY_RANDOM:
+        return tiny_random(config.hf_config_overrides, value_head=value_head)
+    here = local_folder(config.model_name)
+    return None if here is None else read_model_folder(here, config.hf_config_overrides, value_head=value_head)
 
 
 def architecture_refusals(

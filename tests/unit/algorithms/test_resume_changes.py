@@ -235,6 +235,19 @@ def test_preflight_finds_what_the_files_tell(root, run_of_two_steps, name, paths
     assert [f for f in preflight(config_of(root, run_of_two_steps)) if f.level == "error" and "step_2" in str(f)] == []
 
 
+@pytest.mark.parametrize(("override", "words"), [
+    ("policy.hf_config_overrides.num_attention_heads=8", "num_attention_heads 4 -> 8 is another architecture"),
+    ("++policy.hf_config_overrides.rope_theta=7.0", "rope_theta .* -> 7.0 is another architecture"),
+])  # fmt: skip
+def test_preflight_compares_the_model_of_random_weights_too(run_of_two_steps, override, words):
+    home = run_of_two_steps / "seedling"
+    fixed = [f"logger.log_dir={home / 'logs'}", f"checkpointing.checkpoint_dir={home / 'checkpoints'}", *RUN]
+    for overrides, errors in (([], 0), ([override], 1)):
+        config = load_grpo_config("grpo_tiny.yaml", [*fixed, *overrides])
+        found = [str(f) for f in preflight(config) if f.level == "error"]
+        assert len(found) == errors and all(re.search(words, text) for text in found), found
+
+
 def test_a_changed_learning_rate_and_schedule_count_from_the_next_step(root, run_of_two_steps):
     def rate(*overrides):
         return resume(root, run_of_two_steps, *overrides).policy.learning_rate

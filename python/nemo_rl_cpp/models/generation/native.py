@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.messages import refuse_unknown_keys
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -51,7 +53,7 @@ class NativeGeneration(GenerationInterface):
         seed: part of the key of every random draw.
         digest: gives a digest of the weights that the engine reads.
 
-    Raises ValueError for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
+    Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class NativeGeneration(GenerationInterface):
         seed: int = 42,
         digest: Callable[[], str] | None = None,
     ) -> None:
+        refuse_unknown_keys(config, EvalGenerationConfig, "policy.generation")
         self.config = config
         self.tokenizer = tokenizer
         self.seed = int(seed) & 0xFFFFFFFF

@@ -1,0 +1,45 @@
+"""Sections made by hand, as plain mappings: a key that there is not is refused by its name, with the nearest one."""
+
+import pytest
+from nemo_rl_cpp.config.generation import EvalGenerationConfig
+from nemo_rl_cpp.config.messages import refuse_unknown_keys
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.utils.checkpoint import CheckpointManager
+from nemo_rl_cpp.utils.logger import Logger
+
+
+def generation(section):
+    return NativeGeneration(None, section, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "section", "said"),
+    [
+        (Logger, {"log_dirs": "x"}, "logger.log_dirs is unknown; did you mean log_dir?"),
+        (Logger, {"log_dir": "x", "wandb_enable": True}, "logger.wandb_enable is unknown; did you mean wandb_enabled?"),
+        (Logger, {"log_dir": "x", "wandb": {"projct": "p"}}, "logger.wandb.projct is unknown; did you mean project?"),
+        (Logger, {"log_dir": "x", 3: 4}, "logger.3 is unknown"),
+        (CheckpointManager, {"checkpoint_dir": "x", "save_perod": 5}, "checkpointing.save_perod is unknown; did you mean save_period?"),
+        (CheckpointManager, {"checkpoint_dir": "x", "keep_topk": 5}, "checkpointing.keep_topk is unknown; did you mean keep_top_k?"),
+        (generation, {"max_tokens": 5}, "policy.generation.max_tokens is unknown"),
+        (generation, {"temprature": 5}, "policy.generation.temprature is unknown; did you mean temperature?"),
+        (generation, {"vllm_cfg": {"max_model_length": 5}}, "policy.generation.vllm_cfg.max_model_length is unknown; did you mean max_model_len?"),
+    ],
+)  # fmt: skip
+def test_unknown_keys_are_refused(tmp_path, monkeypatch, make, section, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        make(section)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {}, {"_pad_token_id": 0, "stop_strings": ["a"]}, {"vllm_cfg": {"max_model_len": 9, "precision": "float32"}, "num_prompts_per_step": 3},
+        {"vllm_kwargs": {"anything": 1}, "vllm_cfg": None}, EvalGenerationConfig(model_name="m"), None,
+    ],
+)  # fmt: skip
+def test_known_keys_pass(section):
+    refuse_unknown_keys(section, EvalGenerationConfig, "policy.generation")

@@ -52,6 +52,11 @@ def test_lines_of_a_text_file_are_prompts(files):
     assert rows_of("lines.txt", "prompts") == [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
 
+def test_a_line_of_a_text_file_ends_at_a_line_end_alone(tmp_path):
+    (tmp_path / "lines.txt").write_bytes("a\u2028b\x85c\x0cd\r\ne".encode())
+    assert [row["prompt"] for row in rows_of(tmp_path / "lines.txt", "prompts")] == ["a\u2028b\x85c\x0cd", "e"]
+
+
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [

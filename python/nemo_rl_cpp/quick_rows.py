@@ -1,5 +1,6 @@
 """Prompts in every form that a caller brings, as rows with the key `prompt`; what is no rows is refused in one sentence."""
 
+import io
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,11 @@ from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
 _RESERVED = ("prompts", "completions")
-_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz")
+_LIKE_A_FILE = (
+    ".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".md", ".xml", ".yaml", ".yml", ".toml", ".xls", ".xlsx",
+    ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".pkl", ".pickle", ".pt", ".npy", ".npz", ".db", ".sqlite", ".py", ".ipynb",
+)  # fmt: skip
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _HUB_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)+")
 
 
@@ -41,6 +46,8 @@ def _items(given: Any, name: str) -> tuple[list[Any], str]:
         return _read(given, name) if _is_path(given, name) else ([given], name)
     if isinstance(given, (bool, int, float, complex, bytes, bytearray, set, frozenset)) or callable(given):
         raise ValueError(f"{name} is {described(given)}: {FORMS}")
+    if isinstance(given, io.IOBase) or hasattr(given, "readlines"):
+        raise ValueError(f"{name} is an open file: give its path, {in_a_line(getattr(given, 'name', 'data.jsonl'))}")
     if isinstance(given, Mapping):
         return _from_mapping(given, name), name
     for method, options in (("to_dicts", {}), ("to_pylist", {}), ("to_dict", {"orient": "records"})):
@@ -55,9 +62,14 @@ def _items(given: Any, name: str) -> tuple[list[Any], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Whether a text is meant as a path: it names a file or folder, or ends like a data file. ValueError where it may be."""
+    """Whether a text is the path of a file or folder. ValueError where it may be meant so: it ends like a file, is an address,
+    or has a line end behind a path."""
     if not text.strip():
         return False
+    if text != text.strip() and "\n" not in text.strip() and _is_path(text.strip(), name):
+        raise ValueError(
+            f"{name} is {in_a_line(text)}, a path with spaces or line ends around it: take them off, or, if it is a prompt, write [{in_a_line(text)}]"
+        )
     try:
         path = Path(text).expanduser()
         there = path.exists()
@@ -65,8 +77,12 @@ def _is_path(text: str, name: str) -> bool:
         return False
     if there:
         return True
-    if path.suffix.lower() in _DATA_FILES and not any(c.isspace() for c in text):
+    if path.suffix.lower() in _LIKE_A_FILE and "\n" not in text:
         raise ValueError(f"{name} names the file {text}, which does not exist (if it is a prompt, write [{text!r}])")
+    if _URI.fullmatch(text):
+        raise ValueError(
+            f"{name} is the address {text}: give the path of a file on this machine, or, if it is a prompt, [{text!r}]"
+        )
     if _HUB_NAME.fullmatch(text):
         raise ValueError(
             f"{name} is {text!r}, which looks like a path or the name of a data set: give the rows (datasets.load_dataset({text!r}, split=...)), "

@@ -1,5 +1,6 @@
 """Prompts in every form that a caller brings: taken as what they are, or refused in one sentence."""
 
+import io
 import json
 import pathlib
 
@@ -51,13 +52,19 @@ def test_lines_of_a_text_file_are_prompts(files):
     assert rows_of("lines.txt", "prompts") == [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
 
+def test_a_line_of_a_text_file_ends_at_a_line_end_alone(tmp_path):
+    (tmp_path / "lines.txt").write_bytes("a\u2028b\x85c\x0cd\r\ne".encode())
+    assert [row["prompt"] for row in rows_of(tmp_path / "lines.txt", "prompts")] == ["a\u2028b\x85c\x0cd", "e"]
+
+
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [
         ("1+1=", ["1+1="]), ("Read data.jsonl and sum it up.", ["Read data.jsonl and sum it up."]), (["rows.jsonl"], ["rows.jsonl"]),
         (["1+1=", "2+2="], ["1+1=", "2+2="]), (TALK, [TALK]), ([TALK, "1+1="], [TALK, "1+1="]), ([tuple(TALK)], [tuple(TALK)]),
         ([{"from": "human", "value": "1+1="}], [[{"from": "human", "value": "1+1="}]]), ({"prompt": "1+1="}, ["1+1="]), ({"prompt": TALK}, [TALK]), (pandas.Series(["a", "b"]), ["a", "b"]), (np.array(["a", "b"]), ["a", "b"]),
-        (datasets.Dataset.from_list(ROWS)["prompt"], ["1+1=", "2+2="]), ("7" * 5000, ["7" * 5000]), ("a\0b", ["a\0b"]), ("1/2", ["1/2"]),
+        (datasets.Dataset.from_list(ROWS)["prompt"], ["1+1=", "2+2="]), ("7" * 5000, ["7" * 5000]), ("a\0b", ["a\0b"]), ("1/2", ["1/2"]), ("What is in rows.jsonl?\n", ["What is in rows.jsonl?\n"]),
+        ("Is 3.5 > 2.txt\nor not", ["Is 3.5 > 2.txt\nor not"]), (" 1+1= ", [" 1+1= "]),
     ],
 )  # fmt: skip
 def test_one_item_is_one_prompt(files, given, prompts):
@@ -86,6 +93,9 @@ def gone(*args):
         ({"prompt": ["a"], "answer": 1}, "whose column 'answer' is 1"), ({"prompt": 3}, "whose column 'prompt' is 3"),
         ("missing.jsonl", r"names the file missing.jsonl, which does not exist \(if it is a prompt, write \['missing.jsonl'\]\)"),
         ("no/such.csv", "which does not exist"), (pathlib.Path("gone.csv"), "is the path 'gone.csv' .* does not exist"), ("notes.md", r"is the path 'notes.md' \(if it is a prompt"), (".", "is the path '.'"),
+        ("rows.jsonl\n", "a path with spaces or line ends around it"), (" rows.csv", "a path with spaces"), ("my data/rows.jsonl", "which does not exist"),
+        ("rows.xlsx", "names the file rows.xlsx"), ("a/b.yaml", "which does not exist"), ("hf://datasets/a/b", "is the address hf://datasets/a/b"),
+        ("https://x.y/z", "is the address"), (io.StringIO("1+1=\n"), "is an open file: give its path"), (io.BytesIO(b"1"), "is an open file"),
         ("openai/gsm8k", r"looks like a path or the name of a data set: .* if it is a prompt, \['openai/gsm8k'\]"),
         ("questions.jsonl", r"row 0 of prompts \(questions.jsonl\) has no key 'prompt', it has \['question'\]"), ("", "row 0 of prompts is an empty text"),
         (["\ud800"], "holds half a character"), ([[]], "row 0 of prompts is a list of 0"), ([{"prompt": []}], "row 0 of prompts is an empty conversation"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -92,7 +92,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     far = difflib.get_close_matches(dotted, sorted(key for key in every if not dotted.startswith(key + ".")), 1, 0.8)
     if far:
         return f"is unknown; did you mean {far[0]}?"
-    return f"is unknown; {parent or 'the file'} knows {', '.join(here)}" if here else "is unknown"
+    known = parent or ("the file" if "cluster" in model.model_fields else "the section")
+    return f"is unknown; {known} " + (f"knows {', '.join(here)}" if here else "takes no keys")
 
 
 def takes_own_keys(dotted: str, model: type[Section]) -> bool:
@@ -174,27 +175,3 @@ _EXPECTED = {
     "model_type": "a section (lines of key: value)",
     "model_attributes_type": "a section (lines of key: value)",
 }
-
-
-def refuse_unknown_keys(given: Any, model: type[Section], name: str) -> None:
-    """ValueError for a key of a section made by hand that the schema does not have, with the nearest one.
-
-    `given` is the section `name` as a plain mapping; everything else was checked when it was made, and passes.
-    """
-    for dotted in _dotted_keys(given, model, ""):
-        if dotted not in known_keys(model) and not takes_own_keys(dotted, model):
-            raise ValueError(f"{name}.{dotted} {unknown_key(dotted, model)}")
-
-
-def _dotted_keys(given: Any, model: type[Section], prefix: str) -> Iterator[str]:
-    """Keys of a mapping, those in the sections that it holds as mappings included. What the program itself writes
-    (`_pad_token_id`) is none of them."""
-    if not isinstance(given, Mapping):
-        return
-    sections = {name: section_type(info.annotation) for name, info in fields_of(model)}
-    for key, value in given.items():
-        if key in (model.__private_attributes__ or ()):
-            continue
-        yield f"{prefix}{key}"
-        if (inner := sections.get(str(key))) is not None:
-            yield from _dotted_keys(value, inner, f"{prefix}{key}.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
 from .base import Section
 from .errors import ConfigError, Problem
+from .messages import fields_of, known_keys, section_type, takes_own_keys, unknown_key
 
 M = TypeVar("M", bound=Section)
 
@@ -43,6 +44,31 @@ def check_names(config: Any, *models: type[Section]) -> None:
             problems.append(Problem(models[0].__name__, name, f"is unknown; {hint}"))
     if problems:
         raise ConfigError(problems)
+
+
+def check_keys(given: Any, model: type[Section], name: str) -> None:
+    """ConfigError for a key of a section made by hand that the schema does not have, with the nearest one.
+
+    `given` is the section `name` as a plain mapping; everything else was checked when it was made, and passes.
+    """
+    known = known_keys(model)
+    unknown = [key for key in _dotted_keys(given, model, "") if key not in known and not takes_own_keys(key, model)]
+    if unknown:
+        raise ConfigError([Problem("", f"{name}.{key}", unknown_key(key, model)) for key in unknown])
+
+
+def _dotted_keys(given: Any, model: type[Section], prefix: str) -> Iterator[str]:
+    """Keys of a mapping, those in the sections that it holds as mappings included. What the program itself writes
+    (`_pad_token_id`) is none of them."""
+    if not isinstance(given, Mapping):
+        return
+    sections = {name: section_type(info.annotation) for name, info in fields_of(model)}
+    for key, value in given.items():
+        if key in (model.__private_attributes__ or ()):
+            continue
+        yield f"{prefix}{key}"
+        if (inner := sections.get(str(key))) is not None:
+            yield from _dotted_keys(value, inner, f"{prefix}{key}.")
 
 
 def _values(config: Any, *models: type[Section]) -> dict[str, Any]:

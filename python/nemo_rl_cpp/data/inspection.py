@@ -95,6 +95,12 @@ def inspect_rows(
             where,
             "has options, but no prompt_file, so prompts show the questions alone: set prompt_file (prompts/multichoice.txt)",
         )
+    if unread := getattr(raw, "unread_columns", ()):
+        yield Remark(
+            "warning",
+            where,
+            f"has the columns {', '.join(unread)}, which are not part of the prompts: join them into the question's column if the model is to see them",
+        )
     yield from _about_lengths(lengths, limits, where, len(rows))
     name, section = environment
     if name in _MATH_ENVIRONMENTS:

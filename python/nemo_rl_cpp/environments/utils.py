@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 from nemo_rl_cpp.environments.loading import ENV_REGISTRY, environment_class
 from nemo_rl_cpp.errors import user_code
@@ -23,5 +24,11 @@ def create_env(env_name: str, env_config: dict[str, Any] | None = None) -> Envir
     without the interface of environments.
     """
     environment = environment_class(env_name, ENV_REGISTRY)
+    try:
+        settings = dict(env_config or {})
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"env.{env_name} must be a section (lines of key: value), not {in_a_line(env_config)}"
+        ) from None
     with user_code(f"making the environment {env_name}"):
-        return environment.remote(dict(env_config or {}))
+        return environment.remote(settings)

@@ -21,6 +21,14 @@ from nemo_rl_cpp.models.hf_config import (
 from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
+_SAID: set[str] = set()
+
+
+def note_as_said(remark: str) -> str:
+    """Remembers a remark that goes to the user by another way, so that loading the model does not repeat it."""
+    _SAID.add(remark)
+    return remark
+
 
 @dataclass(frozen=True)
 class ModelFolder:
@@ -58,8 +66,10 @@ class ModelFolder:
             load_weights(model, self.path)
 
     def print_remarks(self) -> None:
+        """Prints each remark to stderr, once in a process."""
         for remark in self.remarks:
-            print(f"warning: {remark}", file=sys.stderr, flush=True)
+            if remark not in _SAID:
+                print(f"warning: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
 
 def open_model_folder(

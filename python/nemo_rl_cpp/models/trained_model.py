@@ -174,7 +174,13 @@ class TrainedModel:
         checkpointing_cfg: Any = None,
     ) -> None:  # fmt: skip
         """`weights_path` becomes a Hugging Face folder (weights, config, generation config, tokenizer); `optimizer_path` holds what a
-        bit-identical resume needs besides: moments, master weights, schedule."""
+        bit-identical resume needs besides: moments, master weights, schedule. NonFiniteError, and nothing is written, where a
+        parameter is infinite or NaN."""
+        if bad := self.non_finite_parameters():
+            raise NonFiniteError(
+                f"{self.section}: {len(bad)} parameters are not finite, first {', '.join(bad[:4])}, so nothing was saved to "
+                f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
+            )
         save_weights(self.model, weights_path, self.saved_config())
         if not self.value_head:
             save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(weights_path))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp.models.hf_config import check_length
-from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
+from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import (
     TINY_RANDOM,
     SourceError,
@@ -113,7 +113,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         yield Finding("error", use.key, f"is {use.name}: {error}")
         return None
     for remark in folder.remarks:
-        yield Finding("warning", use.key, f"is {use.name}: {remark}")
+        yield Finding("warning", use.key, f"is {use.name}: {note_as_said(remark)}")
     return folder
 
 

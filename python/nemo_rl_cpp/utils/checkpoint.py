@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
-from nemo_rl_cpp.config.messages import refuse_unknown_keys
+from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.utils import durable
 from nemo_rl_cpp.utils.access import as_number, cfg_get, to_json, written
 from nemo_rl_cpp.utils.checkpoint_store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
@@ -51,7 +51,7 @@ class CheckpointManager:
 
     def __init__(self, config: Any) -> None:
         """`config`: the `checkpointing` section, a mapping or a model. ValueError for unknown keys and for values that cannot work."""
-        refuse_unknown_keys(config, CheckpointingConfig, "checkpointing")
+        check_keys(config, CheckpointingConfig, "checkpointing")
         self.enabled = bool(cfg_get(config, "enabled", True))
         directory = cfg_get(config, "checkpoint_dir")
         if not directory:

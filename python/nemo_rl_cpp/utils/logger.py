@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.logger import LoggerConfig
-from nemo_rl_cpp.config.messages import refuse_unknown_keys
+from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain, written
 from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.utils.folder_lock import FolderLock
@@ -31,7 +31,7 @@ class Logger(LoggerInterface):
 
     def __init__(self, cfg: Any) -> None:
         """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
-        refuse_unknown_keys(cfg, LoggerConfig, "logger")
+        check_keys(cfg, LoggerConfig, "logger")
         log_dir = cfg_get(cfg, "log_dir")
         if not log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")

@@ -2,10 +2,16 @@
 
 import pytest
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
-from nemo_rl_cpp.config.messages import refuse_unknown_keys
+from nemo_rl_cpp.config.sections import check_keys
+from nemo_rl_cpp.environments.math_environment import MathEnvironment
+from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 from nemo_rl_cpp.utils.logger import Logger
+
+
+def reverse_digits(section):
+    return create_env("reverse_digits", section)
 
 
 def generation(section):
@@ -21,6 +27,9 @@ def generation(section):
         (Logger, {"log_dir": "x", 3: 4}, "logger.3 is unknown"),
         (CheckpointManager, {"checkpoint_dir": "x", "save_perod": 5}, "checkpointing.save_perod is unknown; did you mean save_period?"),
         (CheckpointManager, {"checkpoint_dir": "x", "keep_topk": 5}, "checkpointing.keep_topk is unknown; did you mean keep_top_k?"),
+        (MathEnvironment, {"num_workers": 1, "bogus": 2}, "env.math.bogus is unknown; the section knows math_verify_impl, "),
+        (reverse_digits, {"bogus": 2}, "env.reverse_digits.bogus is unknown; the section takes no keys"),
+        (reverse_digits, 3, "env.reverse_digits must be a section (lines of key: value), not 3"),
         (generation, {"max_tokens": 5}, "policy.generation.max_tokens is unknown"),
         (generation, {"temprature": 5}, "policy.generation.temprature is unknown; did you mean temperature?"),
         (generation, {"vllm_cfg": {"max_model_length": 5}}, "policy.generation.vllm_cfg.max_model_length is unknown; did you mean max_model_len?"),
@@ -42,4 +51,4 @@ def test_unknown_keys_are_refused(tmp_path, monkeypatch, make, section, said):
     ],
 )  # fmt: skip
 def test_known_keys_pass(section):
-    refuse_unknown_keys(section, EvalGenerationConfig, "policy.generation")
+    check_keys(section, EvalGenerationConfig, "policy.generation")

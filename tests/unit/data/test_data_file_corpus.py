@@ -99,6 +99,9 @@ READ = [
     ("trl_completion.jsonl", jsonl({"prompt": [system("S"), user("1+1?")], "completion": [assistant("2")]}), {"input_key": "prompt", "output_key": "completion"}, [("[system]S[user]1+1?[assistant]", "2")]),
     ("verl.jsonl", jsonl({"data_source": "x", "prompt": [user("1+1?")], "reward_model": {"ground_truth": "2"}}), VERL, ONE),
     ("deep.jsonl", jsonl({"a": {"b": {"c": "1+1?"}}, "d": {"e": 2}}), {"input_key": "a.b.c", "output_key": "d.e"}, ONE),
+    ("preferences.jsonl", jsonl({"prompt": "1+1?", "chosen": [user("1+1?"), assistant("2")]}), {"input_key": "prompt", "output_key": "chosen"}, ONE),
+    ("too_large_truth.jsonl", b'{"input": "1+1?", "output": 1e999}\n', {}, [("[user]1+1?[assistant]", None)]),
+    ("alpaca_by_name.jsonl", jsonl({"instruction": "1+1?", "input": "", "output": "2"}), {"input_key": "instruction"}, ONE),
     ("sharegpt.jsonl", jsonl({"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}), {}, ONE),
     ("sharegpt_system.jsonl", jsonl({"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}), {}, [("[system]S[user]1+1?[assistant]", "2")]),
     ("conversations_of_roles.jsonl", jsonl({"conversations": [user("1+1?"), assistant("2")]}), {}, ONE),
@@ -112,6 +115,9 @@ READ = [
 
 # name, content, keys of the section, what the refusal says beside the file's name
 REFUSED = [
+    ("alpaca.jsonl", jsonl({"instruction": "Add.", "input": "1+1", "output": "2"}), {}, ["the columns instruction and input", "input_key"]),
+    ("utf16_without_mark.csv", "input,output\na,1\n".encode("utf-16-le"), {}, ["byte 1 is zero", "UTF-16"]),
+    ("zero_byte.jsonl", b'{"input": "a\0", "output": "b"}\n', {}, ["byte 12 is zero"]),
     ("broken.jsonl", jsonl(QA[0]) + b'{"input": \n', {}, [":2"]),
     ("cut_off.json", json.dumps(QA)[:-5].encode(), {}, [":1"]),
     ("not_rows.jsonl", b'{"input": "a", "output": "b"}\n[1]\n', {}, ["row 2", "expected a JSON object"]),

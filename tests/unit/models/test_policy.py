@@ -230,6 +230,19 @@ def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
         assert policy.learning_rate == again.learning_rate
 
 
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_are_not_saved(precision, bad, tmp_path):
+    policy = make_policy(precision)
+    policy.state_dict()["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
+    with pytest.raises(
+        NonFiniteError,
+        match="^policy: 1 parameters are not finite, first model.layers.1.mlp.up_proj.weight, so nothing was saved",
+    ):
+        policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_reference_stays_at_the_initial_weights():
     policy = make_policy()
     data = make_data(policy)

@@ -141,6 +141,13 @@ def test_truths_that_can_be_matched_are_not_mentioned(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
+def test_columns_that_hold_a_part_of_the_prompt_are_said_where_nobody_reads_them(found):
+    row = {"input": "1=", "output": "1", "choices": ["1", "2"], "id": 3}
+    [(level, _, message)] = found([row])
+    assert level == "warning" and message.startswith("has the columns choices, which are not part of the prompts")
+    assert found([row | {"choices": "1="}], "++data.train.input_key=choices") == []
+
+
 def test_letters_of_multiple_choice(found):
     [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
     assert (

@@ -292,6 +292,13 @@ CASES = [
         "3 answers",
         H(),
     ),
+    (
+        health.unmatchable_truths,
+        H(train__a__verifier_unmatchable_truths=[3.0], validation__verifier_unmatchable_truths=[0.0, 1.0]),
+        "bad",
+        "4 answers scored 0 because nothing can match their truth",
+        H(train__verifier_unmatchable_truths=[0.0]),
+    ),
 ]
 
 

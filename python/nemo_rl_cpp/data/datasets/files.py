@@ -21,12 +21,17 @@ def _text(path: Path) -> str:
     """A text file without byte order mark; ValueError with the file and the byte when it is not UTF-8."""
     data = path.read_bytes()
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "Latin-1 or another old encoding"
         raise ValueError(
             f"data: {path}: byte {error.start} is not UTF-8; the file is {guess}, perhaps: save it as UTF-8"
         ) from None
+    if "\0" in text:
+        raise ValueError(
+            f"data: {path}: byte {data.index(0)} is zero, which no text holds; the file is UTF-16, perhaps: save it as UTF-8"
+        )
+    return text
 
 
 def _json_rows(path: Path) -> list[Row]:
@@ -114,7 +119,8 @@ def _arrow_rows(path: Path) -> list[Row]:
 
 
 def _text_rows(path: Path) -> list[Row]:
-    return [{"text": line} for line in _text(path).splitlines()]
+    lines = _text(path).replace("\r\n", "\n").split("\n")  # no other character ends a line
+    return [{"text": line} for line in (lines if lines[-1] else lines[:-1])]
 
 
 READERS = {

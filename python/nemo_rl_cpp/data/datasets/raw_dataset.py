@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_cpp.data.config_access import get_field
@@ -25,6 +26,8 @@ class RawDataset:
     task_name: str
     default_processor = "default"
     """Name of the processor where the configuration names none."""
+    unread_columns: Sequence[str] = ()
+    """Columns that are no part of the prompt though their names say so; said before the run."""
     eval_split: str | None = None
     """The split that an evaluation uses where the configuration names none."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
-from nemo_rl_cpp.config.messages import refuse_unknown_keys
+from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -67,7 +67,7 @@ class NativeGeneration(GenerationInterface):
         seed: int = 42,
         digest: Callable[[], str] | None = None,
     ) -> None:
-        refuse_unknown_keys(config, EvalGenerationConfig, "policy.generation")
+        check_keys(config, EvalGenerationConfig, "policy.generation")
         self.config = config
         self.tokenizer = tokenizer
         self.seed = int(seed) & 0xFFFFFFFF

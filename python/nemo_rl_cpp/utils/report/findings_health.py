@@ -147,6 +147,22 @@ def verifier_timeouts(h: MetricHistory) -> Finding | None:
 
 
 @rule
+def unmatchable_truths(h: MetricHistory) -> Finding | None:
+    """Answers that scored 0 because no answer can match their truth."""
+    names = [name for name in h.names() if name.endswith("verifier_unmatchable_truths")]
+    number = math.fsum(value for name in names for value in h.curve(name).finite().values)
+    if number <= 0:
+        return None
+    return Finding(
+        "bad",
+        f"{count(number, 'answer')} scored 0 because nothing can match their truth, right answers too",
+        "Mend these rows of the data: a truth is a number or an expression (of GSM8K's answers what follows ####), in multiple choice "
+        "the letter. `nemo-rl-cpp check` names the first row.",
+        names[0],
+    )
+
+
+@rule
 def where_time_goes(h: MetricHistory) -> Finding | None:
     """The stage that takes most of the time."""
     shares = stage_shares(h)

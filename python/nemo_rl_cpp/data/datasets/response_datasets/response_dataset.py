@@ -11,6 +11,8 @@ from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 
 _INPUT, _OUTPUT = "input", "output"
+_PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")
+"""Names under which data sets keep a part of the prompt beside the question."""
 
 
 def text_of(value: Any) -> Any:
@@ -63,6 +65,8 @@ class ResponseDataset(RawDataset):
         if ready is None:
             self._check_columns(columns)
         kept = set(columns) - {"conversations"} if ready else set()
+        read = {self.input_key.partition(".")[0], self.output_key.partition(".")[0]}
+        self.unread_columns = [name for name in columns if name in _PROMPT_COLUMNS and name not in read]
         self.dataset = self.dataset.map(
             self._formatted, remove_columns=[name for name in columns if name not in kept], with_indices=True
         )
@@ -76,6 +80,11 @@ class ResponseDataset(RawDataset):
                     f"data: {key} is {name!r}, but {self.data_path} has the columns {columns}"
                     + (_hint(columns) if key == "input_key" else "")
                 )
+        if (self.input_key, self.output_key) == (_INPUT, _OUTPUT) and "instruction" in columns:
+            raise ValueError(
+                f"data: {self.data_path} has the columns instruction and input, and a question is one column: join the two into one, "
+                "and name it in input_key"
+            )
 
     def _formatted(self, row: dict[str, Any], number: int) -> dict[str, Any]:
         try:
@@ -108,9 +117,9 @@ class ResponseDataset(RawDataset):
 
 def _answer(value: Any, key: str) -> Any:
     """An answer as it goes to the environment: the text of an assistant message where it is one, None for an empty cell."""
-    if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant":
-        value = value[0].get("content")
-    value = None if isinstance(value, float) and math.isnan(value) else text_of(value)
+    if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
+        value = value[-1].get("content")
+    value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)
     if isinstance(value, str):
         check_characters(value, repr(key))
     return value

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_cpp.argument_checks import described, is_iterable
+from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -78,7 +78,7 @@ def _message(message: Any, key: str) -> Message:
     if "role" not in message:
         raise ValueError(f"{key} has no 'role'; it has {list(message)}, expected 'role' and 'content'")
     if message["role"] not in ROLES:
-        raise ValueError(f"{key}.role is {message['role']!r}; known are {', '.join(ROLES)}")
+        raise ValueError(f"{key}.role is {in_a_line(message['role'])}; known are {', '.join(ROLES)}")
     return dict(message)
 
 

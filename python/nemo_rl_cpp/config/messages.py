@@ -93,6 +93,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     if far:
         return f"is unknown; did you mean {far[0]}?"
     known = parent or ("the file" if "cluster" in model.model_fields else "the section")
+    if not here and takes_own_keys(dotted, model):
+        return "is unknown"
     return f"is unknown; {known} " + (f"knows {', '.join(here)}" if here else "takes no keys")
 
 

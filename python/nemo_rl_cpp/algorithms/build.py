@@ -23,7 +23,6 @@ from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
-from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
@@ -304,4 +303,4 @@ def keep_bad_batches(parts: Parts) -> None:
             model.keep_bad_batches(Path(parts.logger.log_dir) / "replay")
 
 
-__all__ = ["ALGORITHMS", "LoopConfig", "Parts", "assemble", "build_run", "make_parts"]
+__all__ = ["ALGORITHMS", "Parts", "assemble", "build_run", "make_parts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, section
@@ -10,7 +11,7 @@ from .rewards import RewardScalingConfig, RewardShapingConfig
 
 def other_default(name: str, default: Any) -> Any:
     """The key `name` of `LoopConfig` with another default; meaning and bounds stay."""
-    info = LoopConfig.model_fields[name]._copy()
+    info = copy(LoopConfig.model_fields[name])
     info.default = default
     return info
 

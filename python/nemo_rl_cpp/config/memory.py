@@ -188,8 +188,7 @@ def _resting(model: TrainedModelConfig, parameters: int, name: str) -> tuple[tup
 
 
 def _rollouts(config: TrainMasterConfig) -> int:
-    loop = config.loop
-    return int(loop.num_prompts_per_step * loop.batch_multiplier) * loop.num_generations_per_prompt
+    return config.loop.prompts_per_round * config.loop.num_generations_per_prompt
 
 
 def _batch(policy: PolicyConfig, config: TrainMasterConfig) -> int:

@@ -3,11 +3,17 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_rl_cpp.algorithms.build import Parts, assemble, make_parts, make_validator
+from nemo_rl_cpp.algorithms.build import Parts, assemble, build_run, make_parts, make_validator
 from nemo_rl_cpp.algorithms.run_data import RunData
 from nemo_rl_cpp.compat.models.policy.lm_policy import Policy
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.environments.group import Environments
+
+
+def main(config: TrainMasterConfig) -> None:
+    """A whole run: data, environments, models, engine, training (resumed where it was), summary."""
+    with build_run(config) as run:
+        run.train()
 
 
 def environments(train: Mapping[str, Any] | None, validation: Mapping[str, Any] | None) -> Environments:

@@ -11,14 +11,14 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
     OPDAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
-from nemo_rl_cpp.algorithms.build import Parts, build_run, make_cluster
+from nemo_rl_cpp.algorithms.build import Parts, make_cluster
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.grpo import GRPOSaveState, MasterConfig, make_advantages
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
-from nemo_rl_cpp.compat.algorithms._run import environments, nothing_but, parts_of, refuse_processor, train
+from nemo_rl_cpp.compat.algorithms._run import environments, main, nothing_but, parts_of, refuse_processor, train
 from nemo_rl_cpp.compat.algorithms._run import validate as validated
 from nemo_rl_cpp.compat.weight_sync.factory import create_weight_synchronizer
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
@@ -62,12 +62,6 @@ __all__ = [
     "shutdown_environments",
     "validate",
 ]
-
-
-def main(config: MasterConfig) -> None:
-    """A whole run: data, environments, policy, engine, training (resumed where it was), summary."""
-    with build_run(config) as run:
-        run.train()
 
 
 def setup(

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_rl_cpp.algorithms.advantage_estimator import RawRewardAdvantageEstimator
-from nemo_rl_cpp.algorithms.build import Parts, build_run, make_cluster
+from nemo_rl_cpp.algorithms.build import Parts, make_cluster
 from nemo_rl_cpp.algorithms.critic import critic_metrics as _compute_critic_metrics
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import MseValueLossFn
 from nemo_rl_cpp.algorithms.ppo import MasterConfig, PPOSaveState, make_advantages
-from nemo_rl_cpp.compat.algorithms._run import environments, nothing_but, parts_of, train
+from nemo_rl_cpp.compat.algorithms._run import environments, main, nothing_but, parts_of, train
 from nemo_rl_cpp.compat.algorithms._run import validate as validated
 from nemo_rl_cpp.compat.algorithms.advantage_estimator import GeneralizedAdvantageEstimator
 from nemo_rl_cpp.config.logger import LoggerConfig as PPOLoggerConfig
@@ -35,12 +35,6 @@ __all__ = [
     "setup",
     "validate",
 ]
-
-
-def main(config: MasterConfig) -> None:
-    """A whole run: data, environments, policy, critic, engine, training (resumed where it was), summary."""
-    with build_run(config) as run:
-        run.train()
 
 
 def setup(

@@ -7,6 +7,7 @@ set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of ops, mod
 set(NEMO_KERNEL_OPTIMIZATION -O0 CACHE STRING "of the CPU kernels")     # with more, one file takes a compiler minutes
 set(_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 set(CMAKE_BUILD_TYPE "")
+add_compile_definitions(NRL_SANITIZED)
 add_compile_options(-g1 -O1 ${_sanitize} -Wall -Wno-psabi -Wno-unknown-pragmas)
 add_link_options(${_sanitize})
 

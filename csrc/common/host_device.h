@@ -8,6 +8,10 @@
 #else
 #define NRL_HOST_DEVICE
 // Never an external symbol: each CPU capability compiles its own copy, and the linker must not merge them.
+#if defined(NRL_SANITIZED)  // with everything in one function a sanitizer takes a compiler minutes for it
+#define NRL_INLINE static inline
+#else
 #define NRL_INLINE static inline __attribute__((always_inline))
+#endif
 #define NRL_INLINE_MEMBER inline __attribute__((always_inline))
 #endif

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <regex>
+#include <string_view>
 
 namespace nemo_rl::config {
 namespace {
@@ -83,6 +84,22 @@ Node yaml_int(std::string text) {
   return Node::make_int(to_int(text, 10, negative));
 }
 
+/// Of a text that is too long for a regular expression: a plain number, or no number and no word.
+Node long_scalar(const std::string& text) {
+  std::string_view digits = text;
+  if (digits[0] == '+' || digits[0] == '-') digits.remove_prefix(1);
+  const auto only = [&](const char* of) { return digits.find_first_not_of(of) == std::string_view::npos; };
+  const bool binary = digits.starts_with("0b"), hexadecimal = digits.starts_with("0x");
+  if (binary || hexadecimal) {
+    digits.remove_prefix(2);
+    return only(binary ? "01_" : "0123456789abcdefABCDEF_") ? yaml_int(text) : Node::make_string(text);
+  }
+  if (!std::isdigit(static_cast<unsigned char>(digits[0]))) return Node::make_string(text);
+  if (digits[0] != '0' && only("0123456789_")) return yaml_int(text);
+  const bool has_one_point = std::count(digits.begin(), digits.end(), '.') == 1;
+  return has_one_point && only("0123456789_.") ? yaml_float(text) : Node::make_string(text);
+}
+
 }  // namespace
 
 Node yaml_scalar(const std::string& text) {
@@ -94,7 +111,7 @@ Node yaml_scalar(const std::string& text) {
       R"(|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))");
   static const std::regex integer(
       R"([-+]?0b[0-1_]+|[-+]?0[0-7_]+|[-+]?(0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+)");
-  if (text.size() > 64) return Node::make_string(text);  // no number or word is that long
+  if (text.size() > 64) return long_scalar(text);
   const bool numeric = !text.empty() && (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-' ||
                                          text[0] == '+' || text[0] == '.');
   if (numeric) {

@@ -16,6 +16,8 @@
 namespace nemo_rl::config {
 namespace {
 
+constexpr const char* kYamlTag = "tag:yaml.org,2002:";
+
 /// Builds the tree from the parser's events: the tree API of yaml-cpp would lose duplicate keys and quoting.
 class TreeBuilder : public YAML::EventHandler {
  public:
@@ -53,14 +55,16 @@ class TreeBuilder : public YAML::EventHandler {
     }
   }
 
-  void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
+  void OnSequenceStart(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
                        YAML::EmitterStyle::value) override {
+    check_collection_tag(tag, "seq", "list", mark);
     open(Node::make_list(), mark, anchor);
   }
   void OnSequenceEnd() override { close(); }
 
-  void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
+  void OnMapStart(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
                   YAML::EmitterStyle::value) override {
+    check_collection_tag(tag, "map", "mapping", mark);
     open(Node::make_mapping(), mark, anchor);
   }
   void OnMapEnd() override { close(); }
@@ -84,8 +88,14 @@ class TreeBuilder : public YAML::EventHandler {
 
   bool is_key_next() const { return !stack_.empty() && stack_.back().node.is_mapping() && !stack_.back().has_key; }
 
+  /// A tag says what to make of a value: one that is not known would be something else than what was meant.
+  void check_collection_tag(const std::string& tag, const char* own, const char* what, const YAML::Mark& mark) const {
+    if (tag == "" || tag == "?" || tag == "!" || tag == std::string(kYamlTag) + own) return;
+    fail("syntax", mark, "the tag " + tag + " does not fit a " + what + ": remove it (known: !!seq, !!map)");
+  }
+
   Node scalar(const std::string& tag, const std::string& value, const YAML::Mark& mark) const {
-    static const std::string yaml = "tag:yaml.org,2002:";
+    const std::string yaml = kYamlTag;
     if (tag == "?") return yaml_scalar(value);
     if (tag == "!" || tag == yaml + "str") return Node::make_string(value);
     Node node = yaml_scalar(value);

@@ -13,8 +13,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -144,7 +143,7 @@ def in_user_code(
     """The exception to raise in place of one that arose in the user's code: it has its type, and one sentence as message.
     None for one that did not, for Ctrl-C, and for one that says it already. `called`: it comes from a call of the user's code
     for sure, wherever that lies."""
-    if isinstance(error, (UserCodeError, KeyboardInterrupt, GeneratorExit)):
+    if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
     if place is None:
@@ -157,16 +156,22 @@ def in_user_code(
     return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
 
 
-@contextmanager
-def user_code(what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> Iterator[None]:
+class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)
     """Around a call of the user's code: an exception from it says so in one sentence (`in_user_code`)."""
-    try:
-        yield
-    except BaseException as error:
-        told = in_user_code(error, what, hint(error) if hint is not None else "", called=True)
-        if told is None:
-            raise
-        raise told from error
+
+    def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
+        """`hint(error)`: what to add to the sentence."""
+        self._what, self._hint = what, hint
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        told = in_user_code(error, self._what, self._hint(error) if self._hint is not None else "", called=True)
+        if told is not None:
+            raise told from error
 
 
 # ---- the sentence

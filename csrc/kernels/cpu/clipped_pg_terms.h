@@ -86,8 +86,7 @@ template <class T, class P = Pack<T>>
 NRL_INLINE PolicyTerm<P> policy_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
   P lo(row.lo), hi(row.hi), dual(c.ratio_clip_c);
   if (!grouped_ratio(c)) return policy_term(c.ratio_mode, k.x, k.prev, k.adv, lo, hi, c.dual_clip, dual);
-  const P ratio =
-      select(k.mask != P(0), P(row.known.ratio), P(0));  // a row's ratio may be infinite, and 0 * inf is NaN
+  P ratio = select(k.mask != P(0), P(row.known.ratio), P(0));  // a row's ratio may be infinite, and 0 * inf is NaN
   return clipped_term(k.adv, ratio, clamp_to(ratio, lo, hi), (ratio >= lo) & (ratio <= hi), ratio, c.dual_clip, dual);
 }
 

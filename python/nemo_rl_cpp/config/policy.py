@@ -83,8 +83,12 @@ class SequencePackingConfig(Section):
     logprob_mb_tokens: Positive | None = key(
         None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
     )
-    algorithm: PackingAlgorithm = key("modified_first_fit_decreasing", "how sequences are put into bins")
-    microbatch_order: Literal["packer", "largest_first"] | None = key("packer", "order of the bins")
+    algorithm: PackingAlgorithm = key(
+        "modified_first_fit_decreasing", "how sequences (runs of a shared prompt) are put into bins"
+    )
+    microbatch_order: Literal["packer", "largest_first"] | None = key(
+        "packer", "packer or null: bins by their first sequence; largest_first: bins with most tokens first"
+    )
     sequence_length_round: Positive = no_effect(64, "there is no padding")
     fuse_loss: bool = no_effect(False, "the head and the loss are always one")
 

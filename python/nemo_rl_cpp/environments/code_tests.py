@@ -213,6 +213,6 @@ def _assert(statement: str) -> tuple[dict[str, Any], Any]:
     ):
         try:
             return {"expression": ast.unparse(node.test.left)}, ast.literal_eval(node.test.comparators[0])
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             pass
     return {"statement": statement}, None

@@ -144,6 +144,10 @@ class _MixedRewards(ValueError, AssertionError):
     """NeMo RL raises an AssertionError here."""
 
 
+class TooLongError(ValueError, AssertionError):
+    """A response ends beyond the limit of a conversation: two settings contradict each other. NeMo RL raises an AssertionError."""
+
+
 class Observed(NamedTuple):
     """What appending an observation came to."""
 
@@ -161,13 +165,15 @@ def append_observation(
     """Appends the environment's message, tokenised as it is (no chat template), as far as `max_seq_len` allows.
 
     An observation that reaches `max_seq_len`, even one that just fits, overflows: the conversation cannot go on.
+
+    Raises TooLongError where prompt and response alone are longer than `max_seq_len`.
     """
     ids = tokenizer(observation["content"], return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     ids = ids.to(torch.int64)  # some tokenizers give floats for an empty text
     overflowed = used_tokens + len(ids) >= max_seq_len
     if overflowed:
         if used_tokens > max_seq_len:
-            raise RuntimeError(
+            raise TooLongError(
                 f"prompt and response have {used_tokens} tokens, more than max_seq_len {max_seq_len}: set "
                 "policy.generation.vllm_cfg.max_model_len to at most policy.max_total_sequence_length"
             )

@@ -90,12 +90,15 @@ class TrainedModel:
 
     def _batching(self, kind: str, micro_batch_size: int | None = None) -> MicroBatching:
         config = self.config
-        budget = next((b for b in (config.sequence_packing, config.dynamic_batching) if b.enabled), None)
+        packing, dynamic = config.sequence_packing, config.dynamic_batching
+        budget = next((b for b in (packing, dynamic) if b.enabled), None)
         samples = micro_batch_size or (config.train_micro_batch_size if kind == "train" else config.logprob_batch_size)
         tokens = 0 if budget is None or micro_batch_size else getattr(budget, f"{kind}_mb_tokens")
         return MicroBatching(
             max_samples=0 if tokens else samples, max_tokens=tokens, share_prefix=config.share_prompt_prefix,
-            checkpoint=config.activation_checkpointing,
+            checkpoint=config.activation_checkpointing, algorithm=packing.algorithm,
+            largest_first=packing.microbatch_order == "largest_first",
+            length_round=dynamic.sequence_length_round if budget is dynamic else 0,
         )  # fmt: skip
 
     def _score(
@@ -143,9 +146,10 @@ class TrainedModel:
             names = [
                 n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
             ]
+            where = first_bad_gradient(self.trainer, data, *rows, run)
             error = NonFiniteError(
-                f"{self.section}: the gradient norm is {result.grad_norm}{first_bad_gradient(self.trainer, data, *rows, run)}; first bad parameters: {', '.join(names[:4])}; the weights were not updated. The learning rate "
-                f"of the next step is {lr:g}"
+                f"{self.section}: the gradient norm is {result.grad_norm}{where}; first bad parameters: {', '.join(names[:4])}; the learning "
+                f"rate is {lr:g}; the weights were not updated"
             )
             raise self._with_replay(error, data)
         return result.grad_norm

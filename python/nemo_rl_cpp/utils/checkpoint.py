@@ -19,7 +19,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -187,13 +187,19 @@ class CheckpointManager:
             raise
         try:
             status = {"latest_step": step, "checkpoint": target.name}
-            durable.write_atomic(self.checkpoint_dir / STATUS, json.dumps(status, indent=1))
-            self._thin_out(exclude_latest=True)
-        except OSError as error:
-            # the checkpoint itself is safe: housekeeping must not end the run
-            warnings.warn(f"{self.checkpoint_dir}: {error} while tidying up after saving {target.name}", stacklevel=2)
+            self._tidying(
+                target, lambda: durable.write_atomic(self.checkpoint_dir / STATUS, json.dumps(status, indent=1))
+            )
+            self._tidying(target, lambda: self._thin_out(exclude_latest=True))
         finally:
             self._store.release()
+
+    def _tidying(self, saved: Path, work: Callable[[], None]) -> None:
+        """`work()` after a save: the checkpoint is safe, so an OSError is a warning and does not end the run."""
+        try:
+            work()
+        except OSError as error:
+            warnings.warn(f"{self.checkpoint_dir}: {error} while tidying up after saving {saved.name}", stacklevel=4)
 
     def abandon(self, checkpoint_path: Path | str) -> None:
         """Removes an unfinished temporary checkpoint, never a published one."""

@@ -71,7 +71,11 @@ class CheckpointStore:
                 self.root.rmdir()
 
     def acquire(self) -> None:
-        """Takes the lock (again: no effect) for a save; FolderInUseError when another process has it."""
+        """Takes the lock for a save; FolderInUseError when another process has it. Where it is held already, it is taken anew
+        if its file or the whole folder was moved away meanwhile: another run may have taken the place."""
+        if self._lock is not None and not self._lock.is_the_file_on_disk():
+            self._lock.close()
+            self._lock = None
         if self._lock is None:
             self._lock = FolderLock(self.root, _KEY)
         self._saving = True
@@ -226,8 +230,8 @@ def step_of(folder: Path, prefix: str) -> int:
 
 
 def delete(path: Path) -> None:
-    """Removes a folder with all that is in it; of a link only the link."""
-    if path.is_symlink():
+    """Removes a folder with all that is in it; of a link only the link. A file of the name goes too."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
         shutil.rmtree(path)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,27 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
         raise
     if durable:
         fsync_path(path.parent)
+
+
+def own_copy(path: Path) -> None:
+    """Before a file of a run is changed in place: what has another name too (a link made by `cp -al` or `ln -s`) becomes a file
+    of its own, so that nothing is written outside the run's folder. Nothing where there is no file.
+
+    OSError for what is no ordinary file: a fifo would wait for ever.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or os.lstat(path).st_nlink > 1:
+        if not path.exists():  # a link to nothing
+            path.unlink()
+            return
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(_regular(path), temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    _regular(path)
 
 
 def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class FolderLock:
                     f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})",
                     stacklevel=3,
                 )
-            if self._is_the_file_on_disk():
+            if self.is_the_file_on_disk():
                 break
             self._drop()  # the last holder removed the file
         else:
@@ -83,7 +83,8 @@ class FolderLock:
             self._drop()
             raise FolderError(f"{self._path} is not a file: a run keeps its lock there, so remove it, or change {key}")
 
-    def _is_the_file_on_disk(self) -> bool:
+    def is_the_file_on_disk(self) -> bool:
+        """Whether the lock file that others find is the one that is held: it may have been removed or moved away."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except OSError:

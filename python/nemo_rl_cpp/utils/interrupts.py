@@ -1,6 +1,7 @@
 """Signals: before the first step they end the program at once; in a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
 (a scheduler's warning) end it at a step boundary, with a checkpoint, and a second one ends it at once, whatever hangs."""
 
+import atexit
 import os
 import signal
 import threading
@@ -81,29 +82,44 @@ def startup() -> Iterator[None]:
 def _no_silent_exit() -> Iterator[None]:
     """While entered, `os._exit(0)` in this process, which would make a run that was broken off look like a good one, exits
     with status 1 and says so. Processes that were forked off may leave as they like."""
-    process, leave = os.getpid(), os._exit
-
-    def leave_truly(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == process:
-            say("error: os._exit(0) was called in the middle of the work: it ends here, unfinished")
-            status = 1
-        leave(status)
-
-    os._exit = leave_truly
+    leave = os._exit
+    os._exit = _leaving_with(1, "error: os._exit(0) was called in the middle of the work: it ends here, unfinished")
     try:
         yield
     finally:
         os._exit = leave
 
 
+def _leaving_with(instead: int, why: str = "") -> Callable[[int], NoReturn]:
+    """An `os._exit` that leaves with the status `instead` where this process calls it with 0."""
+    process, leave = os.getpid(), os._exit
+
+    def leave_truly(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:
+            if why:
+                say(why)
+            status = instead
+        leave(status)
+
+    return leave_truly
+
+
+def _keep_status(status: int) -> None:
+    os._exit = _leaving_with(status)
+
+
 def program(work: Callable[[], int]) -> int:
     """The exit status of a command line's `work()`, inside `startup`: 130 where Ctrl-C ended it at once."""
+    atexit.unregister(_keep_status)
     with startup(), _no_silent_exit():
         try:
-            return work()
+            status = work()
         except KeyboardInterrupt:
             say("interrupted: stopped at once")
-            return 130
+            status = 130
+    if status != 0:  # the last one that is registered is called first: before others that may leave with 0
+        atexit.register(_keep_status, status)
+    return status
 
 
 class GracefulStop:

@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_rl_cpp.utils import tb_events
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain
-from nemo_rl_cpp.utils.durable import read_text, write_atomic
+from nemo_rl_cpp.utils.durable import own_copy, read_text, write_atomic
 from nemo_rl_cpp.utils.log_interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 
 METRICS = "metrics.jsonl"
@@ -54,7 +54,7 @@ class JsonlLogger(LoggerInterface):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Writes hyperparams.json."""
-        (self.log_dir / HYPERPARAMS).write_text(json.dumps(to_json(params), indent=1), encoding="utf-8")
+        write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
 
     def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
         """Nothing: the per-step rollout files hold every value."""
@@ -83,6 +83,7 @@ class JsonlLogger(LoggerInterface):
     def _append(self, name: str, line: str) -> None:
         if name not in self._files:
             path = self.log_dir / name
+            own_copy(path)
             drop_torn_line(path)
             self._files[name] = os.open(path, _APPENDING, 0o666)
         self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils.durable import fsync_path, read_text, write_atomic
+from nemo_rl_cpp.utils.durable import fsync_path, own_copy, read_text, write_atomic
 
 LEDGER = ".run_files"
 _STEP_FILE = re.compile(r"(?:[^/]+/)*[^/]*_step(\d+)\.(?:jsonl|svg)", re.ASCII)
@@ -81,6 +81,7 @@ class LogLedger:
     def _append(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
         text = json.dumps(row) + "\n"
+        own_copy(self._path)
         descriptor = os.open(
             self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
         )

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_cpp.config.logger import LoggerConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.utils.access import cfg_get, to_json, to_plain, written
-from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts
+from nemo_rl_cpp.utils.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.utils.folder_lock import FolderLock
 from nemo_rl_cpp.utils.log_backends import MLflowLogger, SwanlabLogger, TrackioLogger, WandbLogger
 from nemo_rl_cpp.utils.log_files import JsonlLogger, TensorboardLogger
@@ -152,6 +152,7 @@ class Logger(LoggerInterface):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._ledger.add(path)
+            own_copy(path)
             write(path)
         except OSError as error:
             self._note_full_disk("files of steps", error)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils.durable import fsync_path
+from nemo_rl_cpp.utils.durable import fsync_path, own_copy
 
 PATTERN = "events.out.tfevents.*"
 
@@ -26,6 +26,7 @@ class EventFile:
         folder.mkdir(parents=True, exist_ok=True)
         files = sorted(path for path in folder.glob(PATTERN) if own_files is None or path.name in own_files)
         self.path = files[-1] if files else _new_file(folder)
+        own_copy(self.path)
         if files:
             # a record torn by a kill would hide everything written after it
             truncate_events(self.path, None)

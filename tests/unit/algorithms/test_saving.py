@@ -234,3 +234,13 @@ def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
     run.services.stop.reason = "interrupted"
     train(run)
     assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []
+
+
+@pytest.mark.parametrize("override", ["weight_decay=1e38", "eps=0", "lr=1e37"])
+def test_other_ways_to_weights_that_are_not_finite_are_said_too(tmp_path, override):
+    with pytest.raises(NonFiniteError, match="policy: .*(not finite|is nan)"):
+        tiny.train(
+            tmp_path, *tiny.SMALL, f"policy.optimizer.kwargs.{override}", "checkpointing.enabled=true",
+            "checkpointing.metric_name=null", "grpo.max_num_steps=3",
+        )  # fmt: skip
+    assert saved(tmp_path) == []

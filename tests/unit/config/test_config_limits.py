@@ -34,6 +34,11 @@ REFUSED = {
 UNREADABLE = {
     "base 60": ("x: 1\na: " + "9" * 30 + ":59:59", "c.yaml:2: .*base 60.*does not fit 64 bits|c.yaml:2: the integer 9+ does not fit"),
     "base 60, just too large": ("a: 2562047788015215:30:08", "c.yaml:1: the integer 2562047788015215:30:08 .*base 60"),
+    "an integer of more digits than any word has": ("x: 1\na: " + "7" * 100, "c.yaml:2: the integer 7+ does not fit 64 bits"),
+    "a binary number of more digits": ("a: 0b" + "1" * 80, "c.yaml:1: the integer 1+ does not fit 64 bits"),
+    "a tag of a list": ("x: 1\na: !!python/object/apply:os.system [echo hi]", "c.yaml:2: the tag .*os.system does not fit a list: remove it"),
+    "a tag of a mapping": ("x: 1\na: !env {b: 1}", "c.yaml:2: the tag !env does not fit a mapping: remove it"),
+    "a tag of the file": ("!include\na: 1", "c.yaml:[12]: the tag !include does not fit a mapping"),
     "integer of 65 bits": ("x: 1\na: 9223372036854775808", "c.yaml:2: the integer 9223372036854775808 does not fit 64 bits"),
     "aliases that double": (doubling("k0: &k0 [1, 1]\n", "k{i}: &k{i} [*k{before}, *k{before}]\n", 60), "c.yaml:[0-9]+: .*more than 20000 values"),
     "merges that double": (doubling("k0: &k0 {a: [1, 1]}\n", "k{i}: &k{i} {{<<: *k{before}, a{i}: *k{before}}}\n", 60), "c.yaml:[0-9]+: .*more than 20000"),
@@ -50,7 +55,7 @@ UNREADABLE = {
     "UTF-16 that does not say so": ("a: 1\n".encode("utf-16-le"), "c.yaml:1: a byte 0 stands in the file"),
     "a byte 0": (b"x: 1\na: b\0c\n", "c.yaml:2: a byte 0 stands in the file, which no text has"),
     "aliases of a long text": ("a: &a " + "x" * 100_000 + "\nb: [" + "*a, " * 15_000 + "]", "c.yaml:2: aliases make more than 4 MB of text"),
-    "aliases of long keys": ("a: &a {" + "k" * 100_000 + ": 1}\nb: [" + "*a, " * 5_000 + "]", "c.yaml:2: aliases make more than 4 MB of text"),
+    "aliases of long keys": ("a: &a\n  ? " + "k" * 100_000 + "\n  : 1\nb: [" + "*a, " * 5_000 + "]", "c.yaml:4: aliases make more than 4 MB of text"),
     "a device as a parent": ("defaults: /dev/zero\na: 1", "c.yaml:1: the configuration file /dev/zero is no file: name a YAML file"),
     "a folder as a parent": ("defaults: .\na: 1", "c.yaml:1: the configuration file .* is no file: name a YAML file"),
     "a character cut off": (b"a: \xe6\x97", "c.yaml:1: the byte 0xe6 is not UTF-8"),
@@ -86,6 +91,16 @@ def test_the_largest_numbers(tmp_path):
         tmp_path, "a: 2562047788015215:30:07\nb: -2562047788015215:30:08\nc: -9223372036854775808\nd: 1:00:00:00"
     )
     assert data == {"a": 2**63 - 1, "b": -(2**63), "c": -(2**63), "d": 216000} and not problems
+
+
+def test_long_numbers_and_tags_that_fit(tmp_path):
+    third = "0." + "3" * 80
+    data, problems = load(
+        tmp_path,
+        f"a: {third}\nb: 0x{'0' * 70}1f\nc: '{'7' * 100}'\nd: {'7' * 100}.x\ne: !!map {{f: !!seq [!!str 1]}}\n",
+    )
+    expected = {"a": float(third), "b": 31, "c": "7" * 100, "d": "7" * 100 + ".x", "e": {"f": ["1"]}}
+    assert data == expected and not problems
 
 
 def test_what_is_within_the_limits(tmp_path):

@@ -204,6 +204,11 @@ MISTAKES = {
     "syntax": (["assert ("], "not one Python statement"),
     "depth": (["assert " + "-" * 50_000 + "1"], "not one Python statement"),
     "no text": ([5], "not one Python statement"),
+    "signs without end": (["assert " + "-" * 5000 + "1 == 1"], "not one Python statement"),
+    "more of them": (["assert " + "-" * 100_000 + "1 == 1"], "not one Python statement"),
+    "a long sum": (["assert " + "1+" * 20_000 + "1 == 1"], "not one Python statement"),
+    "a chain of calls": (["assert f" + "(1)" * 20_000 + " == 1"], "not one Python statement"),
+    "a digit after a digit": (["assert f(1) == " + "9" * 5000], "not one Python statement"),
 }
 
 

@@ -71,6 +71,40 @@ WAYS = {
         "    for page in range(0, PIECE, 4096): ctypes.memset(at + page, 1, 1)\n    held()\n    libc.munmap(at + 4096, PIECE - 4096)",
         {"memory_limit"},
     ),
+    "shared mappings of one byte, which hold a page": (
+        "def work():\n    while True:\n        for _ in range(64):\n            at = libc.mmap(None, 1, 3, 0x21, -1, 0)\n"
+        "            if at == ctypes.c_void_p(-1).value: refused()\n            ctypes.memset(at, 1, 1)\n        held()\nin_children(work)",
+        {"memory_limit", "time_limit"},  # each is counted by a process outside, which takes a while
+    ),
+    "pages and pipes whose names were deleted": (
+        "x = bytearray(100 << 20)\nfill(x, len(x))\nheld(400)\ndef work():\n    path = f'/box/{os.getpid()}'\n    while True:\n"
+        "        os.mkfifo(path); f = os.open(path, os.O_RDWR | os.O_NONBLOCK); os.unlink(path); kept.append(f)\n        try:\n"
+        "            while True: os.write(f, bytes(4096))\n        except BlockingIOError: pass\n        if len(kept) % 4 == 0: held()\n"
+        "in_children(work, wait=0.5)",
+        {"memory_limit"},
+    ),
+    "rules of a sandbox of its own": ("libc.syscall(444, (ctypes.c_uint64 * 3)(0, 3, 0), 16, 0)", {"forbidden_call"}),
+    "page tables of six": (
+        "def work():\n    for i in range(20000):\n        at = libc.mmap((1 << 40) + (i << 30), 4096, 3, 0x100022, -1, 0)\n"
+        "        if at == ctypes.c_void_p(-1).value: break\n        ctypes.memset(at, 1, 1)\n        if i % 22 == 21: held()\nin_children(work, wait=2)",
+        {"memory_limit"},
+    ),
+    "copies of a file's pages": (
+        "open('/box/x', 'wb').write(bytes(20 << 20))\nheld(80)\ndef work():\n    f = open('/box/x', 'r+b')\n    for _ in range(4):\n"
+        "        kept.append(mmap.mmap(f.fileno(), 20 << 20, flags=mmap.MAP_PRIVATE))\n        for at in range(0, 20 << 20, PIECE):\n"
+        "            for page in range(at, at + PIECE, 4096): kept[-1][page] = 1\n            held()\nin_children(work)",
+        {"memory_limit"},
+    ),
+    "programs that may not be read": (
+        "import glob, shutil\nshutil.copyfile(glob.glob('/lib*/ld-linux*')[0], '/box/ld'); os.chmod('/box/ld', 0o111)\n"
+        "code = START + 'work()'\nfor _ in range(5):\n    if os.fork() == 0: os.execv('/box/ld', ['ld', sys.executable or os.readlink('/proc/self/exe'), '-S', '-c', code])\n"
+        "time.sleep(60)".replace("START", repr(START + PRIVATE)),
+        {"memory_limit"},
+    ),
+    "attributes of a file": (
+        "open('/box/x', 'w')\nfor i in range(10000):\n    os.setxattr('/box/x', f'user.{i}', bytes(65000)); held(int(i % 4 == 3))",
+        {"error"},  # no room beyond a megabyte, or none at all
+    ),
     "files and pages": (
         "for i in range(120):\n    with open(f'/box/{i}', 'wb') as f: f.write(bytes(PIECE))\n    held()\n" + PRIVATE + "in_children(work)",
         {"memory_limit"},
@@ -149,7 +183,7 @@ WAYS = {
         "for page in range(0, 300 << 20, PIECE): ctypes.memset(at + page, 1, PIECE); held()",
         {"error"},
     ),
-    "copies of a file's pages": (
+    "copies of a file's pages, larger": (
         "open('/box/x', 'wb').write(bytes(16 << 20))\nf = os.open('/box/x', os.O_RDWR)\nheld(64)\ndef work():\n    while True:\n"
         "        kept.append(mmap.mmap(f, 4 * PIECE, flags=mmap.MAP_PRIVATE)); fill(kept[-1], 4 * PIECE); held(4)\nin_children(work)",
         {"memory_limit"},

@@ -1,5 +1,6 @@
 """From an exception to one sentence: whose mistake it is, what is said, and where the traceback goes."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -79,6 +80,33 @@ def test_exceptions_that_mean_something_to_python_are_a_users_like_all_others(ra
         with errors.user_code("reward function rude"):
             rude()
     assert not isinstance(caught.value, (StopIteration, StopAsyncIteration))
+
+
+class KeyboardInterruptLike(BaseException):
+    """No Exception, as some libraries derive theirs."""
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [StopIteration(), StopAsyncIteration(), GeneratorExit(), asyncio.CancelledError(), KeyboardInterruptLike()],
+)
+def test_what_steers_programs_is_an_error_of_the_function(raised):
+    """None of them may end a loop or a generator of ours without a word."""
+
+    def reward(completions):
+        raise raised
+
+    error = caught(scored, reward)
+    assert isinstance(error, errors.UserCodeError) and type(raised) not in type(error).__mro__
+    assert str(error).startswith(f"reward function reward failed with {type(raised).__name__}") and HERE in str(error)
+
+
+@pytest.mark.parametrize("text", ["done", None, 0])
+def test_leaving_is_an_error_however_it_is_written(text):
+    async def reward(completions):
+        raise SystemExit(text)
+
+    assert "called sys.exit" in str(caught(scored, reward))
 
 
 def test_ctrl_c_in_a_users_function_stays_what_it_is():

@@ -103,8 +103,10 @@ def test_observation_that_just_fits_ends_the_conversation(room, observed, flag):
     assert result["truncated"].tolist() == [flag]
 
 
-def test_response_longer_than_the_limit_is_an_error():
-    with pytest.raises(RuntimeError, match="max_total_sequence_length"):
+@pytest.mark.parametrize("error", [ValueError, AssertionError])
+def test_response_longer_than_the_limit_is_an_error(error):
+    """A mistake of the configuration; NeMo RL's own rollout raises an AssertionError."""
+    with pytest.raises(error, match="have 5 tokens, more than max_seq_len 4: .*max_total_sequence_length"):
         run_multi_turn_rollout(
             FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 4
         )

@@ -261,3 +261,36 @@ def test_what_has_a_name_of_ours_and_is_no_checkpoint_stops_no_save(three, name,
     assert (three / "precious" / "x").read_text() == "mine"
     kept = [path for path in (three / "ck").iterdir() if path.is_file() and path.read_text() == "mine"]
     assert make is not file or name == "latest_checkpoint_status" or len(kept) == 1
+
+
+def _a_file(path):
+    path.write_text("x")
+
+
+def _a_folder(path):
+    path.mkdir()
+    (path / "file").write_text("x")
+
+
+def _a_loop(path):
+    path.symlink_to(path.name)
+
+
+def _dangling(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [_a_file, _a_folder, os.mkfifo, _dangling, _a_loop])
+@pytest.mark.parametrize("name", ["tmp_step_4", "old_step_4", "step_4", "del_step_1", "corrupt_step_1", "latest_checkpoint_status.json"])  # fmt: skip
+def test_whatever_has_a_name_of_ours_does_not_end_a_run(three, name, make):
+    path = three / "ck" / name
+    path.unlink(missing_ok=True)
+    make(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager = manager_at(three)
+        for step in (4, 5):
+            save(manager, step)
+    assert manager.get_latest_checkpoint_path().endswith("step_5")
+    assert not (three / "ck" / "step_1").exists()

@@ -163,3 +163,43 @@ def test_a_lock_file_that_says_nothing_still_locks(tmp_path, content):
     with pytest.raises(FolderInUseError, match="in use by"):
         FolderLock(tmp_path, KEY)
     lock.close()
+
+
+def save(manager, step):
+    with manager.saving(step, {}):
+        pass
+
+
+def test_a_lock_file_that_was_removed_is_taken_anew_at_the_next_save(tmp_path):
+    manager = claim(tmp_path / "ck")
+    (tmp_path / "ck" / ".lock").unlink()
+    save(manager, 1)
+    with pytest.raises(FolderInUseError, match="by this very process"):
+        claim(tmp_path / "ck")
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("what", ["the lock file", "the folder"])
+def test_a_run_whose_place_another_one_took_saves_nothing_there(tmp_path, what):
+    manager = claim(tmp_path / "ck")
+    if what == "the folder":
+        os.rename(tmp_path / "ck", tmp_path / "moved")
+    else:
+        (tmp_path / "ck" / ".lock").unlink()
+    second = claim(tmp_path / "ck")
+    save(second, 1)
+    with pytest.raises(FolderInUseError):
+        save(manager, 2)
+    manager.shutdown()
+    save(second, 3)
+    assert sorted(path.name for path in (tmp_path / "ck").glob("*step_*")) == ["step_1", "step_3"]
+    second.shutdown()
+
+
+@pytest.mark.parametrize("name", ["link", "up/../ck", "./ck", "link/../ck"])
+def test_another_name_of_the_folder_is_the_same_folder(tmp_path, other, name, monkeypatch):
+    (tmp_path / "up").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "ck")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FolderInUseError, match=f"process {other.pid} "):
+        claim(name)

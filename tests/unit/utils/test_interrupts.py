@@ -195,3 +195,10 @@ def test_leaving_by_the_back_door_is_no_success():
     )
     done = subprocess.run([sys.executable, "-c", forked], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("work, status", [("lambda: 2", 2), ("lambda: 0", 0), ("lambda: signal.raise_signal(signal.SIGINT)", 130)])  # fmt: skip
+def test_what_is_called_at_the_end_does_not_hide_the_status(work, status):
+    """A library may leave with 0 from a function of `atexit`."""
+    code = f"import atexit, os, signal, sys\natexit.register(lambda: os._exit(0))\nfrom nemo_rl_cpp.utils.interrupts import program\nsys.exit(program({work}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == status

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -380,7 +381,7 @@ def test_a_second_run_cannot_claim_a_log_folder(tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".run_files"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_nothing_is_written_through_a_link_or_waits_for_a_fifo(tmp_path, name, kind):
-    """A line of another run's file, torn at its end, stays as it is; where no line can be written, that is an error."""
+    """A line of another run's file, torn at its end, stays as it is; a fifo is an error."""
     outside = tmp_path / "metrics.jsonl"
     outside.write_text('{"step": 1}\n{"step": 9}\n{"st')
     folder = tmp_path / "logs"
@@ -390,7 +391,7 @@ def test_nothing_is_written_through_a_link_or_waits_for_a_fifo(tmp_path, name, k
     else:
         os.mkfifo(folder / name)
     with Logger({"log_dir": str(folder), "tensorboard_enabled": False}) as logger:
-        with pytest.raises(OSError, match=name):
+        with pytest.raises(OSError, match=name) if kind == "fifo" else nullcontext():
             log_steps(logger, 1, 2)
     assert outside.read_text() == '{"step": 1}\n{"step": 9}\n{"st'
 
@@ -401,3 +402,39 @@ def test_a_fifo_is_not_cut_back(tmp_path):
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
         logger.truncate_after(1)
     assert (tmp_path / "metrics.jsonl").is_fifo()
+
+
+def _linked(first, second, link):
+    for path in (path for path in first.rglob("*") if path.is_file() and path.name != ".lock"):
+        target = second / path.relative_to(first)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link(path, target)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_folder_of_links_to_another_run_s_logs_changes_none_of_them(tmp_path, link):
+    """As `cp -al` and `cp -as` make one, to branch off a run without copying it."""
+    with Logger({"log_dir": str(tmp_path / "first")}) as logger:
+        logger.claim(tmp_path / "ck")
+        logger.log_hyperparams({"lr": 1})
+        log_steps(logger, 1, 3)
+    before = _contents(tmp_path / "first")
+    _linked(tmp_path / "first", tmp_path / "second", link)
+    with Logger({"log_dir": str(tmp_path / "second")}) as logger:
+        logger.claim(tmp_path / "ck2")
+        logger.log_hyperparams({"lr": 2})
+        log_steps(logger, 4, 4)
+        logger.truncate_after(3)
+        log_steps(logger, 4, 4)
+    assert _contents(tmp_path / "first") == before
+    assert [row["step"] for row in rows(tmp_path / "second" / "metrics.jsonl")][::2] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "second" / "hyperparams.json").read_text()) == {"lr": 2}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".run_files"])
+def test_a_log_that_is_no_file_is_named_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        with pytest.raises(OSError, match=f"not an ordinary file.*{name}"):
+            log_steps(logger, 1, 1)

@@ -68,10 +68,10 @@ class Meter:
             private_kb += next((size for thread in threads if (size := _private_kb(pid, thread))), 0.0)
             if pid not in self._slow:
                 self._slow[pid] = (
-                    _others_kb(pid, threads),
+                    _mappings_kb(pid, threads),
                     set().union(*(_open_files(pid, thread) for thread in threads)),
                 )
-            other_kb += _THREAD_KB * len(threads) + self._slow[pid][0]
+            other_kb += _THREAD_KB * len(threads) + _status_kb(pid, threads) + self._slow[pid][0]
             opened |= self._slow[pid][1]
         sockets = sum(one.is_socket for one in opened)
         other_kb += sockets * self._socket_kb + (len(opened) - sockets) * _PIPE_KB
@@ -113,18 +113,26 @@ def _private_kb(pid: int, thread: str) -> float:
         return 0.0
 
 
-def _others_kb(pid: int, threads: list[str]) -> float:
-    """What else belongs to a process: swapped and huge pages, page tables, mappings."""
+def _status_kb(pid: int, threads: list[str]) -> float:
+    """Swapped and huge pages, and page tables."""
     for thread in threads:
         try:
-            with (
-                open(f"/proc/{pid}/task/{thread}/status") as status,
-                open(f"/proc/{pid}/task/{thread}/maps", "rb") as maps,
-            ):
+            with open(f"/proc/{pid}/task/{thread}/status") as status:
                 lines = (line.partition(":") for line in status)
                 found = [int(value.split()[0]) for name, _, value in lines if name in _IN_STATUS]
-                if found:
-                    return sum(found) + _MAPPING_KB * maps.read().count(b"\n")
+        except OSError:
+            continue
+        if found:  # the first thread may have ended
+            return sum(found)
+    return 0.0
+
+
+def _mappings_kb(pid: int, threads: list[str]) -> float:
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/maps", "rb") as maps:
+                if count := maps.read().count(b"\n"):
+                    return _MAPPING_KB * count
         except OSError:
             continue
     return 0.0

@@ -1,0 +1,88 @@
+"""Rows of a batch into bins of a token budget: the algorithms of `sequence_packing.algorithm`, and dynamic batching."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp._native import C
+
+Bins = list[list[int]]
+
+
+def _shuffled(costs: Sequence[int], capacity: int) -> Bins:
+    order = list(range(len(costs)))
+    random.Random(0).shuffle(order)  # of its own, so that a resumed run packs as the whole one did
+    return C.pack_first_fit(costs, order, capacity)
+
+
+PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {
+    "concatenative": C.pack_concatenative,
+    "first_fit_decreasing": C.pack_first_fit_decreasing,
+    "first_fit_shuffle": _shuffled,
+    "modified_first_fit_decreasing": C.pack_modified_first_fit_decreasing,
+}
+"""Costs and a capacity -> indices by bin; the allowed values of `sequence_packing.algorithm`."""
+
+
+def packed_bins(
+    batch: Any,
+    data: tuple[Tensor, Tensor, Tensor],
+    rows: list[int],
+    max_tokens: int,
+    share_prefix: bool,
+    algorithm: str,
+) -> tuple[Bins, list[int]]:
+    """Rows by bin, bins in the order of their first rows, and the tokens that each bin computes.
+
+    `data` holds input_ids int64 [B, S], group ids [B] and wanted tokens bool [B, S]; every one of `rows` (ascending) wants a token.
+    Neighbouring rows with one prompt stay together, where the budget allows it, because the prompt is then computed once.
+    A row that is longer than the budget stands alone.
+    """
+    units, costs = _units(data, rows, max_tokens, share_prefix)
+    chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
+    bins = sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
+    return bins, [C.packed_tokens(batch, rows, share_prefix) for rows in bins]
+
+
+def _units(
+    data: tuple[Tensor, Tensor, Tensor], rows: list[int], max_tokens: int, share_prefix: bool
+) -> tuple[Bins, list[int]]:
+    """Runs of rows that share a prompt, cut where the budget is reached, and the tokens that each computes."""
+    input_ids, groups, wanted = data
+    first = wanted.int().argmax(1).tolist()
+    last = (wanted.shape[1] - 1 - wanted.flip(1).int().argmax(1)).tolist()
+    units: Bins = []
+    costs: list[int] = []
+    leader = -1  # the row with which the run of a prompt begins
+    for row in rows:
+        P = first[row]
+        shares = (
+            share_prefix and leader >= 0 and P > 0 and P == first[leader] and groups[row] >= 0
+            and groups[row] == groups[leader] and torch.equal(input_ids[row, :P], input_ids[leader, :P])
+        )  # fmt: skip
+        if shares and costs[-1] + last[row] - P <= max_tokens:
+            units[-1].append(row)
+            costs[-1] += last[row] - P
+        else:
+            units.append([row])
+            costs.append(last[row])
+        leader = leader if shares else row
+    return units, costs
+
+
+def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
+    """Rows of similar lengths together: shortest first, a row joins while rows x longest length stays within `max_tokens`.
+
+    A length counts rounded up to a multiple of `multiple`, at most `width`. A row that is longer than the budget stands alone.
+    """
+    if not rows:
+        return []
+    own = [min(lengths[row], max_tokens) for row in rows]
+    plan = C.plan_dynamic_batching(own, len(rows), 1, max_tokens, multiple, min(width, max_tokens))
+    spans = plan.micro_batch_indices[0]
+    return [sorted(rows[place] for place in plan.order[begin:end]) for begin, end in spans if end > begin]

@@ -1,0 +1,81 @@
+"""Micro-batches are what policy.sequence_packing and policy.dynamic_batching say."""
+
+import random
+from typing import get_args
+
+import pytest
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.policy import PackingAlgorithm
+from nemo_rl_cpp.models.policy.bins import PACKERS
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
+
+
+def rows_of(lengths, groups=None, prompts=None):
+    """Rows that compute `length` tokens each: the last token of a row is predicted, not read."""
+    data = {
+        "input_ids": torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.int64),
+        "input_lengths": torch.tensor(lengths) + 1,
+    }
+    if groups:
+        places = torch.arange(max(lengths) + 1)[None]
+        data |= {"group_id": torch.tensor(groups), "token_mask": (places >= torch.tensor(prompts)[:, None]).int()}
+    return data
+
+
+def micro_batches(data, **batching):
+    return plan(data, wanted_tokens(data), 0, len(data["input_ids"]), MicroBatching(**batching))[1]
+
+
+def test_the_schema_allows_the_packers_of_the_table():
+    assert set(get_args(get_args(PackingAlgorithm)[0])) == set(PACKERS)
+
+
+# Capacity 10. First fit decreasing: 7+3, 6+4, 2. Concatenative: 3+6, 7+2, 4.
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [("concatenative", [[0, 1], [2, 3], [4]]), ("first_fit_decreasing", [[0, 2], [1, 4], [3]])],
+)
+def test_the_algorithm_decides_what_shares_a_bin(algorithm, expected):
+    data = rows_of([3, 6, 7, 2, 4])
+    assert micro_batches(data, max_tokens=10, share_prefix=False, algorithm=algorithm) == expected
+
+
+def test_largest_first_orders_the_bins_by_their_tokens():
+    data = rows_of([3, 2, 6, 7])
+    options = dict(max_tokens=8, share_prefix=False, algorithm="concatenative")
+    assert micro_batches(data, **options) == [[0, 1], [2], [3]]
+    assert micro_batches(data, **options, largest_first=True) == [[3], [2], [0, 1]]
+
+
+def test_dynamic_batching_counts_rounded_lengths():
+    data = rows_of([3, 9, 4, 8, 2])  # lengths with the predicted token: 4 10 5 9 3
+    assert micro_batches(data, max_tokens=20, length_round=1) == [[0, 2, 4], [1, 3]]
+    assert micro_batches(data, max_tokens=20, length_round=8) == [[0, 4], [2, 3], [1]]  # counted 8 8 | 8 10 | 10
+
+
+@pytest.mark.parametrize("algorithm", PACKERS)
+def test_every_row_once_within_the_budget(algorithm):
+    draw = random.Random(7)
+    for count in (1, 5, 40):
+        groups = sorted(draw.randrange(count) for _ in range(count))
+        prompts = [3 + group % 4 for group in groups]
+        data = rows_of([prompt + draw.randrange(20) for prompt in prompts], groups, prompts)
+        batch, bins = plan(data, wanted_tokens(data), 0, count, MicroBatching(max_tokens=60, algorithm=algorithm))
+        assert sorted(row for rows in bins for row in rows) == list(range(count))
+        assert all(C.packed_tokens(batch, rows, True) <= 60 for rows in bins)
+
+
+def test_first_fit_decreasing_is_the_native_plan():
+    draw = random.Random(3)
+    groups = sorted(draw.randrange(8) for _ in range(30))
+    prompts = [3 + group % 4 for group in groups]
+    data = rows_of([prompt + draw.randrange(20) for prompt in prompts], groups, prompts)
+    batch, bins = plan(data, wanted_tokens(data), 0, 30, MicroBatching(max_tokens=60, algorithm="first_fit_decreasing"))
+    assert bins == C.plan_micro_batches(batch, list(range(30)), 0, 60, True)
+
+
+def test_a_row_longer_than_the_budget_stands_alone():
+    for batching in (dict(algorithm=name) for name in PACKERS):
+        assert [1] in micro_batches(rows_of([3, 30, 4]), max_tokens=10, share_prefix=False, **batching)
+    assert [1] in micro_batches(rows_of([3, 30, 4]), max_tokens=10, length_round=4)

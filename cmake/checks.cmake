@@ -4,7 +4,7 @@
 #                        sanitized; what is bound to torch (ops, model, trainer) is taken from an ordinary build (NEMO_RL_ORDINARY_BUILD)
 #   fuzz_<target>        tests/fuzz/fuzz_<target>.cpp
 set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of ops, model and trainer are taken")
-set(NEMO_KERNEL_OPTIMIZATION -O0 CACHE STRING "of the CPU kernels")     # with more, one file takes a compiler minutes
+set(NEMO_KERNEL_OPTIMIZATION -O1 CACHE STRING "of the CPU kernels")     # NRL_SANITIZED keeps that to seconds a file
 set(_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 set(CMAKE_BUILD_TYPE "")
 add_compile_definitions(NRL_SANITIZED)

@@ -122,10 +122,8 @@ def user_place(error: BaseException) -> Place | None:
 def _called_place(error: BaseException) -> Place | None:
     """Where our innermost line called somebody else's code: the user's function also where it is installed as a package."""
     places = _places(error)
-    ours = [i for i, place in enumerate(places) if _is_ours(place.file)]
-    if not ours:  # the user's code has no line of ours around it
-        return places[-1] if places else None
-    return places[ours[-1] + 1] if ours[-1] + 1 < len(places) else None
+    last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
+    return places[last + 1] if last + 1 < len(places) else None
 
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:

@@ -93,9 +93,9 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     if far:
         return f"is unknown; did you mean {far[0]}?"
     known = parent or ("the file" if "cluster" in model.model_fields else "the section")
-    if here:
-        return f"is unknown; {known} knows {', '.join(here)}"
-    return "is unknown" if takes_own_keys(dotted, model) else f"is unknown; {known} takes no keys"
+    if not here and takes_own_keys(dotted, model):
+        return "is unknown"
+    return f"is unknown; {known} " + (f"knows {', '.join(here)}" if here else "takes no keys")
 
 
 def takes_own_keys(dotted: str, model: type[Section]) -> bool:

@@ -127,23 +127,26 @@ PYBIND11_MODULE(_config, m) {
       "load",
       [](const std::string& path, const py::sequence& overrides,
          const std::vector<std::pair<std::string, std::string>>& aliases,
-         const std::unordered_set<std::string>& known_keys) {
-        const LoadedConfig config = load_config(path, text_list(overrides), {alias_list(aliases), known_keys});
+         const std::unordered_set<std::string>& known_keys, const std::vector<std::string>& folders) {
+        const LoadedConfig config = load_config(path, text_list(overrides), {alias_list(aliases), known_keys}, folders);
         py::dict positions;
         add_positions(config.tree, "", positions);
         return py::make_tuple(to_python(config.tree), positions, problem_list(config.problems));
       },
       py::arg("path"), py::arg("overrides"), py::arg("aliases"), py::arg("known_keys"),
-      "File with parents, overrides and interpolation -> (data, {dotted key: 'file.yaml:line'}, [(kind, key, where, "
+      py::arg("folders") = std::vector<std::string>{},
+      "File with parents (looked for in `folders` too), overrides and interpolation -> (data, {dotted key: "
+      "'file.yaml:line'}, [(kind, key, where, "
       "message)])");
 
   m.def(
       "load_file",
-      [](const std::string& path, const std::string& base_dir) {
+      [](const std::string& path, const std::string& base_dir, const std::vector<std::string>& folders) {
         std::vector<Problem> problems;
-        return to_python(load_with_parents(path, base_dir, {}, problems));
+        return to_python(load_with_parents(path, base_dir, folders, {}, problems));
       },
-      py::arg("path"), py::arg("base_dir") = "", "A file with its parents; interpolations stay as text");
+      py::arg("path"), py::arg("base_dir") = "", py::arg("folders") = std::vector<std::string>{},
+      "A file with its parents (looked for in `folders` too); interpolations stay as text");
 
   m.def(
       "merge",

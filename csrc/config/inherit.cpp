@@ -45,9 +45,20 @@ struct Request {
 };
 
 struct Way {
-  std::vector<fs::path> open;  // the files that are being read, each the parent of the one before
+  const std::vector<std::string>& folders;  // where a parent may be that is not beside its child
+  std::vector<fs::path> open;               // the files that are being read, each the parent of the one before
   std::size_t files = 0;
 };
+
+fs::path parent_path_of(const std::string& parent, const Request& child, const Way& way) {
+  if (fs::path(parent).is_absolute()) return parent;
+  const fs::path beside = child.base_dir / parent;
+  std::error_code error;
+  if (fs::exists(beside, error)) return beside;
+  for (const std::string& folder : way.folders)
+    if (const fs::path shipped = fs::path(folder) / parent; fs::is_regular_file(shipped, error)) return shipped;
+  return beside;
+}
 
 Node load(const Request& request, const std::vector<Alias>& aliases, std::vector<Problem>& problems, Way& way) {
   std::error_code error;
@@ -79,7 +90,7 @@ Node load(const Request& request, const std::vector<Alias>& aliases, std::vector
     const std::vector<std::string> parents = parent_names(*defaults);
     tree.erase("defaults");
     for (const std::string& parent : parents) {
-      const fs::path path = fs::path(parent).is_absolute() ? fs::path(parent) : request.base_dir / parent;
+      const fs::path path = parent_path_of(parent, request, way);
       merge_file(merged, load({path, path.parent_path(), asked.text() + ": "}, aliases, problems, way));
     }
   }
@@ -146,9 +157,9 @@ void rename_aliases(Node& tree, const std::vector<Alias>& aliases, std::vector<P
   }
 }
 
-Node load_with_parents(const std::string& path, const std::string& base_dir, const std::vector<Alias>& aliases,
-                       std::vector<Problem>& problems) {
-  Way way;
+Node load_with_parents(const std::string& path, const std::string& base_dir, const std::vector<std::string>& folders,
+                       const std::vector<Alias>& aliases, std::vector<Problem>& problems) {
+  Way way{folders, {}, 0};
   const fs::path file(path);
   return load({file, base_dir.empty() ? file.parent_path() : fs::path(base_dir), ""}, aliases, problems, way);
 }

@@ -24,10 +24,10 @@ void merge_file(Node& base, Node child);
 void rename_aliases(Node& tree, const std::vector<Alias>& aliases, std::vector<Problem>& problems);
 
 /// Loads `path` and, depth first, the parents that its `defaults` names (a string or a list; relative to the folder of
-/// the file that names them, or to `base_dir` for the first file when it is not empty); later parents win over earlier
-/// ones and the file over all. `defaults` is removed. Throws LoadError; a missing or cyclic parent names the file and
-/// line that asks.
-Node load_with_parents(const std::string& path, const std::string& base_dir, const std::vector<Alias>& aliases,
-                       std::vector<Problem>& problems);
+/// the file that names them, or to `base_dir` for the first file when it is not empty; one that is not there is looked
+/// for in `folders`, which hold the shipped files); later parents win over earlier ones and the file over all.
+/// `defaults` is removed. Throws LoadError; a missing or cyclic parent names the file and line that asks.
+Node load_with_parents(const std::string& path, const std::string& base_dir, const std::vector<std::string>& folders,
+                       const std::vector<Alias>& aliases, std::vector<Problem>& problems);
 
 }  // namespace nemo_rl::config

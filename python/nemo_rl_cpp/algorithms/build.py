@@ -23,6 +23,7 @@ from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
@@ -180,6 +181,7 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
 def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
     """One device, whatever sizes the configuration was written for (`config/fold.py`). ValueError where `cluster.device` asks
     for a GPU that cannot be used."""
+    say_fold(config)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return RayVirtualCluster([1], use_gpus=use_gpus, name="train_cluster")
 

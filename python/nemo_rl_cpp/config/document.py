@@ -28,8 +28,8 @@ A file that is not found as given is looked for among the shipped configurations
 
 ## Files
 
-- `defaults: parent.yaml` (or a list) names files that this one changes, relative to its own folder. Later parents win
-  over earlier ones, the file wins over all. Mappings merge key by key; lists, numbers, texts and `null` replace.
+- `defaults: parent.yaml` (or a list) names files that this one changes, relative to its own folder; a shipped file is found
+  by its name alone. Later parents win over earlier ones, the file wins over all. Mappings merge key by key; lists, numbers, texts and `null` replace.
 - `_override_: true` in a section at the top of a file throws the parent's section away first.
 - `${a.b}` is the value of another key, `${.x}` of a sibling, `${..x}` of a parent's sibling; it may stand inside a text
   or stand for a whole section. `${mul:a,b}`, `add`, `sub`, `div`, `max` calculate; `${oc.env:NAME,default}` reads the

@@ -11,6 +11,7 @@ from nemo_rl_cpp import _config
 from nemo_rl_cpp.errors import keep_out_of_files
 
 from .aliases import ALIASES
+from .locate import parent_folders
 
 _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
@@ -22,7 +23,7 @@ def environment_values(file: str | os.PathLike[str], overrides: Sequence[str]) -
     try:
         # the schema's keys need no '+' on the command line, but here only those of the file are known
         forced = [text if text.startswith("~") else "++" + text.lstrip("+") for text in overrides]
-        tree, _ = _config.apply_overrides(_config.load_file(os.fspath(file)), forced)
+        tree, _ = _config.apply_overrides(_config.load_file(os.fspath(file), folders=parent_folders()), forced)
     except _config.LoadError:
         return {}
     texts = {_canonical(key): text for key, text in _texts(tree, "")}

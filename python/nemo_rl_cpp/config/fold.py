@@ -7,6 +7,7 @@ beside generation, quantisation, LoRA) is never folded; its keys are errors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -78,6 +79,22 @@ def fold_text(config: Any) -> str | None:
         if (summary := forecast_summary(config)) is not None:
             text += f"; memory forecast: {summary}"
     return text
+
+
+_SAID: set[str] = set()  # without the forecast, which follows from the rest
+
+
+def note_as_said(text: str) -> str:
+    """Remembers a line of `fold_text` that goes to the user by another way, so that the run does not repeat it."""
+    _SAID.add(text.partition("; memory forecast")[0])
+    return text
+
+
+def say_fold(config: Any) -> None:
+    """Prints `fold_text` to stderr, once in a process: for configurations that no script has looked at before."""
+    text = fold_text(config)
+    if text is not None and text.partition("; memory forecast")[0] not in _SAID:
+        print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
 
 def keys_without_effect(config: Any) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from .environment import environment_values
 from .errors import ConfigError, Problem, Report
 from .free_keys import additions
 from .given_values import GivenValues
-from .locate import find_config
+from .locate import find_config, parent_folders
 from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
 from .messages import dotted_key, known_keys, sentence, takes_own_keys, unknown_key
 from .python_values import check_marks
@@ -74,7 +74,7 @@ def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Ma
     file = find_config(path)
     every = [*additions(_texts(overrides), model), *given.overrides]
     try:
-        data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)))
+        data, positions, problems = _config.load(str(file), every, ALIASES, set(known_keys(model)), parent_folders())
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
     if (other := of_another_kind(_sections(positions), _own_section(model))) is not None:
@@ -227,7 +227,7 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     """ "grpo", "ppo" or "eval", by the sections of a file."""
     file = find_config(path)
     try:
-        data = _config.load_file(str(file))
+        data = _config.load_file(str(file), folders=parent_folders())
     except _config.LoadError as error:
         raise ConfigError([Problem("", "", explained(str(error)))]) from None
     return "ppo" if "ppo" in data else "eval" if "eval" in data else "grpo"

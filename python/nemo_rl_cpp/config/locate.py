@@ -24,6 +24,11 @@ def config_folders() -> list[Path]:
     return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
 
 
+def parent_folders() -> list[str]:
+    """Folders in which `defaults:` finds a parent that is not beside its file: `grpo_tiny.yaml`, and `configs/grpo_tiny.yaml`."""
+    return [os.fspath(place) for folder in config_folders() for place in (folder, folder.parent)]
+
+
 def find_config(path: str | os.PathLike[str]) -> Path:
     """The YAML file that `path` means.
 

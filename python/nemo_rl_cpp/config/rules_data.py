@@ -90,7 +90,9 @@ def _is_known(name: str, dotted: str, report: Report) -> bool:
     """Whether there is such a data set; reports a name that is neither known nor a class."""
     if name in DATASET_KEYS or name in DATASET_ALIASES or is_class_name(name):
         return True
-    near = difflib.get_close_matches(name, [*DATASET_KEYS, *DATASET_ALIASES], 1, 0.5)
+    names = [*DATASET_KEYS, *DATASET_ALIASES]
+    same = [known for known in names if known.lower() == name.lower()]
+    near = same or difflib.get_close_matches(name, names, 1, 0.5)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_KEYS)}"
     report.add(
         f"{dotted}.dataset_name",

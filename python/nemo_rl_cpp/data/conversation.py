@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable
+from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -71,13 +71,13 @@ def _message(message: Any, key: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{key} must be a message {{'role', 'content'}}, not {_kind(message)}")
     if "role" not in message and "from" in message and "value" in message:
-        if message["from"] not in _SHAREGPT_ROLES:
-            raise ValueError(f"{key}.from is {message['from']!r}; known are {', '.join(_SHAREGPT_ROLES)}")
+        if not isinstance(message["from"], str) or message["from"] not in _SHAREGPT_ROLES:
+            raise ValueError(f"{key}.from is {in_a_line(message['from'])}; known are {', '.join(_SHAREGPT_ROLES)}")
         others = {name: value for name, value in message.items() if name not in ("from", "value")}
         message = {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"], **others}
     if "role" not in message:
-        raise ValueError(f"{key} has no 'role'; it has {list(message)}, expected 'role' and 'content'")
-    if message["role"] not in ROLES:
+        raise ValueError(f"{key} has no 'role'; it has {names_of(message)}, expected 'role' and 'content'")
+    if not isinstance(message["role"], str) or message["role"] not in ROLES:
         raise ValueError(f"{key}.role is {in_a_line(message['role'])}; known are {', '.join(ROLES)}")
     return dict(message)
 
@@ -184,7 +184,7 @@ def joined_text(parts: Sequence[Mapping[str, Any]], key: str = "content") -> str
     """The texts of all parts, one after another; images, sound and video are refused."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{key} has a part of type {part['type']!r}: only text is supported")
+            raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")
     return "".join(part["text"] for part in parts)
 
 
@@ -209,7 +209,7 @@ def _kind(value: Any) -> str:
     if is_list(value):
         return "a list" if not value else f"a list of {_kind(value[0]).removeprefix('a ')}"
     if isinstance(value, Mapping):
-        return f"a mapping with the keys {list(value)}"
+        return f"a mapping with the keys {names_of(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} (an empty cell of a table, perhaps)"
     return {str: "a text", bool: "a truth value", int: "a number", float: "a number"}.get(

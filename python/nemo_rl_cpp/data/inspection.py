@@ -135,6 +135,9 @@ def _about_lengths(lengths: _Lengths, limits: Limits, where: str, rows: int) -> 
 _CERTAIN = re.compile(
     r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII
 )  # math-verify reads something out of these
+_WORD = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}"
+)  # of three it makes a product of letters, which only the same text equals
 
 
 def _about_truths(truths: list[tuple[int, Any]], section: Mapping[str, Any], name: str, where: str) -> Iterator[Remark]:
@@ -171,7 +174,11 @@ def _of_math(truth: Any, dapo: bool) -> str | None:
     text = "" if truth is None else str(truth)
     if not text.strip() or "####" in text:
         return "never"
-    if dapo or (_CERTAIN.fullmatch(text) and text.count("{") == text.count("}") and "\n" not in text):
+    if not dapo and "\\boxed" not in text and len(_WORD.findall(text)) >= 3:
+        return "as text"
+    if dapo or (
+        "\\boxed" not in text and _CERTAIN.fullmatch(text) and text.count("{") == text.count("}") and "\n" not in text
+    ):
         return None
     return _read_by_math_verify(text)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 
+_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_OTHERS = str.maketrans(_SIGNS, "1234567890bcdefghijklmnopqrstuvwxyzaBCDEFGHIJKLMNOPQRSTUVWXYZA")
 _KEPT: set[tuple[Any, ...]] = set()  # (template, roles, ...) whose messages are known to reach the text
 
 
@@ -24,7 +26,9 @@ def render_prompt(
         tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools),
     )  # fmt: skip
     if missing or shape not in _KEPT:
-        lost = _lost(tokenizer, messages, add_generation_prompt, tools, missing)
+        lost = _lost(tokenizer, messages, add_generation_prompt, tools, missing) or [
+            i for i in missing if _is_all_the_same(tokenizer, messages, i, add_generation_prompt, tools, text)
+        ]
         if lost:
             raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
         if len(_KEPT) > 256:
@@ -45,6 +49,17 @@ def _lost(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any
     except ValueError:  # a template that looks into contents
         return missing
     return [i for i, message in enumerate(messages) if _content(message) and _mark(i) not in probe]
+
+
+def _is_all_the_same(tokenizer: Any, messages: Any, i: int, add_generation_prompt: bool, tools: Any, text: str) -> bool:
+    """Whether a message of other letters and digits in the same places gives the same `text`: a template may drop contents
+    by their length or marks."""
+    content = messages[i]["content"].translate(_OTHERS)
+    others = [{**message, "content": content} if k == i else message for k, message in enumerate(messages)]
+    try:
+        return content != messages[i]["content"] and _apply(tokenizer, others, add_generation_prompt, tools) == text
+    except ValueError:  # a template that looks into contents
+        return False
 
 
 def _leaves_out(messages: Sequence[Mapping[str, Any]], i: int, section: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nemo_rl_cpp.config.eval import EvalConfig
+from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
@@ -99,6 +100,7 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     from nemo_rl_cpp.models.hf_config import max_sequence_length
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
+    say_fold(config)
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
     folder = open_model_folder(

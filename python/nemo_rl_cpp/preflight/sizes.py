@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.config.fold import fold_text
+from nemo_rl_cpp.config.fold import fold_text, note_as_said
 from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, machine_memory, size_text, swap_memory
 
 from .finding import Finding
@@ -21,7 +21,7 @@ def check(config: Any) -> Iterator[Finding]:
     """The one line about what was folded, and an error where weights and optimizer alone are more than the machine's memory."""
     text = fold_text(config)
     if text is not None:
-        yield Finding("warning", "", text)
+        yield Finding("warning", "", note_as_said(text))
     if not hasattr(config, "policy") or config.cluster.device != "cpu":
         return
     name = config.policy.model_name

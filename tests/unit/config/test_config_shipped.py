@@ -9,6 +9,7 @@ from nemo_rl_cpp.config import find_config, find_prompt, load_eval_config, load_
 from nemo_rl_cpp.config.data import DATASET_KEYS
 from nemo_rl_cpp.config.document import document
 from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS
+from nemo_rl_cpp.config.loader import kind_of
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
 from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
@@ -257,3 +258,18 @@ def test_environments_are_those_of_the_registry():
     from nemo_rl_cpp.environments.utils import ENV_REGISTRY
 
     assert set(KNOWN_ENVIRONMENTS) <= set(ENV_REGISTRY)
+
+
+@pytest.mark.parametrize("parent", ["grpo_tiny.yaml", "configs/grpo_tiny.yaml", "[grpo_math_1B.yaml, grpo_tiny.yaml]"])
+def test_a_file_of_ones_own_names_a_shipped_parent_by_its_name(tmp_path, monkeypatch, parent):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"defaults: {parent}\ngrpo:\n  max_num_steps: 7\n")
+    config = load_grpo_config("mine.yaml")
+    assert (config.policy.model_name, config.grpo.max_num_steps) == ("tiny-random", 7)
+    assert kind_of("mine.yaml") == "grpo"
+
+
+def test_a_parent_beside_its_file_comes_before_a_shipped_one(tmp_path):
+    (tmp_path / "grpo_tiny.yaml").write_text("defaults: configs/grpo_tiny.yaml\ngrpo:\n  max_num_steps: 3\n")
+    (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
+    assert load_grpo_config(tmp_path / "mine.yaml").grpo.max_num_steps == 3

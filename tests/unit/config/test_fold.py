@@ -108,6 +108,22 @@ def test_run_check_and_dry_run_print_the_line_once(capsys, tmp_path):
     assert (shown.out + shown.err).count("written for 8 devices") == 1
 
 
+def test_a_configuration_made_in_python_is_folded_with_the_same_line(capsys, monkeypatch):
+    from nemo_rl_cpp.algorithms.build import make_cluster
+    from nemo_rl_cpp.config import fold
+
+    monkeypatch.setattr(fold, "_SAID", set())
+    config = load_grpo_config("grpo_tiny.yaml", EIGHT)
+    for _ in range(2):
+        make_cluster(config)
+    assert capsys.readouterr().err == f"warning: {fold_text(config)}\n"
+    fold._SAID.clear()
+    preflight(config)
+    make_cluster(config)
+    make_cluster(load_grpo_config("grpo_tiny.yaml"))
+    assert capsys.readouterr().err == ""
+
+
 def test_dry_run_lists_keys_that_only_steer_another_implementation_once(capsys):
     arguments = [
         "--dry-run",

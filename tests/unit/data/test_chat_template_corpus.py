@@ -176,6 +176,13 @@ def test_a_content_that_is_in_the_text_by_chance_is_lost_all_the_same(smollm2):
         assert render_prompt(smollm2, [{"role": "user", "content": "<a>"}]) == "<a>", (
             "a template that looks into contents"
         )
+        smollm2.chat_template = "{{ messages[0].content if messages[0].content|length > 6 else 'Hi' }}"
+        assert render_prompt(smollm2, [{"role": "user", "content": "1 + 1 = "}]) == "1 + 1 = "
+        with pytest.raises(ChatTemplateError, match="leaves out message 0"):
+            render_prompt(smollm2, [{"role": "user", "content": "735="}])
+        smollm2.chat_template = "{{ messages[0].content|tojson }}"
+        for content in ("中文", 'a"b', "<a>\n"):
+            assert render_prompt(smollm2, [{"role": "user", "content": content}])
     finally:
         smollm2.chat_template = own
 

@@ -151,6 +151,7 @@ REFUSED = [
     ("unknown_role.jsonl", jsonl({"messages": [{"role": "human", "content": "q"}, assistant("a")]}), {}, ["row 1", "messages[0].role is 'human'", "known are system"]),
     ("capital_role.jsonl", jsonl({"messages": [{"role": "User", "content": "q"}, assistant("a")]}), {}, ["row 1", "role is 'User'"]),
     ("unknown_from.jsonl", jsonl({"conversations": [{"from": "bing", "value": "q"}, {"from": "gpt", "value": "a"}]}), {}, ["row 1", "conversations[0].from is 'bing'"]),
+    ("from_is_a_list.jsonl", jsonl({"conversations": [{"from": ["human"], "value": "q"}]}), {}, ["row 1", "conversations[0].from is ['human']"]),
     ("no_role.jsonl", jsonl({"messages": [{"content": "q"}, assistant("a")]}), {}, ["row 1", "messages[0] has no 'role'"]),
     ("no_content.jsonl", jsonl({"messages": [{"role": "user"}, assistant("a")]}), {}, ["row 1", "messages[0].content must be a text"]),
     ("null_content.jsonl", jsonl({"messages": [user(None), assistant("a")]}), {}, ["row 1", "messages[0].content", "not null"]),

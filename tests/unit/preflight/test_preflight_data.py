@@ -112,7 +112,17 @@ def test_truths_that_nothing_can_match_are_counted(found):
 
 @pytest.mark.parametrize(
     "truth, level",
-    [("", "error"), (None, "error"), ("#### 10", "error"), ("5元", "warning"), ("{", "warning"), ("  ", "error")],
+    [
+        ("", "error"),
+        (None, "error"),
+        ("#### 10", "error"),
+        ("5元", "warning"),
+        ("{", "warning"),
+        ("  ", "error"),
+        ("\\boxed{}", "error"),
+        ("The answer is 5", "warning"),
+        ("He has 3 + 4 = 7 apples.", "warning"),
+    ],
 )
 def test_kinds_of_truths_that_cannot_be_parsed(found, truth, level):
     [(given, _, message)] = found(rows(("1=", truth)))
@@ -133,6 +143,8 @@ def test_kinds_of_truths_that_cannot_be_parsed(found, truth, level):
         "Paris",
         "$5",
         "12 apples",
+        "The answer is \\boxed{5}",
+        "x=1 or x=2 or x=3",
         "\\{1, 2\\}",
         "π",
     ],

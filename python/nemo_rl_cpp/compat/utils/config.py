@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.config.locate import parent_folders
 from nemo_rl_cpp.config.python_values import plain
 
 __all__ = [
@@ -128,7 +129,9 @@ def load_config_with_inheritance(
     holds no mapping) or ValueError (malformed YAML, a duplicate key), each naming file and line.
     """
     try:
-        return ConfigDict(_config.load_file(os.fspath(config_path), "" if base_dir is None else os.fspath(base_dir)))
+        return ConfigDict(
+            _config.load_file(os.fspath(config_path), "" if base_dir is None else os.fspath(base_dir), parent_folders())
+        )
     except _config.LoadError as error:
         kinds = {"missing_file": FileNotFoundError, "cycle": RecursionError, "root": AssertionError}
         raise kinds.get(error.kind, ValueError)(str(error)) from None

@@ -13,9 +13,9 @@ from nemo_rl_cpp.argument_checks import in_a_line
 
 from .aliases import ALIASES
 from .base import Section
-from .data import DATASET_KEYS
+from .data import dataset_keys
 from .dead_keys import dead_key
-from .env import KNOWN_ENVIRONMENTS
+from .env import environment_sections
 from .foreign_names import own_name
 from .written import quotes_advice
 
@@ -39,26 +39,35 @@ def fields_of(model: type[Section]) -> Iterator[tuple[str, Any]]:
         yield info.alias or name, info
 
 
-@cache
 def known_keys(model: type[Section]) -> frozenset[str]:
-    """Every dotted key of the schema, sections included."""
-    found: set[str] = set()
-
-    def walk(section: type[Section], prefix: str) -> None:
-        for name, info in fields_of(section):
-            found.add(prefix + name)
-            if (inner := section_type(info.annotation)) is not None:
-                walk(inner, f"{prefix}{name}.")
-
-    walk(model, "")
+    """Every dotted key of the schema, sections included, and those of the tables of environments and data sets."""
+    found = set(_own_keys(model))
     if "env" in model.model_fields:
-        for name, inner in KNOWN_ENVIRONMENTS.items():
-            walk(inner, f"env.{name}.")
+        for name, inner in environment_sections().items():
+            found.update(f"env.{name}.{key}" for key in _own_keys(inner))
     if "grpo" in model.model_fields or "ppo" in model.model_fields:
         found.update(
-            f"data.{split}.{key}" for split in ("train", "validation") for keys in DATASET_KEYS.values() for key in keys
+            f"data.{split}.{key}"
+            for split in ("train", "validation")
+            for keys in dataset_keys().values()
+            for key in keys
         )
     return frozenset(found)
+
+
+@cache
+def _own_keys(model: type[Section]) -> frozenset[str]:
+    found: set[str] = set()
+    for name, info in fields_of(model):
+        found.add(name)
+        if (inner := section_type(info.annotation)) is not None:
+            found.update(f"{name}.{key}" for key in _own_keys(inner))
+    return frozenset(found)
+
+
+def forget_keys() -> None:
+    """To be called when a section got or lost a key."""
+    _own_keys.cache_clear()
 
 
 SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}
@@ -105,7 +114,7 @@ def takes_own_keys(dotted: str, model: type[Section]) -> bool:
     if info is None or not rest:
         return model.model_config.get("extra") == "allow"
     if name == "env" and "env" in model.model_fields:
-        return rest.partition(".")[0] not in KNOWN_ENVIRONMENTS
+        return rest.partition(".")[0] not in environment_sections()
     inner = section_type(info.annotation)
     return takes_own_keys(rest, inner) if inner is not None else True
 

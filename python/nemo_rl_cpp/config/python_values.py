@@ -136,9 +136,9 @@ def checked(config: Any, model: type[MasterConfig]) -> Any:
 
 def _check_whole(config: Any, report: Report) -> None:
     from . import rules
-    from .env import KNOWN_ENVIRONMENTS
+    from .env import environment_sections
 
-    for name, section in KNOWN_ENVIRONMENTS.items():
+    for name, section in environment_sections().items():
         if isinstance(config.env.get(name), dict):
             try:
                 section.model_validate(config.env[name])

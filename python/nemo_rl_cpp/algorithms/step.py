@@ -87,7 +87,8 @@ def report_step(run: "TrainingRun", samples: Rollouts, batch: TrainBatch, metric
     metrics |= run.sampler.metrics | run.advantages.metrics
     trained = batch.is_valid
     histograms = {"baseline_reward": baseline.tolist()}
-    histograms |= {name: batch[name][trained].tolist() for name in ("advantages", "values", "returns") if name in batch}
+    names = [name for name in ("advantages", "values", "returns") if name in batch]
+    histograms |= {name: batch.tokens[name][trained].tolist() for name in names}
     return StepReport(
         metrics=metrics,
         table=rollout_table(samples, batch),

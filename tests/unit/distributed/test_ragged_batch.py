@@ -59,7 +59,7 @@ def test_a_copy_has_names_of_its_own():
 
 @pytest.mark.parametrize(
     ("lengths", "message"),
-    [([2, 3], "got \\(3, 4\\) and \\(2,\\)"), ([2, 5, 1], "from 1 to 5; expected 1 to 4"), ([2, 0, 1], "from 0 to 3; expected 1 to 4")],
+    [([2, 3], "got \\(3, 4\\) and \\(2,\\)"), ([2, 5, 1], "from 1 to 5; expected 1 to 4"), ([2, 0, 1], "from 0 to 2; expected 1 to 4")],
 )  # fmt: skip
 def test_lengths_that_do_not_fit_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ from typing import Any
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Critic:

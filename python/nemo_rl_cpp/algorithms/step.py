@@ -18,7 +18,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun

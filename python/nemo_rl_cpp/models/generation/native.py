@@ -22,7 +22,7 @@ from nemo_rl_cpp.models.generation.interfaces import (
     GenerationOutputSpec,
     Responses,
 )
-from nemo_rl_cpp.utils.memory import available_bytes
+from nemo_rl_cpp.telemetry.memory import available_bytes
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from nemo_rl_cpp.config.generation import GenerationConfig
     from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class LogprobOutputSpec(TypedDict):

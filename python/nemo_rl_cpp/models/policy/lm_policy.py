@@ -16,7 +16,7 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, TrainingPass
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics, in_layout_of
-from nemo_rl_cpp.utils.memory import available_bytes
+from nemo_rl_cpp.telemetry.memory import available_bytes
 
 
 class Policy(TrainedModel, PolicyInterface):

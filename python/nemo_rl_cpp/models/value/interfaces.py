@@ -8,7 +8,7 @@ from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class ValueOutputSpec(TypedDict):

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from nemo_rl_cpp import _process
+
 GRACE_SECONDS = 3.0
 """What a program that ends at once gets for its last words, before it is ended from outside."""
 
@@ -80,14 +82,32 @@ def startup() -> Iterator[None]:
 
 @contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """While entered, `os._exit(0)` in this process, which would make a run that was broken off look like a good one, exits
-    with status 1 and says so. Processes that were forked off may leave as they like."""
-    leave = os._exit
+    """While entered, what would make a run that was broken off look like a good one ends with status 1 and says so: the C
+    library's `exit(0)`, `os._exit(0)`, and another program in the place of this one (`os.execv` and its kin, a RuntimeError).
+    Processes that were forked off may do as they like."""
+    kept = os._exit, os.execv, os.execve
     os._exit = _leaving_with(1, "error: os._exit(0) was called in the middle of the work: it ends here, unfinished")
+    os.execv, os.execve = _not_replacing(os.execv), _not_replacing(os.execve)  # the others of their kin call these two
+    _process.set_unfinished(True)
     try:
         yield
     finally:
-        os._exit = leave
+        _process.set_unfinished(False)
+        os._exit, os.execv, os.execve = kept
+
+
+def _not_replacing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """An `os.execv` that this process may not call."""
+    process = os.getpid()
+
+    def replace_another(path: Any, *args: Any) -> NoReturn:
+        if os.getpid() == process:
+            raise RuntimeError(
+                f"{replace.__name__} of {os.fsdecode(path)} would put another program in the place of the run: start it by subprocess"
+            )
+        replace(path, *args)
+
+    return replace_another
 
 
 def _leaving_with(instead: int, why: str = "") -> Callable[[int], NoReturn]:
@@ -134,7 +154,8 @@ class GracefulStop:
 
     A second one raises KeyboardInterrupt where the program is for SIGINT, else SystemExit(128 + its number); when the block has
     not ended some seconds later, because a call does not return or the exception was caught, the process ends with that
-    status. A third signal kills it. SIGHUP and SIGUSR1 stay ignored where they are (as by nohup). Handlers are restored on exit.
+    status. A third signal kills it. Code that changes what SIGINT or SIGTERM do (a reward function's library) is undone, and
+    said, when the loop next looks. SIGHUP and SIGUSR1 stay ignored where they are (as by nohup). Handlers are restored on exit.
     Outside the main thread, where Python allows no handlers, it does nothing.
     """
 
@@ -153,7 +174,17 @@ class GracefulStop:
     @property
     def requested(self) -> bool:
         """Whether the run was asked to end."""
+        if self._previous and self._count < 2 and _in_main_thread():
+            self._put_back()
         return self.reason is not None
+
+    def _put_back(self) -> None:
+        changed = [number for number in self._previous if signal.getsignal(number) != self._handle]
+        for number in changed:
+            signal.signal(number, self._handle)
+        if changed:
+            names = ", ".join(signal.Signals(number).name for number in changed)
+            self._say(f"warning: code that the run called has changed what {names} does; it ends the run again")
 
     def __enter__(self) -> "GracefulStop":
         raise_if_interrupted()
@@ -202,32 +233,17 @@ class GracefulStop:
 
 
 class _Watch:
-    """Counts signals beside the main thread, which may be in a call that does not return: `GRACE_SECONDS` after the second
-    one the process ends, unless the watch was closed before."""
+    """Counts signals beside the main thread, which may be in a call that does not return, with or without the interpreter's
+    lock: `GRACE_SECONDS` after the second one the process ends, unless the watch was closed before."""
 
     def __init__(self, signals: tuple[int, ...]) -> None:
-        self._signals = signals
-        self._closed = threading.Event()
-        self._read, self._write = os.pipe()
+        read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._work, daemon=True, name="signals").start()
-
-    def _work(self) -> None:
-        seen = 0
-        while number := os.read(self._read, 1):
-            if self._before != -1:  # an event loop waits for signals too
-                with suppress(OSError):
-                    os.write(self._before, number)
-            seen += number[0] in self._signals and not (number[0] == signal.SIGHUP and seen)
-            if seen >= 2:
-                if not self._closed.wait(GRACE_SECONDS):
-                    os._exit(128 + number[0])
-                break
-        os.close(self._read)
+        self._native = _process.SignalWatch(read, self._before, [int(number) for number in signals], GRACE_SECONDS)
 
     def close(self) -> None:
         """The block has ended."""
         signal.set_wakeup_fd(self._before)
-        self._closed.set()
         os.close(self._write)
+        self._native.close()

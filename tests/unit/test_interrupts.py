@@ -147,12 +147,49 @@ def test_what_waits_for_signals_already_still_hears_of_them():
         os.close(write)
 
 
-def test_threads_of_a_stop_end_with_it():
+def test_threads_and_files_of_a_stop_end_with_it():
+    def held():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    before = held()
     with GracefulStop(lambda text: None):
-        watchers = [thread for thread in threading.enumerate() if thread.name == "signals"]
-        assert len(watchers) == 1
-    watchers[0].join(10)
-    assert not watchers[0].is_alive()
+        threads, files = held()
+        assert threads == before[0] + 1 and files > before[1]
+    assert held() == before
+
+
+def test_a_call_that_keeps_the_interpreters_lock_is_ended_after_the_second_signal():
+    """`PyDLL` calls without giving the lock up: no Python code of any thread runs meanwhile."""
+    program = (
+        "import ctypes\n"
+        "from nemo_rl_cpp import interrupts\n"
+        "interrupts.GRACE_SECONDS = 0.2\n"
+        "with interrupts.GracefulStop():\n"
+        "    print('ready', flush=True)\n"
+        "    while True:\n"
+        "        ctypes.PyDLL(None).sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.stderr.readline() == "\n" and "once more to stop at once" in process.stderr.readline()
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM)
+
+
+def test_code_that_ignores_signals_is_undone_at_the_next_look():
+    said = []
+    with GracefulStop(said.append) as stop:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *args: None)
+        assert not stop.requested and said == [
+            "warning: code that the run called has changed what SIGINT, SIGTERM does; it ends the run again"
+        ]
+        signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "interrupted"
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
@@ -195,6 +232,41 @@ def test_leaving_by_the_back_door_is_no_success():
     )
     done = subprocess.run([sys.executable, "-c", forked], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("ctypes.CDLL(None).exit(0)", "exit(0) was called in the middle of the work"),
+        ("os.execv('/bin/true', ['true'])", "execv of /bin/true would put another program in the place of the run"),
+        ("os.execlp('true', 'true')", "would put another program in the place of the run"),
+        ("os.execvpe('true', ['true'], {})", "would put another program in the place of the run"),
+    ],
+)
+def test_other_ways_out_are_no_success_either(call, said):
+    code = f"import ctypes, os\nfrom nemo_rl_cpp.interrupts import program\nprogram(lambda: {call})\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and said in done.stderr
+
+
+def test_a_status_that_is_not_0_and_the_end_itself_are_left_alone():
+    code = "import ctypes, sys\nfrom nemo_rl_cpp.interrupts import program\n{}\n"
+    for last, status in (("program(lambda: ctypes.CDLL(None).exit(3))", 3), ("program(lambda: 0)", 0), ("sys.exit(program(lambda: 0))", 0)):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code.format(last)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_a_forked_process_may_become_another_program():
+    code = (
+        "import os\nfrom nemo_rl_cpp.interrupts import program\n"
+        "def work():\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os.execv('/bin/sh', ['sh', '-c', 'exit 7'])\n"
+        "    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "raise SystemExit(program(work))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
 
 
 @pytest.mark.parametrize("work, status", [("lambda: 2", 2), ("lambda: 0", 0), ("lambda: signal.raise_signal(signal.SIGINT)", 130)])  # fmt: skip

@@ -6,10 +6,10 @@ import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms.checkpointing import find_resume
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
 
 TOKENIZER = ByteTokenizer()
 

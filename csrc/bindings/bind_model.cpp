@@ -52,19 +52,20 @@ void bind_decoder_model(py::module_& m) {
 
 void bind_trainer(py::module_& m) {
   using namespace trainer;
-  py::class_<PaddedBatch>(m, "PaddedBatch")
-      .def(py::init([](at::Tensor input_ids, at::Tensor input_lengths, at::Tensor token_mask, at::Tensor group_ids) {
-             return PaddedBatch{std::move(input_ids), std::move(input_lengths), std::move(token_mask),
-                                std::move(group_ids)};
+  py::class_<RowBatch>(m, "RowBatch", "See csrc/trainer/packed_batch.h")
+      .def(py::init([](at::Tensor token_ids, at::Tensor starts, at::Tensor lengths, at::Tensor token_mask,
+                       at::Tensor group_ids) {
+             return RowBatch{std::move(token_ids), std::move(starts), std::move(lengths), std::move(token_mask),
+                             std::move(group_ids)};
            }),
-           py::arg("input_ids"), py::arg("input_lengths"), py::arg("token_mask"), py::arg("group_ids"));
+           py::arg("token_ids"), py::arg("starts"), py::arg("lengths"), py::arg("token_mask"), py::arg("group_ids"));
   m.def(
       "plan_micro_batches",
-      [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_samples,
+      [](const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_samples,
          std::int64_t max_tokens,
          bool share_prefix) { return plan_micro_batches(batch, samples, {max_samples, max_tokens, share_prefix}); },
       py::arg("batch"), py::arg("samples"), py::arg("max_samples"), py::arg("max_tokens"), py::arg("share_prefix"));
-  m.def("packed_tokens", [](const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
+  m.def("packed_tokens", [](const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
     return pack_batch(batch, samples, share_prefix).token_ids.numel();
   });
   py::class_<OptimizerStep>(m, "OptimizerStep")
@@ -74,7 +75,7 @@ void bind_trainer(py::module_& m) {
       .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
       .def(
           "forward",
-          [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
+          [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
              bool share_prefix, bool keep, bool checkpoint, const at::Tensor& out, float top_p, std::int64_t top_k,
              const std::optional<at::Tensor>& unfiltered) {
             self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint}, out,
@@ -85,7 +86,7 @@ void bind_trainer(py::module_& m) {
           py::arg("unfiltered") = py::none(), release_gil())
       .def(
           "forward_with_loss",
-          [](Trainer& self, const PaddedBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
+          [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
              bool share_prefix, bool checkpoint, const at::Tensor& out, const TokenLoss& loss) {
             self.forward(batch, samples, {temperature, 1.0f, 0}, {share_prefix, true, checkpoint}, out, loss);
           },

@@ -12,29 +12,34 @@ namespace nemo_rl::trainer {
 namespace {
 
 struct Rows {
-  explicit Rows(const PaddedBatch& batch)
-      : ids(batch.input_ids.const_data_ptr<std::int64_t>()),
-        lengths(batch.input_lengths.const_data_ptr<std::int64_t>()),
+  explicit Rows(const RowBatch& batch)
+      : ids(batch.token_ids.const_data_ptr<std::int64_t>()),
+        starts(batch.starts.const_data_ptr<std::int64_t>()),
+        lengths(batch.lengths.const_data_ptr<std::int64_t>()),
         groups(batch.group_ids.const_data_ptr<std::int64_t>()),
-        S(batch.input_ids.size(1)) {}
-  const std::int64_t* row(std::int64_t b) const { return ids + b * S; }
-  const std::int64_t *ids, *lengths, *groups;
-  std::int64_t S;
+        mask(batch.token_mask.const_data_ptr<bool>()) {}
+  const std::int64_t* row(std::int64_t b) const { return ids + starts[b]; }
+  const std::int64_t *ids, *starts, *lengths, *groups;
+  const bool* mask;
 };
 
-void check(const PaddedBatch& b) {
-  NRL_CHECK_ARG(b.input_ids.dim() == 2 && b.input_ids.is_contiguous() && b.input_ids.scalar_type() == at::kLong &&
-                    b.input_ids.device().is_cpu(),
-                "input_ids must be a contiguous int64 CPU tensor [B, S], got ", b.input_ids.sizes());
-  const std::int64_t B = b.input_ids.size(0), S = b.input_ids.size(1);
-  NRL_CHECK_ARG(
-      b.input_lengths.numel() == B && b.group_ids.numel() == B && b.input_lengths.scalar_type() == at::kLong &&
-          b.group_ids.scalar_type() == at::kLong && b.token_mask.scalar_type() == at::kBool &&
-          b.token_mask.sizes() == b.input_ids.sizes() && b.token_mask.is_contiguous(),
-      "input_lengths and group_ids must be int64 [B], token_mask bool [B, S] beside input_ids ", b.input_ids.sizes());
+void check(const RowBatch& b) {
+  const auto vector = [](const at::Tensor& t, std::int64_t size) {
+    return t.dim() == 1 && t.numel() == size && t.scalar_type() == at::kLong && t.is_contiguous() && t.is_cpu();
+  };
+  NRL_CHECK_ARG(b.token_ids.is_contiguous() && b.token_ids.scalar_type() == at::kLong && b.token_ids.device().is_cpu(),
+                "token_ids must be a contiguous int64 CPU tensor, got ", b.token_ids.sizes());
+  const std::int64_t B = b.lengths.numel(), T = b.token_ids.numel();
+  NRL_CHECK_ARG(vector(b.starts, B) && vector(b.lengths, B) && vector(b.group_ids, B) &&
+                    b.token_mask.scalar_type() == at::kBool && b.token_mask.sizes() == b.token_ids.sizes() &&
+                    b.token_mask.is_contiguous() && b.token_mask.is_cpu(),
+                "starts, lengths and group_ids must be int64 [B], token_mask bool like token_ids ",
+                b.token_ids.sizes());
   for (std::int64_t i = 0; i < B; ++i) {
-    const auto length = b.input_lengths.const_data_ptr<std::int64_t>()[i];
-    NRL_CHECK_ARG(length >= 1 && length <= S, "input_lengths[", i, "] = ", length, " is not in 1..", S);
+    const auto start = b.starts.const_data_ptr<std::int64_t>()[i];
+    const auto length = b.lengths.const_data_ptr<std::int64_t>()[i];
+    NRL_CHECK_ARG(length >= 1 && start >= 0 && length <= T - start, "row ", i, " of length ", length, " at ", start,
+                  " does not lie within the ", T, " tokens of the batch");
   }
 }
 
@@ -60,13 +65,12 @@ std::vector<std::vector<std::int64_t>> prompt_runs(const Rows& rows, const std::
 }
 
 struct Pair {
-  std::int64_t row, place, target;
+  std::int64_t row, place, target, sample;
 };
 
 class Packer {
  public:
-  Packer(const PaddedBatch& batch, PackedBatch& out)
-      : rows_(batch), mask_(batch.token_mask.const_data_ptr<bool>()), out_(out) {}
+  Packer(const RowBatch& batch, PackedBatch& out) : rows_(batch), out_(out) {}
 
   /// Row b's tokens [from, to), if there are any, as a sequence behind a prefix of `from` tokens at prefix_start.
   void add(std::int64_t b, std::int64_t from, std::int64_t to, std::int64_t prefix_start) {
@@ -80,12 +84,11 @@ class Packer {
   }
   /// Wanted log-probabilities of row b, whose token t < split lies at prefix_start + t, others at start + t - split.
   void want(std::int64_t b, std::int64_t split, std::int64_t prefix_start, std::int64_t start) {
-    for (std::int64_t t = 1; t < rows_.lengths[b]; ++t)
-      if (mask_[b * rows_.S + t]) {
-        const std::int64_t before = t - 1;
-        pairs_.push_back(
-            {before < split ? prefix_start + before : start + before - split, b * rows_.S + t, rows_.row(b)[t]});
-      }
+    for (std::int64_t t = 1; t < rows_.lengths[b]; ++t) {
+      const std::int64_t before = t - 1, place = rows_.starts[b] + t;
+      if (!rows_.mask[place]) continue;
+      pairs_.push_back({before < split ? prefix_start + before : start + before - split, place, rows_.ids[place], b});
+    }
   }
   std::int64_t size() const { return static_cast<std::int64_t>(tokens_.size()); }
 
@@ -96,6 +99,7 @@ class Packer {
       out_.query.pair_row.push_back(static_cast<std::int64_t>(out_.query.rows.size()) - 1);
       out_.query.targets.push_back(p.target);
       out_.places.push_back(p.place);
+      out_.samples.push_back(p.sample);
     }
     out_.token_ids = at::tensor(tokens_, at::kLong);
     out_.positions = at::tensor(positions_, at::kLong);
@@ -103,7 +107,6 @@ class Packer {
 
  private:
   Rows rows_;
-  const bool* mask_;
   PackedBatch& out_;
   std::vector<std::int64_t> tokens_, positions_;
   std::vector<Pair> pairs_;
@@ -111,22 +114,22 @@ class Packer {
 
 }  // namespace
 
-std::vector<RowTokens> row_tokens(const PaddedBatch& batch) {
+std::vector<RowTokens> row_tokens(const RowBatch& batch) {
   check(batch);
-  const std::int64_t B = batch.input_ids.size(0), S = batch.input_ids.size(1);
-  std::vector<RowTokens> rows(static_cast<std::size_t>(B));
-  for (std::int64_t b = 0; b < B; ++b) {
-    const bool* const mask = batch.token_mask.const_data_ptr<bool>() + b * S;
-    const std::int64_t length = batch.input_lengths.const_data_ptr<std::int64_t>()[b];
+  const Rows given(batch);
+  std::vector<RowTokens> rows(static_cast<std::size_t>(batch.lengths.numel()));
+  for (std::size_t b = 0; b < rows.size(); ++b) {
+    const bool* const mask = given.mask + given.starts[b];
+    const std::int64_t length = given.lengths[b];
     std::int64_t first = 1, last = length - 1;
     while (first < length && !mask[first]) ++first;
     while (last > first && !mask[last]) --last;
-    if (first < length) rows[static_cast<std::size_t>(b)] = {first, last};
+    if (first < length) rows[b] = {first, last};
   }
   return rows;
 }
 
-PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
+PackedBatch pack_batch(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix) {
   const auto tokens = row_tokens(batch);
   const Rows rows(batch);
   PackedBatch out;
@@ -146,12 +149,12 @@ PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>
   return out;
 }
 
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch,
+std::vector<std::vector<std::int64_t>> plan_micro_batches(const RowBatch& batch,
                                                           const std::vector<std::int64_t>& samples,
                                                           const MicroBatchOptions& options) {
   const auto tokens = row_tokens(batch);
   const Rows rows(batch);
-  const auto B = batch.input_ids.size(0), count = static_cast<std::int64_t>(samples.size());
+  const auto B = batch.lengths.numel(), count = static_cast<std::int64_t>(samples.size());
   for (std::int64_t i = 0; i < count; ++i)
     NRL_CHECK_ARG(samples[static_cast<std::size_t>(i)] >= (i == 0 ? 0 : samples[static_cast<std::size_t>(i - 1)] + 1) &&
                       samples[static_cast<std::size_t>(i)] < B,

@@ -1,6 +1,6 @@
-// Rows of a padded batch as packed tokens: no padding, the prompt that a group's samples share once, and of every row
-// what stands before its last wanted token: a token's log-probability is read at the token before it, so neither that
-// one nor what follows is computed.
+// Rows of a batch as packed tokens: the prompt that a group's samples share once, and of every row what stands before
+// its last wanted token: a token's log-probability is read at the token before it, so neither that one nor what follows
+// is computed.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -12,13 +12,15 @@
 
 namespace nemo_rl::trainer {
 
-/// A padded batch. Tensors are on the CPU and contiguous.
-struct PaddedBatch {
-  at::Tensor input_ids;      ///< [B, S] int64, right-padded
-  at::Tensor input_lengths;  ///< [B] int64
-  at::Tensor token_mask;     ///< [B, S] float32/int64 as bool: tokens whose log-probabilities (or values) are wanted;
-                             ///< column 0 never is
-  at::Tensor group_ids;      ///< [B] int64: rows with the same id >= 0 may share their prompt
+/// B rows of tokens in one array of T: without padding a row begins where the one before it ends, and padded rows
+/// [B, S] begin at b * S. Tensors are on the CPU and contiguous.
+struct RowBatch {
+  at::Tensor token_ids;   ///< int64, T elements
+  at::Tensor starts;      ///< [B] int64: where each row begins
+  at::Tensor lengths;     ///< [B] int64
+  at::Tensor token_mask;  ///< bool, shaped like token_ids: tokens whose log-probabilities (or values) are wanted; a
+                          ///< row's first token never is
+  at::Tensor group_ids;  ///< [B] int64: rows with the same id >= 0 may share their prompt
 };
 
 /// Of one row; both 0 without a wanted token.
@@ -26,19 +28,20 @@ struct RowTokens {
   std::int64_t prompt = 0;  ///< tokens before the first wanted one: what the row may share with its group
   std::int64_t read = 0;    ///< tokens before the last wanted one: those that are computed
 };
-std::vector<RowTokens> row_tokens(const PaddedBatch& batch);
+std::vector<RowTokens> row_tokens(const RowBatch& batch);
 
 struct PackedBatch {
   at::Tensor token_ids;  ///< [T]
   at::Tensor positions;  ///< [T]
   std::vector<ops::AttentionSequence> sequences;
   model::TokenQuery query;
-  std::vector<std::int64_t> places;  ///< [R] pair i belongs at b * S + t of the padded batch
+  std::vector<std::int64_t> places;   ///< [R] pair i belongs at this element of the batch's arrays
+  std::vector<std::int64_t> samples;  ///< [R] the row that pair i belongs to
 };
 
 /// Packs rows `samples` in this order. Consecutive rows of one group whose prompts are equal share it when
 /// `share_prefix`. At least one of them has a wanted token.
-PackedBatch pack_batch(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
+PackedBatch pack_batch(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
 
 struct MicroBatchOptions {
   std::int64_t max_samples = 0;  ///< samples of a micro-batch; 0: no such limit
@@ -50,7 +53,7 @@ struct MicroBatchOptions {
 /// Cuts `samples`, ascending rows, into micro-batches, groups kept together where the limits allow: a group's prompt
 /// then counts once. Bins are filled first fit, longest first; the order of micro-batches and of rows inside is fixed
 /// by the batch.
-std::vector<std::vector<std::int64_t>> plan_micro_batches(const PaddedBatch& batch,
+std::vector<std::vector<std::int64_t>> plan_micro_batches(const RowBatch& batch,
                                                           const std::vector<std::int64_t>& samples,
                                                           const MicroBatchOptions& options);
 

@@ -9,7 +9,7 @@
 namespace nemo_rl::trainer {
 namespace {
 
-/// Every token a sequence of its own: entries `index` of t [B, S] as column 1 of [n, 2], column 0 never read.
+/// Every token a sequence of its own: elements `index` of t as column 1 of [n, 2], column 0 never read.
 at::Tensor token_rows(const at::Tensor& t, const at::Tensor& index) {
   if (!t.defined()) return {};
   const auto picked = t.reshape({-1}).index_select(0, index).to(at::kFloat);
@@ -20,23 +20,27 @@ at::Tensor sample_rows(const at::Tensor& t, const at::Tensor& rows) {
   return t.defined() ? t.index_select(0, rows).to(at::kFloat) : at::Tensor();
 }
 
+at::Tensor index_of(const std::vector<std::int64_t>& values, std::int64_t begin, std::int64_t end) {
+  const auto index = at::empty({end - begin}, at::kLong);
+  std::memcpy(index.data_ptr(), values.data() + begin, static_cast<std::size_t>(end - begin) * sizeof(std::int64_t));
+  return index;
+}
+
 }  // namespace
 
 bool TokenLoss::separable(const ops::ClippedPGConfig& config) {
   return config.token_level_loss && config.importance_sampling != kernels::ImportanceSampling::seq_mask_tis;
 }
 
-model::PairLoss TokenLoss::at(const std::vector<std::int64_t>& places) const {
+model::PairLoss TokenLoss::at(const std::vector<std::int64_t>& places, const std::vector<std::int64_t>& samples) const {
   NRL_CHECK(separable(config), "a loss of whole sequences has no gradient token by token");
   NRL_CHECK(inputs.global_valid_toks.defined() && inputs.global_valid_seqs.defined() &&
                 (inputs.global_valid_positive_toks.defined() || !inputs.rewards.defined()),
             "a loss asked token by token needs the global counts");
-  return [this, &places](std::int64_t begin, std::int64_t end, const float* logprobs, float* d_logprobs) {
+  return [this, &places, &samples](std::int64_t begin, std::int64_t end, const float* logprobs, float* d_logprobs) {
     if (begin == end) return;
-    const std::int64_t n = end - begin, S = inputs.advantages.size(1);
-    const auto index = at::empty({n}, at::kLong);
-    std::memcpy(index.data_ptr(), places.data() + begin, static_cast<std::size_t>(n) * sizeof(std::int64_t));
-    const auto rows = at::floor_divide(index, S);
+    const std::int64_t n = end - begin;
+    const auto index = index_of(places, begin, end), rows = index_of(samples, begin, end);
     ops::ClippedPGInputs tokens = inputs;
     tokens.curr_logprobs = at::from_blob(const_cast<float*>(logprobs), {n, 1}, at::kFloat);
     tokens.advantages = token_rows(inputs.advantages, index);

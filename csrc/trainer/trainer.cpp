@@ -24,10 +24,10 @@ model::Attention attention_over(const std::vector<ops::AttentionSequence>& seque
 
 /// `pairs` may lie on another device where they are only read.
 template <class F>
-void for_each_pair(const PackedBatch& packed, const at::Tensor& padded, const at::Tensor& pairs_anywhere, F&& f) {
+void for_each_pair(const PackedBatch& packed, const at::Tensor& whole, const at::Tensor& pairs_anywhere, F&& f) {
   const at::Tensor pairs = pairs_anywhere.cpu();
   AT_DISPATCH_FLOATING_TYPES(pairs.scalar_type(), "for_each_pair", [&] {
-    auto* full = padded.data_ptr<scalar_t>();
+    auto* full = whole.data_ptr<scalar_t>();
     auto* flat = pairs.data_ptr<scalar_t>();
     for (std::size_t i = 0; i < packed.places.size(); ++i) f(full[packed.places[i]], flat[i]);
   });
@@ -39,19 +39,19 @@ std::vector<std::int64_t> all_rows(std::int64_t T) {
   return rows;
 }
 
-constexpr auto to_padded = [](auto& full, auto& pair) { full = pair; };
+constexpr auto to_batch = [](auto& full, auto& pair) { full = pair; };
 
-void check_result(const at::Tensor& out, const PaddedBatch& batch, at::ScalarType dtype) {
+void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType dtype) {
   NRL_CHECK_ARG(
-      out.is_contiguous() && out.sizes() == batch.input_ids.sizes() && out.scalar_type() == dtype && out.is_cpu(),
-      "the results need a contiguous ", c10::toString(dtype), " CPU tensor of shape ", batch.input_ids.sizes());
+      out.is_contiguous() && out.sizes() == batch.token_ids.sizes() && out.scalar_type() == dtype && out.is_cpu(),
+      "the results need a contiguous ", c10::toString(dtype), " CPU tensor of shape ", batch.token_ids.sizes());
 }
 
 }  // namespace
 
 Trainer::Trainer(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {}
 
-void Trainer::forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples,
                            const ForwardOptions& options) {
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
@@ -98,7 +98,7 @@ std::vector<model::KeptActivations::Node> Trainer::kept_nodes() const {
   return nodes;
 }
 
-void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& samples,
                       const model::TokenScoring& scoring, const ForwardOptions& options, const at::Tensor& out,
                       const at::Tensor& unfiltered) {
   auto& decoder = model_->decoder();
@@ -115,9 +115,9 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
   auto& workspace = model_->workspace();
   const auto pairs = values() ? model::PairValues{value_head_.forward(decoder, h_, packed_.query, workspace), {}}
                               : head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, workspace);
-  for_each_pair(packed_, out, pairs.logprobs, to_padded);
+  for_each_pair(packed_, out, pairs.logprobs, to_batch);
   if (has_unfiltered_)
-    for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, to_padded);
+    for_each_pair(packed_, unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs, to_batch);
 }
 
 bool Trainer::takes_token_loss(const model::TokenScoring& scoring) const {
@@ -125,14 +125,14 @@ bool Trainer::takes_token_loss(const model::TokenScoring& scoring) const {
   return !values() && !scoring.filters(decoder.config().vocab_size) && decoder.accumulate_dtype() == at::kFloat;
 }
 
-void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples,
+void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& samples,
                       const model::TokenScoring& scoring, const ForwardOptions& options, const at::Tensor& out,
                       const TokenLoss& loss) {
   auto& decoder = model_->decoder();
   check_result(out, batch, decoder.accumulate_dtype());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
   NRL_CHECK_ARG(
-      takes_token_loss(scoring) && options.keep && model_->trainable() && loss.inputs.advantages.sizes() == out.sizes(),
+      takes_token_loss(scoring) && options.keep && model_->trainable() && loss.inputs.advantages.numel() == out.numel(),
       "a forward with a loss is for training a float32 or bfloat16 policy without top_p and top_k, on tensors ",
       out.sizes());
   scoring_ = scoring;
@@ -140,9 +140,9 @@ void Trainer::forward(const PaddedBatch& batch, const std::vector<std::int64_t>&
   head_done_ = true;
   grads();
   forward_body(batch, samples, options);
-  const auto logprobs = head_.forward_backward(decoder, h_, packed_.query, scoring, loss.at(packed_.places),
-                                               *grad_views_, model_->workspace());
-  for_each_pair(packed_, out, logprobs, to_padded);
+  const auto logprobs = head_.forward_backward(
+      decoder, h_, packed_.query, scoring, loss.at(packed_.places, packed_.samples), *grad_views_, model_->workspace());
+  for_each_pair(packed_, out, logprobs, to_batch);
 }
 
 at::Tensor Trainer::logits(const at::Tensor& token_ids) {
@@ -173,9 +173,9 @@ void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) 
   grads();
   auto& decoder = model_->decoder();
   auto& workspace = model_->workspace();
-  const auto pairs_of = [&](const at::Tensor& padded) {
+  const auto pairs_of = [&](const at::Tensor& whole) {
     const auto pairs = at::empty({static_cast<std::int64_t>(packed_.places.size())}, h_.options().device(at::kCPU));
-    for_each_pair(packed_, padded, pairs, [](auto& full, auto& pair) { pair = full; });
+    for_each_pair(packed_, whole, pairs, [](auto& full, auto& pair) { pair = full; });
     return pairs.to(h_.device());
   };
   model::PairValues d_values{pairs_of(d_out), d_unfiltered.defined() ? pairs_of(d_unfiltered) : at::Tensor()};

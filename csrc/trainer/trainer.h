@@ -29,15 +29,15 @@ class Trainer {
 
   model::DecoderModel& model() { return *model_; }
 
-  /// Log-probabilities of the wanted tokens scattered into `out` [B, S] (other entries untouched); -inf where the
-  /// filter of `scoring` removes the token. `unfiltered` (optional, [B, S]): the same without the filter. With a value
-  /// head their values, and `scoring` is the default.
-  void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+  /// Log-probabilities of the wanted tokens scattered into `out`, shaped like the batch's token_ids (other entries
+  /// untouched); -inf where the filter of `scoring` removes the token. `unfiltered` (optional, like out): the same
+  /// without the filter. With a value head their values, and `scoring` is the default.
+  void forward(const RowBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
                const ForwardOptions& options, const at::Tensor& out, const at::Tensor& unfiltered = {});
 
   /// The same log-probabilities with the head's backward done at once, for a loss whose gradient needs single tokens
   /// (no filter, no float64, no value head; `options.keep`). `backward` without arguments does the rest.
-  void forward(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
+  void forward(const RowBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
                const ForwardOptions& options, const at::Tensor& out, const TokenLoss& loss);
   /// Whether this model and scoring allow that.
   bool takes_token_loss(const model::TokenScoring& scoring) const;
@@ -46,7 +46,7 @@ class Trainer {
   /// for training.
   at::Tensor logits(const at::Tensor& token_ids);
 
-  /// Adds to the gradients from d_out [B, S], read at the wanted tokens of the last forward with keep;
+  /// Adds to the gradients from d_out, shaped like `out`, read at the wanted tokens of the last forward with keep;
   /// d_unfiltered: the same for its `unfiltered`.
   void backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered = {});
   /// After a forward with a loss.
@@ -68,7 +68,7 @@ class Trainer {
 
  private:
   bool values() const { return model_->config().value_head; }
-  void forward_body(const PaddedBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
+  void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;

@@ -16,10 +16,10 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "BatchedDataDict": "distributed.batched_data_dict",
-    "CheckpointManager": "utils.checkpoint",
+    "CheckpointManager": "checkpoints.manager",
     "ClippedPGLossFn": "algorithms.loss",
     "GRPOMasterConfig": "config",
-    "Logger": "utils.logger",
+    "Logger": "loggers.logger",
     "MathEnvironment": "environments.math_environment",
     "Policy": "models.policy.lm_policy",
     "RewardFunctionEnvironment": "environments.reward_environment",
@@ -32,7 +32,7 @@ _EXPORTS = {
     "load_ppo_config": "config",
     "resolve_model": "models.sources",
     "train_grpo": "quick",
-    "write_report": "utils.report",
+    "write_report": "report",
 }
 
 __all__ = ["__version__", *_EXPORTS]

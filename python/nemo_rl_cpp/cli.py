@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_rl_cpp import __version__
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
 from nemo_rl_cpp.errors import guarded
-from nemo_rl_cpp.utils.interrupts import program
+from nemo_rl_cpp.interrupts import program
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -96,7 +96,7 @@ def _eval(arguments: Sequence[str]) -> int:
 
 def _report(arguments: Sequence[str]) -> int:
     """`report`: report.html of a log folder, written again."""
-    from nemo_rl_cpp.utils.report.__main__ import main as write
+    from nemo_rl_cpp.report.__main__ import main as write
 
     return write(list(arguments))
 

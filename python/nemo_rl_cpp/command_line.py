@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from nemo_rl_cpp import __version__
-from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS, end_within
+from nemo_rl_cpp.interrupts import GRACE_SECONDS, end_within
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -284,7 +284,7 @@ def report(error: BaseException, debug: bool = False, rename: Callable[[str], st
 def guarded(work: Callable[[], Any], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
     """The exit status of `work()`: what it returns (None is 0); 1 after an exception, of which one sentence is printed; 130 or
     128 + the signal's number where the user ended it. `sys.exit` in somebody else's code is an error, whatever its number."""
-    from nemo_rl_cpp.utils.interrupts import Ended
+    from nemo_rl_cpp.interrupts import Ended
 
     try:
         return work() or 0

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_cpp.utils.interrupts import program, raise_if_interrupted
+from nemo_rl_cpp.interrupts import program, raise_if_interrupted
 
 DEFAULT_CONFIG = "configs/evals/eval.yaml"
 

@@ -6,6 +6,7 @@ from models import build, configurations
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+from row_batch import padded_rows
 
 NAMES = sorted(configurations())
 
@@ -26,7 +27,7 @@ def ragged_batch(vocab=97, lengths=(37, 5, 21, 1), seed=1):
         mask[row, n // 3 : n] = True
     mask[:, 0] = False
     return (
-        C.PaddedBatch(ids, torch.tensor(lengths), mask, torch.full((len(lengths),), -1)),
+        padded_rows(ids, torch.tensor(lengths), mask, torch.full((len(lengths),), -1)),
         ids,
         torch.tensor(lengths),
         mask,

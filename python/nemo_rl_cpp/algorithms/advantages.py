@@ -1,4 +1,7 @@
-"""The stage of a step that turns rewards into advantages: what an estimator is given, and what becomes of its result."""
+"""The stage of a step that turns rewards into advantages: what an estimator is given, and what becomes of its result.
+
+Estimators are the user's to write, and take padded tensors as in NeMo RL; the batch itself is ragged.
+"""
 
 from typing import Any, Protocol
 
@@ -41,15 +44,15 @@ class GroupAdvantages:
         return self.estimator.last_metrics
 
     def add(self, batch: TrainBatch) -> None:
-        """`advantages` float32 [B, S] of the batch."""
+        """`advantages` of the batch."""
         advantages = self.estimator.compute_advantage(
-            prompt_ids=batch.input_ids,
+            prompt_ids=batch["input_ids"],
             group_id=batch.group_id,
             rewards=batch.rewards,
-            mask=batch.valid_mask,
+            mask=batch.padded(batch.valid_mask),
             valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
             repeated_batch=batch,
-            logprobs_policy=batch.old_logprobs,
+            logprobs_policy=batch.padded(batch.old_logprobs),
             logprobs_reference=batch.get("reference_policy_logprobs"),
         )
         if self._low is not None or self._high is not None:
@@ -68,13 +71,13 @@ class TokenAdvantages:
         return self.estimator.last_metrics
 
     def add(self, batch: TrainBatch) -> None:
-        """`advantages` and, where there is a critic, `returns` of the batch, both float32 [B, S]."""
+        """`advantages` and, where there is a critic, `returns` of the batch."""
         advantages, returns = self.estimator.compute_advantage(
-            prompt_ids=batch.input_ids,
+            prompt_ids=batch["input_ids"],
             rewards=batch.rewards,
-            mask=batch.valid_mask,
+            mask=batch.padded(batch.valid_mask),
             values=batch.get("values"),
-            logprobs=batch.old_logprobs,
+            logprobs=batch.padded(batch.old_logprobs),
             reference_logprobs=batch.get("reference_policy_logprobs"),
         )
         batch.advantages = advantages

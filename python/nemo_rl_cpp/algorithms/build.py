@@ -23,6 +23,7 @@ from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
@@ -30,18 +31,17 @@ from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_dev
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
+from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
+from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
+from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
-from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
-from nemo_rl_cpp.utils.folder_lock import FolderError, make_folder
-from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS, GracefulStop
-from nemo_rl_cpp.utils.logger import Logger, get_experiment_dir
-from nemo_rl_cpp.utils.memory import PhaseMemory
-from nemo_rl_cpp.utils.progress import Progress
-from nemo_rl_cpp.utils.report import ReportWriter
-from nemo_rl_cpp.utils.report.defaults import schema_defaults
-from nemo_rl_cpp.utils.timer import TimeoutChecker
+from nemo_rl_cpp.report import ReportWriter
+from nemo_rl_cpp.report.defaults import schema_defaults
+from nemo_rl_cpp.report.progress import Progress
+from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
+from nemo_rl_cpp.telemetry.memory import PhaseMemory
+from nemo_rl_cpp.telemetry.timer import TimeoutChecker
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
+from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
+from nemo_rl_cpp.files.durable import disk_trouble
+from nemo_rl_cpp.files.folder_lock import FolderError
+from nemo_rl_cpp.files.plain_state import read_state, write_state
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.preflight.resumed import IDENTITY
-from nemo_rl_cpp.utils.access import to_json
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
-from nemo_rl_cpp.utils.durable import disk_trouble
-from nemo_rl_cpp.utils.folder_lock import FolderError
-from nemo_rl_cpp.utils.plain_state import read_state, write_state
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun

@@ -6,7 +6,7 @@ from typing import Any
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Critic:
@@ -21,7 +21,7 @@ class Critic:
         return {"value": self.model}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
-        """`values` float32 [B, S] of the batch: column t is the value of the state before token t."""
+        """`values` of the batch: of the state before each token."""
         with timer("value_inference"):
             self.model.prepare_for_inference()
             batch.values = self.model.get_values(batch, timer=timer)["values"]

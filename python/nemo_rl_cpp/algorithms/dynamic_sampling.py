@@ -14,11 +14,11 @@ import torch
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.train_batch import sample_mask
-from nemo_rl_cpp.utils.plain_state import check_state
+from nemo_rl_cpp.files.plain_state import check_state
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class DynamicSamplingExhausted(ValueError):

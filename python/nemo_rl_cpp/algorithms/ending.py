@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
-from nemo_rl_cpp.utils.access import to_plain
-from nemo_rl_cpp.utils.memory import startup_objects_frozen
-from nemo_rl_cpp.utils.report.page import duration
+from nemo_rl_cpp.report.page import duration
+from nemo_rl_cpp.telemetry.memory import startup_objects_frozen
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun

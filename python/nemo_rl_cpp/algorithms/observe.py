@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.algorithms.checkpointing import check_metric_name, check_weights, metric_of, save_if_due
 from nemo_rl_cpp.algorithms.validation import ValidationResult, reached_target
-from nemo_rl_cpp.utils.step_metrics import performance_metrics
+from nemo_rl_cpp.telemetry.performance import performance_metrics
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun

@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.preflight.resumed import (
@@ -27,7 +28,6 @@ from nemo_rl_cpp.preflight.resumed import (
     short,
     weights_identity,
 )
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
 
 _SAMPLED_ROWS = 256
 

@@ -18,9 +18,9 @@ from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
+from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
-from nemo_rl_cpp.utils.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
 

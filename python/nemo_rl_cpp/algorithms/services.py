@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
-from nemo_rl_cpp.utils.chrome_trace import ChromeTrace
-from nemo_rl_cpp.utils.interrupts import GracefulStop
-from nemo_rl_cpp.utils.logger import Logger
-from nemo_rl_cpp.utils.memory import PhaseMemory
-from nemo_rl_cpp.utils.progress import Progress
-from nemo_rl_cpp.utils.report import ReportWriter
-from nemo_rl_cpp.utils.report.alerts import Alerts
-from nemo_rl_cpp.utils.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.interrupts import GracefulStop
+from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.report import ReportWriter
+from nemo_rl_cpp.report.alerts import Alerts
+from nemo_rl_cpp.report.progress import Progress
+from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
+from nemo_rl_cpp.telemetry.memory import PhaseMemory
+from nemo_rl_cpp.telemetry.timer import TimeoutChecker, Timer
 
 
 @dataclass

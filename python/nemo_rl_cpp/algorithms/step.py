@@ -18,7 +18,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
@@ -87,7 +87,8 @@ def report_step(run: "TrainingRun", samples: Rollouts, batch: TrainBatch, metric
     metrics |= run.sampler.metrics | run.advantages.metrics
     trained = batch.is_valid
     histograms = {"baseline_reward": baseline.tolist()}
-    histograms |= {name: batch[name][trained].tolist() for name in ("advantages", "values", "returns") if name in batch}
+    names = [name for name in ("advantages", "values", "returns") if name in batch]
+    histograms |= {name: batch.tokens[name][trained].tolist() for name in names}
     return StepReport(
         metrics=metrics,
         table=rollout_table(samples, batch),

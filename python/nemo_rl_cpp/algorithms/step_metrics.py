@@ -110,7 +110,7 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
 
 
 def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[Any]]:
-    """The columns of train_data_step<N>.jsonl: one entry a sample, tensors cut to its length."""
+    """The columns of train_data_step<N>.jsonl: one entry a sample."""
     lengths = batch.input_lengths.tolist()
     table: dict[str, list[Any]] = {
         "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
@@ -125,7 +125,7 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[Any]]:
     }  # fmt: skip
     for name, key in columns.items():
         if key in batch:
-            table[name] = [row[:length] for row, length in zip(batch[key].tolist(), lengths)]
+            table[name] = [row.tolist() for row in batch.rows(batch.tokens[key])]
     for key in ("group_id", "filtered_reward"):
         if key in samples:
             table[key] = torch.as_tensor(samples[key]).tolist()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils.access import as_number, to_json
-from nemo_rl_cpp.utils.durable import write_atomic
+from nemo_rl_cpp.config.access import as_number, to_json
+from nemo_rl_cpp.files.durable import write_atomic
 
 
 @dataclass

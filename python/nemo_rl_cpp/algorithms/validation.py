@@ -10,7 +10,7 @@ import torch
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
-from nemo_rl_cpp.utils.log_samples import print_message_log_samples
+from nemo_rl_cpp.loggers.samples import print_message_log_samples
 
 
 class ValidationResult(NamedTuple):

@@ -40,7 +40,7 @@ class MasterConfig(Section):
 
     @property
     def environment_values(self) -> dict[str, str]:
-        """Dotted key -> the text with `${oc.env:...}` that its value was made from, see `utils.access.written`."""
+        """Dotted key -> the text with `${oc.env:...}` that its value was made from, see `config.access.written`."""
         return self._environment
 
     @property

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
+from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.environments.loading import search_for_modules
 from nemo_rl_cpp.errors import guarded
+from nemo_rl_cpp.files.yaml_text import dump_yaml
+from nemo_rl_cpp.interrupts import raise_if_interrupted
 from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.preflight import Finding, preflight
-from nemo_rl_cpp.utils.access import written
-from nemo_rl_cpp.utils.interrupts import raise_if_interrupted
-from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 from .errors import ConfigError
 from .fold import keys_without_effect_text

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.algorithms.validation import Interval, wilson_interval
-from nemo_rl_cpp.utils.durable import write_atomic
-from nemo_rl_cpp.utils.report.page import duration
+from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.report.page import duration
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """The batches of a training step: `Rollouts`, what engine and environments made, and `TrainBatch`, what is trained on.
 
-Shapes: B samples; S columns, the longest sample's tokens (padded on the right).
+Shapes: B samples with T tokens in all, one sample after the other; S, the longest sample's tokens, where a view is padded.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 from torch import Tensor
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import LENGTHS, TOKENS, RaggedBatch
 
 PART = "reward/"
 """What the name of a part of the reward begins with, as a key of a batch."""
@@ -60,120 +60,104 @@ class Rollouts(BatchedDataDict):
         return {key[len(PART) :]: value for key, value in self.data.items() if str(key).startswith(PART)}
 
 
-@dataclass(eq=False)
-class TrainBatch:
+def _of_tokens(name: str, meaning: str) -> Any:
+    def put(self: "TrainBatch", value: Tensor) -> None:
+        self.tokens[name] = self.ragged(value)
+
+    return property(lambda self: self._filled(name, self.tokens), put, doc=meaning)
+
+
+def _of_samples(name: str, meaning: str) -> Any:
+    def put(self: "TrainBatch", value: Tensor) -> None:
+        self.samples[name] = value
+
+    return property(lambda self: self._filled(name, self.samples), put, doc=meaning)
+
+
+class TrainBatch(RaggedBatch):
     """What is trained on. `build_train_batch` makes it; each later stage of a step adds what it computes.
 
-    Read as a mapping of these names, too, by losses and estimators (a part of the reward as `reward/<name>`); further keys that
-    one sets there stay with the batch. A name that no stage has filled is a MissingField. There is no `values()` of a mapping:
-    `values` are the critic's.
-
-    Attributes:
-        input_ids: int64 [B, S].
-        input_lengths: int32 [B] tokens of each row.
-        token_mask: [B, S], 1 on the tokens that are trained.
-        sample_mask: float32 [B] weight of each sample in the loss.
-        generation_logprobs: float32 [B, S] of the sampled tokens as generation reported them; 0 elsewhere.
-        rewards: float32 [B].
-        group_id: int64 [B] which samples have one prompt.
-        weight_version: int64 [B] which weights answered.
-        reward_parts: name -> float32 [B].
-        values: float32 [B, S] of the critic: column t is the value of the state before token t.
-        prev_logprobs: float32 [B, S] of the policy before its first update; missing where generation's are as good.
-        reference_policy_logprobs: float32 [B, S] of the frozen first weights.
-        advantages: float32 [B, S].
-        returns: float32 [B, S], what the critic learns.
+    Its attributes are ragged: [T] for tokens, [B] for samples; one that no stage has filled is a MissingField. A padded tensor
+    [B, S] that is assigned is taken apart. Losses and estimators may read the same names as a mapping, padded (`RaggedBatch`),
+    a part of the reward as `reward/<name>`. There is no `values()` of a mapping: `values` are the critic's.
     """
 
-    input_ids: Tensor
-    input_lengths: Tensor
-    token_mask: Tensor
-    generation_logprobs: Tensor
-    sample_mask: Tensor
-    rewards: Tensor
-    group_id: Tensor = field(init=False)
-    weight_version: Tensor = field(init=False)
-    values: Tensor = field(init=False)
-    prev_logprobs: Tensor = field(init=False)
-    reference_policy_logprobs: Tensor = field(init=False)
-    advantages: Tensor = field(init=False)
-    returns: Tensor = field(init=False)
-    reward_parts: dict[str, Tensor] = field(default_factory=dict)
-    further: dict[str, Any] = field(default_factory=dict)
+    input_ids = _of_tokens("input_ids", "int64 [T]")
+    token_mask = _of_tokens("token_mask", "[T], 1 on the tokens that are trained")
+    generation_logprobs = _of_tokens(
+        "generation_logprobs", "float32 [T] of the sampled tokens as generation reported them; 0 elsewhere"
+    )
+    values = _of_tokens("values", "float32 [T] of the critic: the value of the state before each token")
+    prev_logprobs = _of_tokens(
+        "prev_logprobs", "[T] of the policy before its first update; missing where generation's are as good"
+    )
+    reference_policy_logprobs = _of_tokens("reference_policy_logprobs", "[T] of the frozen first weights")
+    advantages = _of_tokens("advantages", "float32 [T]")
+    returns = _of_tokens("returns", "float32 [T], what the critic learns")
+    sample_mask = _of_samples("sample_mask", "float32 [B] weight of each sample in the loss")
+    rewards = _of_samples("rewards", "float32 [B]")
+    group_id = _of_samples("group_id", "int64 [B] which samples have one prompt")
+    weight_version = _of_samples("weight_version", "int64 [B] which weights answered")
+
+    @classmethod
+    def padded_from(cls, data: "Mapping[str, Any]") -> Self:
+        """From tensors in NeMo RL's layout, as `RaggedBatch.of`."""
+        plain = RaggedBatch.of(data)
+        return cls(plain.offsets, plain.tokens, plain.samples, pad_token_id=plain.pad_token_id, width=plain.width)
 
     @property
-    def size(self) -> int:
-        """B."""
-        return len(self.input_ids)
+    def input_lengths(self) -> Tensor:
+        """int32 [B] tokens of each sample."""
+        return self.lengths.int()
+
+    @property
+    def reward_parts(self) -> dict[str, Tensor]:
+        """name -> float32 [B]."""
+        return {name[len(PART) :]: value for name, value in self.samples.items() if name.startswith(PART)}
 
     @property
     def valid_mask(self) -> Tensor:
-        """[B, S]: 1 on the tokens that are trained, of samples that count."""
-        return self.token_mask * self.sample_mask[:, None]
+        """[T]: `token_mask` by `sample_mask`."""
+        return self.token_mask * self.by_token(self.sample_mask)
 
     @property
     def is_valid(self) -> Tensor:
-        """bool [B, S]: where `valid_mask` is not 0."""
-        return (self.token_mask != 0) & (self.sample_mask != 0)[:, None]
+        """bool [T]: where `valid_mask` is not 0."""
+        return (self.token_mask != 0) & self.by_token(self.sample_mask != 0)
 
     @property
     def old_logprobs(self) -> Tensor:
-        """float32 [B, S] of the policy that is about to be trained: scored, or generation's where these are as good."""
+        """[T] of the policy that is about to be trained: scored, or generation's where these are as good."""
         return self.prev_logprobs if "prev_logprobs" in self else self.generation_logprobs
 
+    def _filled(self, name: str, among: dict[str, Any]) -> Any:
+        if name not in among:
+            raise MissingField(f"the batch has no {name}: {_MADE_BY.get(name, _FROM_ROLLOUTS)}")
+        return among[name]
+
     def __getattr__(self, name: str) -> Any:
-        if name in _MADE_BY:
-            raise MissingField(f"the batch has no {name}: {_MADE_BY[name]}")
+        if name in _NAMES:  # python asks here when a property has raised
+            self._filled(name, {})
         raise AttributeError(f"a TrainBatch has no {name}; it has {', '.join(_NAMES)}")
 
-    # ---- as a mapping
+    def __getitem__(self, name: str) -> Any:
+        if name in _NAMES and name not in self:
+            self._filled(name, {})
+        return super().__getitem__(name)
 
-    def __getitem__(self, key: str) -> Any:
-        if key.startswith(PART):
-            return self.reward_parts[key[len(PART) :]]
-        return getattr(self, key) if key in _NAMES else self.further[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key.startswith(PART):
-            self.reward_parts[key[len(PART) :]] = value
-        elif key in _NAMES:
-            setattr(self, key, value)
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in _NAMES and name != LENGTHS:
+            setattr(self, name, value)
         else:
-            self.further[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        if key.startswith(PART):
-            del self.reward_parts[key[len(PART) :]]
-        elif key in _NAMES:
-            delattr(self, key)
-        else:
-            del self.further[key]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (name for name in _NAMES if name in self.__dict__)
-        yield from (PART + name for name in self.reward_parts)
-        yield from self.further
-
-    def keys(self) -> list[str]:
-        return list(self)
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        return ((key, self[key]) for key in self)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, key: object) -> bool:
-        return any(key == name for name in self)
+            super().__setitem__(name, value)
 
 
-_NAMES = tuple(f.name for f in fields(TrainBatch) if f.name not in ("reward_parts", "further"))
+_NAMES = (
+    TOKENS, LENGTHS, "token_mask", "generation_logprobs", "sample_mask", "rewards", "group_id", "weight_version", "values",
+    "prev_logprobs", "reference_policy_logprobs", "advantages", "returns",
+)  # fmt: skip
+_FROM_ROLLOUTS = "the rollouts that it was built from had none"
 _MADE_BY = {
-    "group_id": "the rollouts that it was built from had none",
-    "weight_version": "the rollouts that it was built from had none",
     "values": "a critic adds them before the advantages, and there is none",
     "prev_logprobs": "the policy was not asked for them, since generation's are as good",
     "reference_policy_logprobs": "they are added where the KL weight is not 0",

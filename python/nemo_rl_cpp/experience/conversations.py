@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.experience.rollout_metrics import SampleStats
 from nemo_rl_cpp.experience.turns import append_observation, attach_responses
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
-    from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
+    from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec, Responses
 
 PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
 """Keys of a batch that go to the engine with the prompts: they decide its random draws."""
@@ -25,7 +26,7 @@ class Turn(NamedTuple):
     """
 
     active: BatchedDataDict
-    inputs: BatchedDataDict
+    inputs: RaggedBatch
 
 
 class Conversations:
@@ -44,28 +45,24 @@ class Conversations:
 
     def begin(self) -> Turn:
         """The conversations still going, and their tokens as the engine takes them."""
-        from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message
-
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
         active = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch}).select_indices(
             self.active
         )
         active["stop_strings"] = [self.stop_strings[row] for row in self.active]
         active["extra_env_info"] = [self.extra_env_info[row] for row in self.active]
-        flat, lengths = batched_message_log_to_flat_message(
-            active["message_log"], pad_value_dict={"token_ids": self.tokenizer.pad_token_id}
+        logs = active["message_log"]
+        lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs], dtype=torch.int64)
+        ids = torch.cat([message["token_ids"] for log in logs for message in log])
+        of_rows = {key: active[key] for key in ("stop_strings", *PASSED_TO_GENERATION) if key in active}
+        inputs = RaggedBatch(
+            offsets_of(lengths), {"input_ids": ids}, of_rows, pad_token_id=self.tokenizer.pad_token_id or 0
         )
-        inputs = BatchedDataDict(
-            {"input_ids": flat["token_ids"], "input_lengths": lengths, "stop_strings": active["stop_strings"]}
-        )
-        for key in PASSED_TO_GENERATION:
-            if key in active:
-                inputs[key] = active[key]
         return Turn(active, inputs)
 
-    def respond(self, turn: Turn, outputs: "BatchedDataDict[GenerationOutputSpec]") -> None:
+    def respond(self, turn: Turn, outputs: "Responses | BatchedDataDict[GenerationOutputSpec]") -> None:
         """Appends the responses."""
-        _, generated, _ = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs["input_lengths"])
+        _, generated, _ = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):
             self.stats[row].turns += 1
@@ -79,7 +76,7 @@ class Conversations:
         going_on = []
         for i, row in enumerate(self.active):
             stats, log = self.stats[row], self.batch["message_log"][row]
-            used = int(turn.inputs["input_lengths"][i]) + len(log[-1]["token_ids"])
+            used = int(turn.inputs.lengths[i]) + len(log[-1]["token_ids"])
             observed = append_observation(log, answer.observations[i], self.tokenizer, used, self.max_seq_len)
             stats.env_tokens += observed.tokens
             stats.truncated |= observed.overflowed

@@ -29,7 +29,7 @@ class LogprobNeeds(NamedTuple):
 def add_logprobs(
     policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
 ) -> dict[str, float]:
-    """Adds `prev_logprobs` and `reference_policy_logprobs` [B, S] as far as they are needed.
+    """Adds `prev_logprobs` and `reference_policy_logprobs` [T] as far as they are needed.
 
     `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
     `Policy.skips_prev_logprobs`). Samples generated under older weights (`weight_version` is not the current one) keep the
@@ -42,9 +42,9 @@ def add_logprobs(
         else torch.zeros(batch.size, dtype=torch.bool)
     )
     if needs.previous or stale.any() or not policy.skips_prev_logprobs:
-        logprobs = policy.get_logprobs(batch)["logprobs"]
+        logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
         if stale.any():
-            logprobs = torch.where(stale[:, None], batch.generation_logprobs.to(logprobs.dtype), logprobs)
+            logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)
         batch.prev_logprobs = logprobs
     if needs.reference:
         batch.reference_policy_logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]

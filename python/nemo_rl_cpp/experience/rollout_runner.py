@@ -8,7 +8,7 @@ import torch
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.rollouts import run_multi_turn_rollout
-from nemo_rl_cpp.utils.step_metrics import group_reward_metrics
+from nemo_rl_cpp.telemetry.performance import group_reward_metrics
 
 
 class RolloutRunner:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
 
 Message = dict[str, Any]
@@ -44,32 +44,36 @@ def build_train_batch(
     overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
 ) -> TrainBatch:
-    """The rows of `samples` (rolled out, with rewards) as tensors, S a multiple of `divisible_by`.
+    """The rows of `samples` (rolled out, with rewards) as one ragged batch; its padded views have a width S that is a multiple of
+    `divisible_by`.
 
     `sample_mask` is the data's `loss_multiplier`; 0 for samples that the environment flags by `mask_sample`, and with
     `overlong_filtering` for truncated ones. `group_id`, `weight_version` and the parts of the reward as far as the samples
     have them.
     """
-    add_token_loss_masks(samples["message_log"], is_trained)
-    keys = ("token_ids", "token_loss_mask", "generation_logprobs")
-    logs = [[{key: message[key] for key in keys} for message in log] for log in samples["message_log"]]
-    flat, lengths = batched_message_log_to_flat_message(
-        logs, pad_value_dict={"token_ids": pad_token_id}, make_sequence_length_divisible_by=divisible_by
-    )
+    logs = samples["message_log"]
+    add_token_loss_masks(logs, is_trained)
+    lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs])
+
+    def joined(key: str) -> torch.Tensor:
+        return torch.cat([message[key] for log in logs for message in log])
+
     batch = TrainBatch(
-        input_ids=flat["token_ids"],
-        input_lengths=lengths,
-        token_mask=flat["token_loss_mask"],
-        generation_logprobs=flat["generation_logprobs"].float(),
-        sample_mask=sample_mask(samples, overlong_filtering),
-        rewards=samples["total_reward"].float(),
+        offsets_of(lengths),
+        tokens={
+            "input_ids": joined("token_ids"),
+            "token_mask": joined("token_loss_mask"),
+            "generation_logprobs": joined("generation_logprobs").float(),
+        },
+        samples={"sample_mask": sample_mask(samples, overlong_filtering), "rewards": samples["total_reward"].float()},
+        pad_token_id=pad_token_id,
+        width=-(-int(lengths.max()) // divisible_by) * divisible_by,
     )
-    for key in ("group_id", "weight_version"):
-        if key in samples:
-            batch[key] = samples[key]
     for key in samples.keys():
-        if str(key).startswith("reward/"):
-            batch[key] = samples[key].float()
+        if key in ("group_id", "weight_version"):
+            batch.samples[key] = samples[key]
+        elif str(key).startswith("reward/"):
+            batch.samples[key] = samples[key].float()
     return batch
 
 

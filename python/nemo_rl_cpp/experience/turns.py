@@ -10,6 +10,7 @@ from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, checked_return
 from nemo_rl_cpp.environments.remote import call_remote
 from nemo_rl_cpp.experience.early_scoring import visible
+from nemo_rl_cpp.models.generation.interfaces import Responses
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
@@ -38,25 +39,24 @@ def generate_responses(
 
 
 def attach_responses(
-    outputs: "BatchedDataDict[GenerationOutputSpec]",
+    outputs: "Responses | BatchedDataDict[GenerationOutputSpec]",
     batch: "BatchedDataDict[DatumSpec]",
     tokenizer: "TokenizerType",
     input_lengths: torch.Tensor,
     include_logprobs: bool = True,
 ) -> "tuple[BatchedDataDict[DatumSpec], list[torch.Tensor], dict[str, float | int]]":
     """Appends what an engine generated to the message logs; see `generate_responses`."""
-    ids, ends = outputs["output_ids"], outputs["unpadded_sequence_lengths"].tolist()
-    spans = list(zip(input_lengths.tolist(), ends))
-    generated = [ids[row, start:end] for row, (start, end) in enumerate(spans)]
+    responses = Responses.of(outputs, input_lengths)
+    generated = responses.rows(responses.token_ids)
     texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    for row, (start, end) in enumerate(spans):
-        message = {"role": "assistant", "content": texts[row], "token_ids": generated[row]}
-        if include_logprobs and "logprobs" in outputs:
-            message["generation_logprobs"] = outputs["logprobs"][row, start:end]
-        batch["message_log"][row].append(message)
-    if "truncated" in outputs:
-        batch["truncated"] = outputs["truncated"].bool()
-    lengths = outputs["generation_lengths"]
+    for log, text, ids in zip(batch["message_log"], texts, generated, strict=True):
+        log.append({"role": "assistant", "content": text, "token_ids": ids})
+    if include_logprobs and responses.logprobs is not None:
+        for log, logprobs in zip(batch["message_log"], responses.rows(responses.logprobs), strict=True):
+            log[-1]["generation_logprobs"] = logprobs
+    if responses.truncated is not None:
+        batch["truncated"] = responses.truncated
+    lengths = responses.lengths
     metrics = {
         "mean_generation_length": lengths.float().mean().item(),
         "total_generated_tokens": int(lengths.sum().item()),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import save_generation_config
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -102,26 +103,16 @@ class TrainedModel:
         )  # fmt: skip
 
     def _score(
-        self, model: Any, data: Mapping[str, Any], micro_batch_size: int | None, scoring: Scoring = Scoring()
+        self, model: Any, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring()
     ) -> Tensor:
-        """What the model's head says of each wanted token, [B, S]; 0 elsewhere."""
+        """What the model's head says of each wanted token, [T]; 0 elsewhere."""
         trainer = self.trainer if model is self.model else C.Trainer(model)
-        wanted = wanted_tokens(data)
         batching = self._batching("logprob", micro_batch_size)
-        batch, micro_batches = plan(data, wanted, 0, len(wanted), batching)
-        out = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
-        for rows in micro_batches:
-            trainer.forward(
-                batch,
-                rows,
-                scoring.temperature,
-                batching.share_prefix,
-                False,
-                False,
-                out,
-                top_p=scoring.top_p,
-                top_k=scoring.top_k,
-            )
+        rows, micro_batches = plan(batch, wanted_tokens(batch), 0, batch.size, batching)
+        out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)
+        for micro in micro_batches:
+            trainer.forward(rows, micro, scoring.temperature, batching.share_prefix, False, False, out,
+                            top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
         return without_removed_tokens(out)[0] if scoring.filters else out
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
@@ -133,7 +124,7 @@ class TrainedModel:
         return gbs
 
     def _step(
-        self, data: Mapping[str, Any], rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., Any]
+        self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., Any]
     ) -> float:
         """The optimizer step on the gathered gradients of these rows; returns their norm before clipping. `run(data, begin, end)`
         makes the gradients of some rows again, to find where one is not finite."""
@@ -154,7 +145,7 @@ class TrainedModel:
             raise self._with_replay(error, data)
         return result.grad_norm
 
-    def _with_replay(self, error: NonFiniteError, data: Mapping[str, Any]) -> NonFiniteError:
+    def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
         """The error, with the batch written to `replay_dir` so that `train(torch.load(path), loss_fn)` meets it again."""
         if self.replay_dir is None:
             return error
@@ -250,6 +241,11 @@ class TrainedModel:
     def shutdown(self) -> bool:
         self.model.release_workspace()
         return True
+
+
+def in_layout_of(data: Mapping[str, Any] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
+    """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
+    return of_tokens if batch is data else batch.padded(of_tokens)
 
 
 _OF_THE_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}

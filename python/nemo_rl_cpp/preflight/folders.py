@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
+from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager, ResumeError
-from nemo_rl_cpp.utils.checkpoint_store import CheckpointStore
-from nemo_rl_cpp.utils.folder_lock import LOCK, held_by, holder_of
+from nemo_rl_cpp.files.folder_lock import LOCK, held_by, holder_of
 
 from .finding import Finding
 from .resumed import WHAT_TO_DO, read_saved, refusals, short

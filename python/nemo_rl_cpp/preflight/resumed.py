@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl_cpp import _config
+from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.messages import shown
+from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
+from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
-from nemo_rl_cpp.utils.access import written
-from nemo_rl_cpp.utils.durable import MANIFEST, manifest_facts, read_text
-from nemo_rl_cpp.utils.log_interface import flatten_dict
 
 IDENTITY = Path("trainer_state") / "identity.json"
 _OWN_LINE = re.compile(

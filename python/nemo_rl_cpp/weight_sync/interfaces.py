@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class WeightSynchronizer(Protocol):

@@ -4,7 +4,7 @@ from typing import Any
 
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
 

@@ -22,29 +22,24 @@ std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::De
                                                  const std::vector<Ids>& sequences,
                                                  const std::vector<std::int64_t>& prompts, bool share,
                                                  double temperature) {
-  std::int64_t S = 0;
-  for (const auto& s : sequences) S = std::max(S, static_cast<std::int64_t>(s.size()));
-  const auto B = static_cast<std::int64_t>(sequences.size());
-  trainer::PaddedBatch batch{at::zeros({B, S}, at::kLong), at::zeros({B}, at::kLong), at::zeros({B, S}, at::kBool),
-                             at::zeros({B}, at::kLong)};
-  std::vector<std::int64_t> rows(static_cast<std::size_t>(B));
-  std::iota(rows.begin(), rows.end(), 0);
-  for (std::int64_t b = 0; b < B; ++b) {
-    const auto& s = sequences[static_cast<std::size_t>(b)];
-    for (std::size_t t = 0; t < s.size(); ++t) {
-      batch.input_ids[b][static_cast<std::int64_t>(t)] = s[t];
-      if (static_cast<std::int64_t>(t) >= prompts[static_cast<std::size_t>(b)])
-        batch.token_mask[b][static_cast<std::int64_t>(t)] = true;
-    }
-    batch.input_lengths[b] = static_cast<std::int64_t>(s.size());
+  std::vector<std::int64_t> ids, starts, lengths, wanted;
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    starts.push_back(static_cast<std::int64_t>(ids.size()));
+    lengths.push_back(static_cast<std::int64_t>(sequences[b].size()));
+    ids.insert(ids.end(), sequences[b].begin(), sequences[b].end());
+    for (std::int64_t t = 0; t < lengths.back(); ++t) wanted.push_back(t >= prompts[b]);
   }
-  auto out = at::zeros({B, S});
+  std::vector<std::int64_t> rows(sequences.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  const trainer::RowBatch batch{at::tensor(ids, at::kLong), at::tensor(starts, at::kLong),
+                                at::tensor(lengths, at::kLong), at::tensor(wanted, at::kLong).to(at::kBool),
+                                at::zeros({static_cast<std::int64_t>(rows.size())}, at::kLong)};
+  auto out = at::zeros({static_cast<std::int64_t>(ids.size())});
   trainer::Trainer(model).forward(batch, rows, {temperature}, {share, false, false}, out);
   std::vector<std::vector<float>> result;
-  for (std::int64_t b = 0; b < B; ++b) {
-    const auto* row = out.data_ptr<float>() + b * S;
-    result.emplace_back(row + prompts[static_cast<std::size_t>(b)],
-                        row + sequences[static_cast<std::size_t>(b)].size());
+  for (std::size_t b = 0; b < sequences.size(); ++b) {
+    const auto* row = out.data_ptr<float>() + starts[b];
+    result.emplace_back(row + prompts[b], row + lengths[b]);
   }
   return result;
 }

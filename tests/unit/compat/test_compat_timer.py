@@ -4,7 +4,7 @@ import time
 
 import pytest
 from nemo_rl_cpp.compat.utils.timer import Timer
-from nemo_rl_cpp.utils import timer as timer_module
+from nemo_rl_cpp.telemetry import timer as timer_module
 
 
 class Clock:

@@ -11,7 +11,7 @@ from nemo_rl_cpp.config.document import document
 from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS
 from nemo_rl_cpp.config.loader import kind_of
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
-from nemo_rl_cpp.utils.yaml_text import dump_yaml
+from nemo_rl_cpp.files.yaml_text import dump_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

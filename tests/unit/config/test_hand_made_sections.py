@@ -1,13 +1,13 @@
 """Sections made by hand, as plain mappings: a key that there is not is refused by its name, with the nearest one."""
 
 import pytest
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.utils.checkpoint import CheckpointManager
-from nemo_rl_cpp.utils.logger import Logger
 
 
 def reverse_digits(section):

@@ -210,7 +210,7 @@ def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
 def test_ctrl_c_that_an_import_loses_ends_the_program_all_the_same():
     code = (
         "import signal\n"
-        "from nemo_rl_cpp.utils.interrupts import GracefulStop, program, raise_if_interrupted\n"
+        "from nemo_rl_cpp.interrupts import GracefulStop, program, raise_if_interrupted\n"
         "def work():\n"
         "    try:\n"
         "        signal.raise_signal(signal.SIGINT)\n"

@@ -9,7 +9,7 @@ import torch
 from nemo_rl_cpp import errors
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.errors import UserCodeError, guarded, one_sentence, save_traceback, user_place
-from nemo_rl_cpp.utils.interrupts import Ended
+from nemo_rl_cpp.interrupts import Ended
 
 LOG = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]]
 HERE = Path(__file__).name
@@ -134,7 +134,7 @@ def test_what_our_own_code_raises_is_told_as_it_is():
 
 
 def test_other_sentences(tmp_path):
-    from nemo_rl_cpp.utils.report.writer import write_report
+    from nemo_rl_cpp.report.writer import write_report
 
     assert (
         one_sentence(caught(write_report, tmp_path))

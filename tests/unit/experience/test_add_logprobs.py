@@ -26,12 +26,11 @@ class Policy:
 
 
 def batch(versions=(5, 5)):
-    made = TrainBatch(
-        input_ids=torch.zeros(2, 3, dtype=torch.int64), input_lengths=torch.tensor([3, 3]), token_mask=torch.ones(2, 3),
-        generation_logprobs=torch.full((2, 3), -3.0), sample_mask=torch.ones(2), rewards=torch.zeros(2),
-    )  # fmt: skip
-    made.weight_version = torch.tensor(versions)
-    return made
+    return TrainBatch.padded_from({
+        "input_ids": torch.zeros(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 3]), "token_mask": torch.ones(2, 3),
+        "generation_logprobs": torch.full((2, 3), -3.0), "sample_mask": torch.ones(2), "rewards": torch.zeros(2),
+        "weight_version": torch.tensor(versions),
+    })  # fmt: skip
 
 
 def test_nothing_is_computed_where_generation_is_exact():

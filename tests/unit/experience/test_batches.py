@@ -6,11 +6,11 @@ from nemo_rl_cpp.experience.batches import MissingField, Rollouts, TrainBatch
 
 
 def batch():
-    return TrainBatch(
-        input_ids=torch.tensor([[1, 2, 3], [4, 5, 0]]), input_lengths=torch.tensor([3, 2]), token_mask=torch.tensor([[0, 1, 1], [0, 1, 0]]),
-        generation_logprobs=torch.zeros(2, 3), sample_mask=torch.tensor([1.0, 0.0]), rewards=torch.tensor([1.0, 0.0]),
-        reward_parts={"right": torch.tensor([1.0, 0.0])},
-    )  # fmt: skip
+    return TrainBatch.padded_from({
+        "input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "input_lengths": torch.tensor([3, 2]),
+        "token_mask": torch.tensor([[0, 1, 1], [0, 1, 0]]), "generation_logprobs": torch.zeros(2, 3),
+        "sample_mask": torch.tensor([1.0, 0.0]), "rewards": torch.tensor([1.0, 0.0]), "reward/right": torch.tensor([1.0, 0.0]),
+    })  # fmt: skip
 
 
 def test_a_field_that_no_stage_has_filled_is_an_error_by_its_name():
@@ -22,33 +22,54 @@ def test_a_field_that_no_stage_has_filled_is_an_error_by_its_name():
     with pytest.raises(AttributeError, match="a TrainBatch has no advantage; it has input_ids, .*advantages"):
         _ = made.advantage
     assert "advantages" not in made and made.get("advantages") is None
-    made.advantages = torch.ones(2, 3)
-    assert "advantages" in made and torch.equal(made["advantages"], torch.ones(2, 3))
+    made.advantages = torch.ones(5)
+    assert "advantages" in made and torch.equal(made["advantages"], torch.tensor([[1.0, 1, 1], [1, 1, 0]]))
+
+
+def test_attributes_are_ragged_and_items_are_padded():
+    made = batch()
+    assert made.input_ids.tolist() == [1, 2, 3, 4, 5] and made["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
+    assert made.offsets.tolist() == [0, 3, 5] and made.input_lengths.tolist() == [3, 2] and made.size == 2
+    made.values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])  # what stands behind the end is dropped
+    assert made.values.tolist() == [1, 2, 3, 4, 5] and made["values"].tolist() == [[1, 2, 3], [4, 5, 0]]
+    with pytest.raises(
+        ValueError, match=r"shape \(4,\) does not belong to the 5 tokens of this batch, padded \[2, 3\]"
+    ):
+        made.values = torch.ones(4)
 
 
 def test_the_same_as_a_mapping():
     made = batch()
-    made["values"], made["my_column"] = torch.ones(2, 3), [1, 2]
-    assert torch.equal(made.values, torch.ones(2, 3)) and made.further == {"my_column": [1, 2]}
+    made["values"], made["my_column"], made["my_tokens"] = (
+        torch.ones(2, 3),
+        [1, 2],
+        torch.tensor([[1, 2, 3], [4, 5, 6]]),
+    )
+    assert torch.equal(made.values, torch.ones(5)) and made["my_tokens"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert list(made) == [
         "input_ids",
         "input_lengths",
         "token_mask",
         "generation_logprobs",
+        "values",
+        "my_tokens",
         "sample_mask",
         "rewards",
-        "values",
         "reward/right",
         "my_column",
     ]
-    assert dict(made)["reward/right"].tolist() == [1.0, 0.0] and len(made) == 9
+    assert (
+        dict(made)["reward/right"].tolist() == [1.0, 0.0] and len(made) == 10 and list(made.reward_parts) == ["right"]
+    )
     del made["values"], made["my_column"], made["reward/right"]
-    assert "values" not in made and made.reward_parts == made.further == {}
+    assert "values" not in made and "my_column" not in made and made.reward_parts == {}
+    with pytest.raises(KeyError, match="lengths of a batch are not changed"):
+        made["input_lengths"] = torch.tensor([1, 1])
 
 
 def test_masks_and_old_logprobs():
     made = batch()
-    assert made.valid_mask.tolist() == [[0, 1, 1], [0, 0, 0]] and made.is_valid.sum() == 2 and made.size == 2
+    assert made.valid_mask.tolist() == [0, 1, 1, 0, 0] and made.is_valid.sum() == 2
     assert made.old_logprobs is made.generation_logprobs
     made.prev_logprobs = torch.ones(2, 3)
     assert made.old_logprobs is made.prev_logprobs

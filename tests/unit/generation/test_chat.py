@@ -10,9 +10,9 @@ from nemo_rl_cpp.config.policy import PolicyConfig, TokenizerConfig
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.checkpoint_template import differences_from_run
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from nemo_rl_cpp.utils.yaml_text import dump_yaml
 
 OWN = "{% for m in messages %}{{ m.content }}={% endfor %}"
 

@@ -9,6 +9,7 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
+from row_batch import padded_rows
 
 
 def make_policy(precision="float32", **generation):
@@ -93,7 +94,7 @@ def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them
             torch.set_num_threads(before)
     data, logprobs = as_training_data(inputs, outputs[0], 1), torch.zeros(outputs[0]["logprobs"].shape)
     mask = data["token_mask"].bool()
-    batch = C.PaddedBatch(data["input_ids"].contiguous(), data["input_lengths"], mask, data["group_id"])
+    batch = padded_rows(data["input_ids"].contiguous(), data["input_lengths"], mask, data["group_id"])
     C.Trainer(model).forward(batch, list(range(texts)), 1.0, True, False, False, logprobs)
     for output in outputs:
         assert torch.equal(output["output_ids"], outputs[0]["output_ids"])

@@ -5,7 +5,8 @@ import torch
 from nemo_rl_cpp.algorithms.loss_functions import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, evaluate_value_loss, run_global_batch
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, TrainingPass, evaluate_value_loss
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.models.weights import named_views
 
@@ -98,21 +99,14 @@ def test_gradients_are_those_of_finite_differences():
     data = {k: v.double() if v.is_floating_point() else v for k, v in make_data(value).items()}
     data["values"] = data["values"] + 0.15  # both branches of the clip
 
-    def loss(train=False):
-        return run_global_batch(
-            value.trainer,
-            data,
-            LOSS,
-            0,
-            12,
-            value._batching("train"),
-            Scoring(),
-            train=train,
-            evaluate=evaluate_value_loss,
-        ).loss
+    way = TrainingPass(value.trainer, LOSS, value._batching("train"), evaluate=evaluate_value_loss)
+    batch = RaggedBatch.of(data)
+
+    def loss():
+        return way.forward(batch, 0, 12).loss
 
     value.trainer.zero_grad()
-    loss(train=True)
+    way.forward_backward(batch, 0, 12)
     grads, random = named_views(value.model.layout, value.trainer.grads), torch.Generator().manual_seed(2)
     for name, weight in value.state_dict().items():
         direction = torch.randn(weight.shape, generator=random, dtype=torch.float64)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config, rules
 from nemo_rl_cpp.config.fold import devices_of, fold_text
-from nemo_rl_cpp.utils.yaml_text import dump_yaml
+from nemo_rl_cpp.files.yaml_text import dump_yaml
 
 HERE = Path(__file__).parent
 VALUES = json.loads((HERE.parent / "config" / "nemo_rl_values.json").read_text())

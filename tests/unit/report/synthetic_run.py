@@ -3,7 +3,7 @@
 import math
 import random
 
-from nemo_rl_cpp.utils.logger import Logger
+from nemo_rl_cpp.loggers.logger import Logger
 
 CONFIG = {
     "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_num_steps": 60, "seed": 42},

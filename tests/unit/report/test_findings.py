@@ -4,11 +4,11 @@ import math
 import random
 
 import pytest
-from nemo_rl_cpp.utils.report import findings_health as health
-from nemo_rl_cpp.utils.report import findings_learning as learning
-from nemo_rl_cpp.utils.report.finding import LEVELS, Finding, count, percent
-from nemo_rl_cpp.utils.report.findings import find, rules
-from nemo_rl_cpp.utils.report.history import MetricHistory
+from nemo_rl_cpp.report import findings_health as health
+from nemo_rl_cpp.report import findings_learning as learning
+from nemo_rl_cpp.report.finding import LEVELS, Finding, count, percent
+from nemo_rl_cpp.report.findings import find, rules
+from nemo_rl_cpp.report.history import MetricHistory
 
 H = MetricHistory.of
 

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from nemo_rl_cpp.utils.report.history import JsonlTail, MetricHistory
+from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
 
 
 def test_curves_are_in_step_order_and_keep_the_later_value():

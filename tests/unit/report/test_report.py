@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import pytest
 import synthetic_run
-from nemo_rl_cpp.utils.access import to_plain
-from nemo_rl_cpp.utils.report import ReportWriter, write_report
-from nemo_rl_cpp.utils.report.defaults import schema_defaults
-from nemo_rl_cpp.utils.report.findings_health import stage_shares
-from nemo_rl_cpp.utils.report.history import MetricHistory
-from nemo_rl_cpp.utils.report.page import RunFacts, differences, duration, render
-from nemo_rl_cpp.utils.report.samples import MAX_CHARS, SampleBook, clip, pick, read_rollouts, spread
+from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.report import ReportWriter, write_report
+from nemo_rl_cpp.report.defaults import schema_defaults
+from nemo_rl_cpp.report.findings_health import stage_shares
+from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.page import RunFacts, differences, duration, render
+from nemo_rl_cpp.report.samples import MAX_CHARS, SampleBook, clip, pick, read_rollouts, spread
 from pydantic import BaseModel, Field
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -153,7 +153,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, mo
         raise OSError(28, "No space left on device")
 
     writer = ReportWriter(tmp_path)
-    monkeypatch.setattr("nemo_rl_cpp.utils.report.writer.write_atomic", fail)
+    monkeypatch.setattr("nemo_rl_cpp.report.writer.write_atomic", fail)
     assert not writer.update(force=True) and not writer.update(force=True)
     assert capsys.readouterr().err.count("No space left") == 1
 
@@ -162,7 +162,7 @@ def test_the_report_can_be_made_again_from_the_folder(run):
     ReportWriter(run, synthetic_run.CONFIG, synthetic_run.DEFAULTS, total_steps=60, title="first").finish()
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()
-    done = subprocess.run([sys.executable, "-m", "nemo_rl_cpp.utils.report", str(run)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "nemo_rl_cpp.report", str(run)], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == str(run / "report.html"), done.stderr
 
     def stable(page):
@@ -171,15 +171,13 @@ def test_the_report_can_be_made_again_from_the_folder(run):
     assert stable((run / "report.html").read_text()) == stable(before)
     with pytest.raises(ValueError, match="holds no metrics.jsonl"):
         write_report(run.parent)
-    bad = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_cpp.utils.report", str(run.parent)], capture_output=True, text=True
-    )
+    bad = subprocess.run([sys.executable, "-m", "nemo_rl_cpp.report", str(run.parent)], capture_output=True, text=True)
     assert bad.returncode == 2 and "Traceback" not in bad.stderr
 
 
 def test_a_run_killed_at_any_moment_leaves_a_whole_page(tmp_path):
     program = (
-        "import sys\nfrom nemo_rl_cpp.utils.logger import Logger\nfrom nemo_rl_cpp.utils.report import ReportWriter\n"
+        "import sys\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"
         "logger = Logger({'log_dir': sys.argv[1], 'tensorboard_enabled': False})\n"
         "writer = ReportWriter(sys.argv[1], min_interval=0)\nstep = 0\n"
         "while True:\n"

@@ -2,7 +2,7 @@ import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from nemo_rl_cpp.utils.report.svg import (
+from nemo_rl_cpp.report.svg import (
     Series,
     downsample,
     format_number,

@@ -13,6 +13,7 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
 from reference import sampling as reference
+from row_batch import padded_rows
 
 RULES = [(1.0, 1.0, 3), (1.0, 0.9, 0), (0.7, 0.5, 0), (2.0, 0.999, 40), (1.3, 0.8, 20), (1.0, 1e-6, 0), (1.0, 1.0, 1)]
 
@@ -99,7 +100,7 @@ def test_the_models_gradient_is_that_of_finite_differences(with_unfiltered):
     ids[1, :5] = ids[0, :5]
     mask = torch.zeros(4, 12, dtype=torch.bool)
     mask[:, 5:] = True
-    batch = C.PaddedBatch(ids, torch.tensor([12, 12, 9, 6]), mask, torch.tensor([0, 0, 1, 2]))
+    batch = padded_rows(ids, torch.tensor([12, 12, 9, 6]), mask, torch.tensor([0, 0, 1, 2]))
     weights = [torch.randn(4, 12, generator=random, dtype=torch.float64) * mask for _ in range(2)]
 
     def objective():

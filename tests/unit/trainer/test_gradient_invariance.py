@@ -5,6 +5,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
+from row_batch import padded_rows
 
 CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
@@ -27,7 +28,7 @@ def groups_batch(num_groups=5, generations=4, seed=0):
     lengths = torch.tensor([len(r) for r in rows])
     ids, mask = pad(rows, batch_first=True), pad(masks, batch_first=True)
     mask[:, 0] = False
-    return C.PaddedBatch(ids, lengths, mask, torch.tensor(groups)), ids, mask
+    return padded_rows(ids, lengths, mask, torch.tensor(groups)), ids, mask
 
 
 def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
@@ -83,7 +84,7 @@ def row_batch(wanted, lengths):
     for row, places in enumerate(wanted):
         mask[row, places] = True
     ids = torch.arange(1, S + 1).repeat(len(lengths), 1)
-    return C.PaddedBatch(ids, torch.tensor(lengths), mask, torch.zeros(len(lengths), dtype=torch.int64))
+    return padded_rows(ids, torch.tensor(lengths), mask, torch.zeros(len(lengths), dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_responses_of_one_token_behind_a_shared_prompt(share):
     trainer = C.Trainer(model)
     ids = torch.tensor([[3, 4, 5, 7], [3, 4, 5, 8], [3, 4, 5, 9]])
     mask = torch.tensor([[False, False, False, True]]).expand(3, 4).contiguous()
-    batch = C.PaddedBatch(ids, torch.tensor([4, 4, 4]), mask, torch.zeros(3, dtype=torch.int64))
+    batch = padded_rows(ids, torch.tensor([4, 4, 4]), mask, torch.zeros(3, dtype=torch.int64))
     out = torch.zeros(3, 4, dtype=torch.float64)
     trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)
     expected = torch.log_softmax(trainer.logits(torch.tensor([3, 4, 5]))[-1], 0)[ids[:, 3]]

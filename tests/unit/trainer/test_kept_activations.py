@@ -7,6 +7,7 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights
+from row_batch import padded_rows
 
 LLAMA = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
@@ -47,7 +48,7 @@ def batch_of(data, output, generations=4):
     ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
     place = torch.arange(ids.shape[1])[None]
     mask = (place >= data["input_lengths"][:, None]) & (place < lengths[:, None])
-    return C.PaddedBatch(ids.contiguous(), lengths, mask, torch.arange(len(ids)) // generations), mask
+    return padded_rows(ids.contiguous(), lengths, mask, torch.arange(len(ids)) // generations), mask
 
 
 def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, checkpoint=False):
@@ -131,7 +132,7 @@ def test_a_conversation_goes_on_from_what_is_kept():
     ids, lengths = output["output_ids"].contiguous(), output["unpadded_sequence_lengths"]
     place = torch.arange(ids.shape[1])[None]
     mask = sum((place >= begin[:, None]) & (place < end[:, None]) for begin, end in turns).bool()
-    batch = C.PaddedBatch(ids, lengths, mask, torch.arange(len(ids)) // 4)
+    batch = padded_rows(ids, lengths, mask, torch.arange(len(ids)) // 4)
     kept, _, reused = gradients(keeping, batch, mask)
     assert reused == C.packed_tokens(batch, list(range(len(ids))), True)
     assert torch.equal(kept, gradients(plain, batch, mask)[0])

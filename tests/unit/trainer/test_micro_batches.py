@@ -7,6 +7,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import PackingAlgorithm
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.bins import PACKERS
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 
@@ -20,11 +21,11 @@ def rows_of(lengths, groups=None, prompts=None):
     if groups:
         places = torch.arange(max(lengths) + 1)[None]
         data |= {"group_id": torch.tensor(groups), "token_mask": (places >= torch.tensor(prompts)[:, None]).int()}
-    return data
+    return RaggedBatch.of(data)
 
 
 def micro_batches(data, **batching):
-    return plan(data, wanted_tokens(data), 0, len(data["input_ids"]), MicroBatching(**batching))[1]
+    return plan(data, wanted_tokens(data), 0, data.size, MicroBatching(**batching))[1]
 
 
 def test_the_schema_allows_the_packers_of_the_table():

@@ -6,6 +6,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights
+from row_batch import padded_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ def batch_of_groups():
     ids[1:3, :20] = ids[0, :20]
     lengths = torch.tensor([50, 31, 44, 50, 22, 37])
     mask = (torch.arange(50) < lengths[:, None]) & (torch.arange(50) >= 20)
-    return C.PaddedBatch(ids, lengths, mask, torch.tensor([0, 0, 0, 1, 2, 3])), ids, mask
+    return padded_rows(ids, lengths, mask, torch.tensor([0, 0, 0, 1, 2, 3])), ids, mask
 
 
 def gradients(device, config, dtype, share=True, checkpoint=False, value_head=False, **filters):

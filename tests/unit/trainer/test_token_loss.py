@@ -4,15 +4,16 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.hf_config import native_config
-from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalCounts,
     NonFiniteError,
     Scoring,
+    TrainingPass,
     first_bad_gradient,
     fused_token_loss,
-    run_global_batch,
 )
 from nemo_rl_cpp.models.weights import initialize_weights
 from test_gradient_invariance import CONFIG, groups_batch
@@ -64,9 +65,8 @@ class AskedAfterwards(ClippedPGLossFn):
 
 def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples=100), on_policy=False):
     trainer = trainer_of(dtype)
-    result = run_global_batch(
-        trainer, data, loss_fn, 0, len(data["input_ids"]), batching, Scoring(0.9), train=True, on_policy=on_policy
-    )
+    way = TrainingPass(trainer, loss_fn, batching, Scoring(0.9))
+    result = way.forward_backward(RaggedBatch.of(data), 0, len(data["input_ids"]), on_policy=on_policy)
     return result, trainer.grads.clone()
 
 
@@ -107,13 +107,13 @@ def test_gradients_do_not_depend_on_micro_batches(batching):
 @pytest.mark.parametrize("name", ROW_LOSSES)
 def test_a_loss_of_whole_rows_is_asked_afterwards(name):
     data = training_data()
-    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0} | ROW_LOSSES[name])
-    assert fused_token_loss(trainer_of(), loss_fn, data, GlobalCounts.of(data), Scoring()) is None
+    loss_fn, batch = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0} | ROW_LOSSES[name]), RaggedBatch.of(data)
+    assert fused_token_loss(trainer_of(), loss_fn, batch, GlobalCounts.of(batch), Scoring()) is None
     assert train(loss_fn, data)[0].outputs.any()
 
 
 def test_filters_and_float64_and_losses_of_the_users_are_asked_afterwards():
-    data = training_data()
+    data = RaggedBatch.of(training_data())
     counts = GlobalCounts.of(data)
 
     class Doubled(ClippedPGLossFn):
@@ -130,10 +130,10 @@ def test_filters_and_float64_and_losses_of_the_users_are_asked_afterwards():
 
 
 def test_backward_must_fit_its_forward():
-    trainer, data = trainer_of(), training_data()
-    batch, ids, mask = groups_batch()
+    trainer, data = trainer_of(), RaggedBatch.of(training_data())
+    batch, _ = plan(data, wanted_tokens(data), 0, data.size, MicroBatching(max_samples=100))
     loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, GlobalCounts.of(data), Scoring())
-    out = torch.zeros(ids.shape)
+    out = torch.zeros(data.num_tokens)
     trainer.forward_with_loss(batch, [0, 1], 1.0, False, False, out, loss)
     with pytest.raises(RuntimeError, match="has no loss of its own"):
         trainer.backward(out)
@@ -145,20 +145,17 @@ def test_backward_must_fit_its_forward():
 @pytest.mark.parametrize("row, nth", [(0, 0), (6, 2)])
 def test_a_gradient_that_overflows_is_traced_to_its_sample_and_token(row, nth):
     """Loss and its gradient are finite; what flows back from one token is not."""
-    data, trainer = training_data(), trainer_of()
-    token = int(data["token_mask"][row].nonzero()[nth])
+    padded, trainer = training_data(), trainer_of()
+    token = int(padded["token_mask"][row].nonzero()[nth])
     loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.99, "ratio_clip_max": 1e30})
-    size = len(data["input_ids"])
-
-    def run(given, begin, end):
-        return run_global_batch(
-            trainer, given, loss_fn, begin, end, MicroBatching(max_samples=4), Scoring(), train=True
-        )
-
-    assert first_bad_gradient(trainer, data, 0, size, run) == ""
-    data["advantages"][row, token] = -1e38
-    data["prev_logprobs"][row, token] = -20.0  # so that its ratio counts
-    assert first_bad_gradient(trainer, data, 0, size, run) == f" (it comes from sample {row}, token {token})"
+    run, size = TrainingPass(trainer, loss_fn, MicroBatching(max_samples=4)).forward_backward, len(padded["input_ids"])
+    assert first_bad_gradient(trainer, RaggedBatch.of(padded), 0, size, run) == ""
+    padded["advantages"][row, token] = -1e38
+    padded["prev_logprobs"][row, token] = -20.0  # so that its ratio counts
+    assert (
+        first_bad_gradient(trainer, RaggedBatch.of(padded), 0, size, run)
+        == f" (it comes from sample {row}, token {token})"
+    )
 
 
 def test_a_loss_that_is_not_finite_is_named_by_sample_and_token():

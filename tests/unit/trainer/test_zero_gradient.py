@@ -4,6 +4,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from test_gradient_invariance import groups_batch
 from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
@@ -55,7 +56,7 @@ def test_every_loss_of_advantages_alone_does_without(name):
 )
 def test_another_term_keeps_all_rows_together(settings):
     data = data_with_zeros([0, 1, 2, 3])
-    assert ClippedPGLossFn(settings).zero_gradient_rows(data) is None
+    assert ClippedPGLossFn(settings).zero_gradient_rows(RaggedBatch.of(data)) is None
     result, _ = train(ClippedPGLossFn(settings), data)
     assert result.zero_gradient_tokens == 0 and len(result.metrics) == 1
 
@@ -63,9 +64,10 @@ def test_another_term_keeps_all_rows_together(settings):
 def test_advantages_where_no_token_is_trained_do_not_count():
     data = data_with_zeros([])
     data["advantages"][2] = data["token_mask"][2] - 1  # -1 outside of the response
-    assert ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).zero_gradient_rows(data).nonzero().tolist() == [[2]]
+    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
+    assert loss_fn.zero_gradient_rows(RaggedBatch.of(data)).nonzero().tolist() == [[2]]
     data["advantages"][2, int(data["token_mask"][2].nonzero()[-1])] = float("nan")
-    assert not ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).zero_gradient_rows(data).any()
+    assert not loss_fn.zero_gradient_rows(RaggedBatch.of(data)).any()
 
 
 def test_a_step_without_any_gradient():
@@ -77,7 +79,7 @@ def test_a_step_without_any_gradient():
 def test_what_a_loss_says_is_checked_against_its_gradient():
     class Wrong(ClippedPGLossFn):
         def zero_gradient_rows(self, data):
-            return torch.arange(len(data["input_ids"])) < 4
+            return torch.arange(data.size) < 4
 
     data, settings = training_data(), {"reference_policy_kl_penalty": 0.0}
     wrong, grads = train(Wrong(settings), data)
@@ -95,8 +97,8 @@ def test_a_loss_of_the_users_goes_without_a_backward_where_it_has_no_gradient():
 
 @pytest.mark.parametrize("batching", [MicroBatching(max_samples=3), MicroBatching(max_tokens=100)], ids=str)
 def test_rows_apart_come_last_and_keep_to_the_limits(batching):
-    data = training_data()
-    apart = torch.zeros(len(data["input_ids"]), dtype=torch.bool)
+    data = RaggedBatch.of(training_data())
+    apart = torch.zeros(data.size, dtype=torch.bool)
     apart[[1, 4, 5]] = True
     batch, micro_batches = plan(data, wanted_tokens(data), 1, 7, batching, apart)
     flat = [b for rows in micro_batches for b in rows]

@@ -10,6 +10,7 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
 class NativeGradient(torch.autograd.Function):
@@ -185,14 +186,14 @@ class ClippedPGLossFn:
             global_valid_toks=global_valid_toks,
             global_valid_seqs=global_valid_seqs,
             global_valid_positive_toks=positive,
-            **self._op_inputs(data),
+            **self._op_inputs(data, None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]),
         )
 
-    def _op_inputs(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def _op_inputs(self, data: Mapping[str, Any], prev_logprobs: Tensor | None) -> dict[str, Any]:
         config = self.op_config()
         return {
             "advantages": data["advantages"],
-            "prev_logprobs": None if config.ratio_mode == "on_policy" else data["prev_logprobs"],
+            "prev_logprobs": prev_logprobs,
             "generation_logprobs": data["generation_logprobs"],
             "reference_policy_logprobs": data["reference_policy_logprobs"] if config.kl_penalty != 0 else None,
             "token_mask": data["token_mask"],
@@ -203,7 +204,7 @@ class ClippedPGLossFn:
 
     def token_loss(
         self,
-        data: Mapping[str, Any],
+        data: RaggedBatch,
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
@@ -212,20 +213,21 @@ class ClippedPGLossFn:
         `native` for it. `data` is the global batch; without `prev_logprobs` in it they are the ones being computed."""
         if type(self).native is not ClippedPGLossFn.native:
             return None
+        prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get("prev_logprobs")
         return ops.token_loss(
             global_valid_toks=global_valid_toks,
             global_valid_seqs=global_valid_seqs,
             global_valid_positive_toks=global_valid_positive_toks,
-            **self._op_inputs({"prev_logprobs": None, **data}),
+            **self._op_inputs({**data.samples, **data.tokens}, prev),
         )
 
-    def zero_gradient_rows(self, data: Mapping[str, Any]) -> Tensor | None:
-        """Bool [B]: rows whose gradient is zero whatever their log-probabilities, since their advantages are (a group of
+    def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
+        """Bool [B]: samples whose gradient is zero whatever their log-probabilities, since their advantages are (a group of
         equal rewards under GRPO); None where another term than the advantages' has a gradient."""
-        config, advantages, mask = self.op_config(), data["advantages"], data["token_mask"]
-        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or advantages.shape != mask.shape:
+        config, advantages = self.op_config(), data.tokens.get("advantages")
+        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or advantages is None:
             return None
-        return ((advantages == 0) | (mask == 0)).all(1)
+        return data.by_sample(((advantages != 0) & (data.tokens["token_mask"] != 0)).int()) == 0
 
     def __call__(
         self,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from nemo_rl_cpp.algorithms._config import setting
 from nemo_rl_cpp.config.master import MasterConfig
-from nemo_rl_cpp.utils.step_metrics import performance_metrics
+from nemo_rl_cpp.telemetry.performance import performance_metrics
 
 
 class _Devices(NamedTuple):

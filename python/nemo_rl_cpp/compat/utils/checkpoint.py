@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_cpp.checkpoints import manager as house
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
-from nemo_rl_cpp.utils import checkpoint as house
 
 __all__ = ["CheckpointManager", "CheckpointingConfig"]
 
 
 class CheckpointManager(house.CheckpointManager):
-    """Checkpoints of a run, see `nemo_rl_cpp.utils.checkpoint.CheckpointManager`."""
+    """Checkpoints of a run, see `nemo_rl_cpp.checkpoints.manager.CheckpointManager`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -11,15 +11,18 @@ from typing import Any
 
 from nemo_rl_cpp.compat.utils.plots import logprob_error_plot, matplotlib_figure, timeline_plots
 from nemo_rl_cpp.config.logger import GPUMonitoringConfig, LoggerConfig
-from nemo_rl_cpp.utils import log_backends, log_files, log_interface, tb_events
-from nemo_rl_cpp.utils import logger as house
-from nemo_rl_cpp.utils.log_backends import import_tracker
-from nemo_rl_cpp.utils.log_backends import merge_generation_workers as _merge_generation_logger_workers
-from nemo_rl_cpp.utils.log_backends import summarize_list as _summarize_list
-from nemo_rl_cpp.utils.log_interface import flatten_dict, scalar_of
-from nemo_rl_cpp.utils.log_samples import print_message_log_samples
-from nemo_rl_cpp.utils.logger import get_experiment_dir, get_next_experiment_dir
-from nemo_rl_cpp.utils.monitor import RayGpuMonitorLogger
+from nemo_rl_cpp.loggers import backends as log_backends
+from nemo_rl_cpp.loggers import files as log_files
+from nemo_rl_cpp.loggers import interface as log_interface
+from nemo_rl_cpp.loggers import logger as house
+from nemo_rl_cpp.loggers import tb_events
+from nemo_rl_cpp.loggers.backends import import_tracker
+from nemo_rl_cpp.loggers.backends import merge_generation_workers as _merge_generation_logger_workers
+from nemo_rl_cpp.loggers.backends import summarize_list as _summarize_list
+from nemo_rl_cpp.loggers.interface import flatten_dict, scalar_of
+from nemo_rl_cpp.loggers.logger import get_experiment_dir, get_next_experiment_dir
+from nemo_rl_cpp.loggers.samples import print_message_log_samples
+from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
 
 __all__ = [
     "GPUMonitoringConfig",

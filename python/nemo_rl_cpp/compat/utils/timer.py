@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.utils import timer as house
-from nemo_rl_cpp.utils.timer import TimeoutChecker, convert_to_seconds
+from nemo_rl_cpp.telemetry import timer as house
+from nemo_rl_cpp.telemetry.timer import TimeoutChecker, convert_to_seconds
 
 __all__ = ["ThreadSafeTimer", "TimeoutChecker", "Timer", "convert_to_seconds"]
 
 
 class Timer(house.Timer):
-    """Measures named stages, see `nemo_rl_cpp.utils.timer.Timer`, and notes events."""
+    """Measures named stages, see `nemo_rl_cpp.telemetry.timer.Timer`, and notes events."""
 
     def __init__(self, context: dict[str, object] | None = None) -> None:
         super().__init__(context)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_rl_cpp.compat.weight_sync.interfaces import WeightSynchronizer
-from nemo_rl_cpp.utils.timer import Timer
+from nemo_rl_cpp.telemetry.timer import Timer
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer as create
 from nemo_rl_cpp.weight_sync.shared import SharedWeights
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class WeightSynchronizer(ABC):

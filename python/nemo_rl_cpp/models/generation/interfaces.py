@@ -1,11 +1,16 @@
 """The contract between rollouts and a generation engine: token ids in, token ids out."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+from nemo_rl_cpp.distributed.ragged_batch import offsets_of
+
+if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
 class GenerationDatumSpec(TypedDict):
@@ -48,6 +53,44 @@ class GenerationOutputSpec(TypedDict):
     __extra__: Any
 
 
+@dataclass
+class Responses:
+    """What `generate` gives for prompts without padding: the responses alone, one after the other, N tokens in all.
+
+    Attributes:
+        token_ids: int64 [N].
+        offsets: int64 [B + 1]: response b is token_ids[offsets[b] : offsets[b + 1]].
+        logprobs: float32 [N] of every sampled token under the distribution it was drawn from; None where the engine has none.
+        truncated: bool [B] whether a response ended for want of room; None where the engine does not say so.
+    """
+
+    token_ids: torch.Tensor
+    offsets: torch.Tensor
+    logprobs: torch.Tensor | None
+    truncated: torch.Tensor | None
+
+    @classmethod
+    def of(cls, outputs: "Responses | Mapping[str, Any]", prompt_lengths: torch.Tensor) -> "Responses":
+        """From a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
+        if isinstance(outputs, Responses):
+            return outputs
+        ids, ends = outputs["output_ids"], torch.as_tensor(outputs["unpadded_sequence_lengths"])
+        place = torch.arange(ids.shape[1])[None]
+        is_new = (place >= prompt_lengths[:, None]) & (place < ends[:, None])
+        truncated = outputs["truncated"].bool() if "truncated" in outputs else None
+        logprobs = outputs["logprobs"][is_new] if "logprobs" in outputs else None
+        return cls(ids[is_new], offsets_of(ends - prompt_lengths), logprobs, truncated)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [B]."""
+        return self.offsets.diff()
+
+    def rows(self, of_tokens: torch.Tensor) -> "list[torch.Tensor]":
+        """The part of each response, as views."""
+        return list(of_tokens.split(self.lengths.tolist()))
+
+
 class GenerationInterface(Protocol):
     """A generation engine. What a row yields depends on its prompt, its sampling settings and its random key alone, never on
     the rest of the batch."""
@@ -59,10 +102,11 @@ class GenerationInterface(Protocol):
         """Called before `generate`: makes room and wakes up what generation needs."""
 
     def generate(
-        self, data: "BatchedDataDict[GenerationDatumSpec]", greedy: bool = False, **beside: Any
-    ) -> "BatchedDataDict[GenerationOutputSpec]":
+        self, data: "RaggedBatch | BatchedDataDict[GenerationDatumSpec]", greedy: bool = False, **beside: Any
+    ) -> "Responses | BatchedDataDict[GenerationOutputSpec]":
         """A response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
 
+        The loop gives a RaggedBatch, which as a mapping is a `GenerationDatumSpec`; an engine may answer either way.
         `beside` is `on_finished` for engines that say `reports_finished`, and empty for all others.
         """
 

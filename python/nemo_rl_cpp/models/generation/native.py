@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,14 @@ from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from nemo_rl_cpp.utils.memory import available_bytes
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    Responses,
+)
+from nemo_rl_cpp.telemetry.memory import available_bytes
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
@@ -93,11 +100,12 @@ class NativeGeneration(GenerationInterface):
 
     def generate(
         self,
-        data: BatchedDataDict[GenerationDatumSpec],
+        data: RaggedBatch | BatchedDataDict[GenerationDatumSpec],
         greedy: bool = False,
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        """A response for every row; keys of `data` and of the result as in `GenerationDatumSpec`, `GenerationOutputSpec`.
+    ) -> Any:
+        """A response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of `GenerationDatumSpec`: a
+        `GenerationOutputSpec`.
 
         `greedy` takes the likeliest token each time and reports log-probabilities at temperature 1 without a filter.
         Rows of the stream "val" use val_temperature, val_top_p and val_top_k where these are set. A prompt that leaves
@@ -109,14 +117,19 @@ class NativeGeneration(GenerationInterface):
         Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
         RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
-        ids, lengths = _checked_prompts(data)
-        stream = _stream(data.get("stream"), len(lengths))
-        prompts = _distinct_prompts(ids, lengths)
+        batch = data if isinstance(data, RaggedBatch) else _ragged(data)
+        stream = _stream(data.get("stream"), batch.size)
+        prompts = _distinct_prompts(batch)
         self._runner.keep_activations(stream == "train")
         generated = self._engine.generate(
-            prompts.ids, prompts.offsets, self._requests(data, prompts.index, lengths, greedy, stream), on_finished
+            prompts.ids,
+            prompts.offsets,
+            self._requests(data, prompts.index, batch.lengths, greedy, stream),
+            on_finished,
         )
-        return self._output(ids, lengths, generated)
+        truncated = generated.finish_reasons == int(C.FinishReason.length)
+        responses = Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
+        return responses if batch is data else self._padded(batch, responses)
 
     def _requests(
         self, data: Mapping[str, Any], prompt_index: Tensor, lengths: Tensor, greedy: bool, stream: str
@@ -181,26 +194,26 @@ class NativeGeneration(GenerationInterface):
             self._knows_bytes = True
         return [[text.encode() for text in texts] for texts in index], torch.tensor(chosen)
 
-    def _output(self, ids: Tensor, lengths: Tensor, generated: Any) -> BatchedDataDict[GenerationOutputSpec]:
-        new = generated.offsets.diff()
+    def _padded(self, batch: RaggedBatch, responses: Responses) -> BatchedDataDict[GenerationOutputSpec]:
+        new, lengths = responses.lengths, batch.lengths
         total = lengths + new
         width = int(total.max())
         position = torch.arange(width)
         is_prompt = position < lengths.unsqueeze(1)
         is_new = ~is_prompt & (position < total.unsqueeze(1))
         pad = getattr(self.tokenizer, "pad_token_id", None)
-        output_ids = torch.full((len(lengths), width), 0 if pad is None else pad)
-        # masks select row after row, which is the order of the flat arrays
-        output_ids[is_prompt] = ids[torch.arange(ids.shape[1]) < lengths.unsqueeze(1)]
-        output_ids[is_new] = generated.token_ids
-        logprobs = torch.zeros(len(lengths), width)
-        logprobs[is_new] = generated.logprobs
+        output_ids = torch.full((batch.size, width), 0 if pad is None else pad)
+        # masks select row after row, which is the ragged order
+        output_ids[is_prompt] = batch.tokens["input_ids"]
+        output_ids[is_new] = responses.token_ids
+        logprobs = torch.zeros(batch.size, width)
+        logprobs[is_new] = responses.logprobs
         return BatchedDataDict(
             output_ids=output_ids,
             generation_lengths=new,
             unpadded_sequence_lengths=total,
             logprobs=logprobs,
-            truncated=generated.finish_reasons == int(C.FinishReason.length),
+            truncated=responses.truncated,
         )
 
     # ---- memory, weights and metrics
@@ -293,7 +306,7 @@ def _row_integers(name: str, values: Any, rows: int) -> Tensor:
     return result
 
 
-def _checked_prompts(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _ragged(data: Mapping[str, Any]) -> RaggedBatch:
     ids = data["input_ids"].to("cpu", torch.int64)
     if ids.dim() != 2 or ids.shape[0] == 0:
         raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
@@ -303,7 +316,7 @@ def _checked_prompts(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"input_lengths[{bad[0]}] = {int(lengths[bad[0]])}: expected 1 to {ids.shape[1]}, the width of input_ids"
         )
-    return ids, lengths
+    return RaggedBatch(offsets_of(lengths), {"input_ids": ids[torch.arange(ids.shape[1]) < lengths[:, None]]}, {})
 
 
 def _stream(value: str | Sequence[str | None] | None, rows: int) -> str:
@@ -314,10 +327,11 @@ def _stream(value: str | Sequence[str | None] | None, rows: int) -> str:
     return streams[0]
 
 
-def _distinct_prompts(ids: Tensor, lengths: Tensor) -> _Prompts:
+def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
     """Equal prompts become one, so that their generations share its prefill."""
     index: dict[tuple[int, ...], int] = {}
-    rows = [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
+    rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
     chosen = [index.setdefault(row, len(index)) for row in rows]
     sizes = torch.tensor([0] + [len(prompt) for prompt in index])
     flat = torch.tensor([token for prompt in index for token in prompt], dtype=torch.int64)

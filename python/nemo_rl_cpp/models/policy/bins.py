@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,49 +29,52 @@ PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {
 """Costs and a capacity -> indices by bin; the allowed values of `sequence_packing.algorithm`."""
 
 
+class Prompts(NamedTuple):
+    """Which samples of a batch may share a prompt."""
+
+    ids: Sequence[Tensor]
+    """[B] int64 token ids of each sample"""
+    wanted: Sequence[Tensor]
+    """[B] bool: which of its tokens are trained"""
+    groups: list[int]
+    """[B]: samples with one id >= 0 may share"""
+
+
 def packed_bins(
-    batch: Any,
-    data: tuple[Tensor, Tensor, Tensor],
-    rows: list[int],
-    max_tokens: int,
-    share_prefix: bool,
-    algorithm: str,
+    batch: Any, prompts: Prompts, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str
 ) -> tuple[Bins, list[int]]:
     """Rows by bin, bins in the order of their first rows, and the tokens that each bin computes.
 
-    `data` holds input_ids int64 [B, S], group ids [B] and wanted tokens bool [B, S]; every one of `rows` (ascending) wants a token.
-    Neighbouring rows with one prompt stay together, where the budget allows it, because the prompt is then computed once.
-    A row that is longer than the budget stands alone.
+    Every one of `rows` (ascending) wants a token. Neighbouring rows with one prompt stay together, where the budget allows it,
+    because the prompt is then computed once. A row that is longer than the budget stands alone.
     """
-    units, costs = _units(data, rows, max_tokens, share_prefix)
+    units, costs = _units(prompts, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
     bins = sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
     return bins, [C.packed_tokens(batch, rows, share_prefix) for rows in bins]
 
 
-def _units(
-    data: tuple[Tensor, Tensor, Tensor], rows: list[int], max_tokens: int, share_prefix: bool
-) -> tuple[Bins, list[int]]:
+def _units(prompts: Prompts, rows: list[int], max_tokens: int, share_prefix: bool) -> tuple[Bins, list[int]]:
     """Runs of rows that share a prompt, cut where the budget is reached, and the tokens that each computes."""
-    input_ids, groups, wanted = data
-    first = wanted.int().argmax(1).tolist()
-    last = (wanted.shape[1] - 1 - wanted.flip(1).int().argmax(1)).tolist()
+    ids, groups = prompts.ids, prompts.groups
     units: Bins = []
     costs: list[int] = []
-    leader = -1  # the row with which the run of a prompt begins
+    leader, leading = -1, 0  # the row with which the run of a prompt begins, and the length of its prompt
     for row in rows:
-        P = first[row]
+        wanted = prompts.wanted[row].nonzero().flatten()
+        P, last = int(wanted[0]), int(wanted[-1])
         shares = (
-            share_prefix and leader >= 0 and P > 0 and P == first[leader] and groups[row] >= 0
-            and groups[row] == groups[leader] and torch.equal(input_ids[row, :P], input_ids[leader, :P])
+            share_prefix and leader >= 0 and P > 0 and P == leading and groups[row] >= 0
+            and groups[row] == groups[leader] and torch.equal(ids[row][:P], ids[leader][:P])
         )  # fmt: skip
-        if shares and costs[-1] + last[row] - P <= max_tokens:
+        if shares and costs[-1] + last - P <= max_tokens:
             units[-1].append(row)
-            costs[-1] += last[row] - P
+            costs[-1] += last - P
         else:
             units.append([row])
-            costs.append(last[row])
-        leader = leader if shares else row
+            costs.append(last)
+        if not shares:
+            leader, leading = row, P
     return units, costs
 
 

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
     from nemo_rl_cpp.config.generation import GenerationConfig
     from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class LogprobOutputSpec(TypedDict):
-    """logprobs: float32 [B, S]; column t is the log-probability of token t given those before it, column 0 is 0."""
+    """logprobs: float32 [T], or [B, S] of a padded batch: of each token given those before it; 0 at first tokens."""
 
     logprobs: "torch.Tensor"
 
@@ -54,8 +54,9 @@ class TrainedModelInterface(Protocol):
 class PolicyInterface(TrainedModelInterface, Protocol):
     """A language model in training.
 
-    Weights have a version: it counts the `train` calls of the run. A batch of B rows and S columns holds `input_ids` int64
-    [B, S] padded on the right, `input_lengths` int64 [B], `token_mask` and `sample_mask`; results have a row for each.
+    Weights have a version: it counts the `train` calls of the run. The loop gives a `TrainBatch`, of B samples with T tokens in
+    all. Read by attribute it is ragged: `input_ids` int64 [T], `offsets` int64 [B + 1], `token_mask` [T], `sample_mask` [B]; read
+    as a mapping it is padded: `batch["input_ids"]` int64 [B, S], `batch["input_lengths"]` [B]. Results may have either layout.
     """
 
     @property
@@ -67,11 +68,11 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         """Called before `get_logprobs` and `get_reference_policy_logprobs` of a step."""
 
     def get_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """{"logprobs": float32 [B, S]}: column t is the log-probability of token t given those before it, under the present
-        weights and generation's temperature and filters; 0 where nothing is trained and in column 0."""
+        """{"logprobs": float32 [T] or [B, S]}: the log-probability of each token given those before it, under the present
+        weights and generation's temperature and filters; 0 where nothing is trained and at first tokens."""
 
     def get_reference_policy_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """{"reference_logprobs": float32 [B, S]}: as `get_logprobs`, under the frozen first weights and without filters."""
+        """{"reference_logprobs": float32 [T] or [B, S]}: as `get_logprobs`, under the frozen first weights and without filters."""
 
     def prepare_for_training(self) -> None:
         """Called before `train`."""
@@ -80,7 +81,7 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         """One pass over the batch, one optimizer step a global batch.
 
         Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch,
-        "prev_logprobs": float32 [B, S] of the weights before the first update}. After the call the engine's weights are old.
+        "prev_logprobs": float32 [T] or [B, S] of the weights before the first update}. After the call the engine's weights are old.
         """
 
     def finish_training(self) -> None:

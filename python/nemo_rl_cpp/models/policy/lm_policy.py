@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch import Tensor
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
-from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, NonFiniteError, Scoring, run_global_batch
-from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
-from nemo_rl_cpp.utils.memory import available_bytes
+from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, TrainingPass
+from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics, in_layout_of
+from nemo_rl_cpp.telemetry.memory import available_bytes
 
 
 class Policy(TrainedModel, PolicyInterface):
@@ -67,29 +67,32 @@ class Policy(TrainedModel, PolicyInterface):
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
     def get_logprobs(
-        self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None
+        self, data: Mapping[str, Any] | RaggedBatch, timer: Any = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """{"logprobs": [B, S]}: column t is log pi(token t | tokens before it); 0 where `token_mask` or `sample_mask` is 0,
-        at column 0, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p and
-        top_k, as generation reports them."""
-        return BatchedDataDict(logprobs=self._score(self.model, data, micro_batch_size, self.scoring))
+        """{"logprobs": [T], or [B, S] of padded `data`}: log pi(token | tokens before it); 0 where `token_mask` or `sample_mask`
+        is 0, at first tokens, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p
+        and top_k, as generation reports them."""
+        batch = RaggedBatch.of(data)
+        return BatchedDataDict(
+            logprobs=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size, self.scoring))
+        )
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Any = None
+        self, data: Mapping[str, Any] | RaggedBatch, micro_batch_size: int | None = None, timer: Any = None
     ) -> BatchedDataDict:
-        """{"reference_logprobs": [B, S]} under the frozen initial weights and generation's temperature, but without top-k
+        """{"reference_logprobs": [T] or [B, S]} under the frozen initial weights and generation's temperature, but without top-k
         and top-p; else as `get_logprobs`."""
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
-        return BatchedDataDict(
-            reference_logprobs=self._score(self.reference, data, micro_batch_size, self.scoring.unfiltered())
-        )
+        batch = RaggedBatch.of(data)
+        logprobs = self._score(self.reference, batch, micro_batch_size, self.scoring.unfiltered())
+        return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def train(
         self,
-        data: Mapping[str, Any],
+        data: Mapping[str, Any] | RaggedBatch,
         loss_fn: Any,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -105,41 +108,38 @@ class Policy(TrainedModel, PolicyInterface):
 
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch, see
-            `collect_metrics`; "prev_logprobs": [B, S] of the policy before the first update, for further calls on the same
+            `collect_metrics`; "prev_logprobs": [T], or [B, S] of padded `data`, of the policy before the first update, for further calls on the same
             data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's,
             `zero_gradient_share` how many no backward pass, because their loss has no gradient.
         """
-        size = len(data["input_ids"])
-        gbs = self._global_batch_size(size, gbs)
-        data = dict(data)
-        batching = self._batching("train", mbs)
-        on_policy = "prev_logprobs" not in data
-        exactness = Exactness() if on_policy and "generation_logprobs" in data else None
+        batch = RaggedBatch.of(data).copy()
+        gbs = self._global_batch_size(batch.size, gbs)
+        way = TrainingPass(self.trainer, loss_fn, self._batching("train", mbs), self.scoring)
+        go = way.forward if eval_mode else way.forward_backward
+        on_policy = "prev_logprobs" not in batch.tokens
+        exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
         if exactness is not None:
             self._compare_whole_pass_now_and_then()
 
-        def one(data: Mapping[str, Any], begin: int, end: int, **options: Any) -> GlobalBatchResult:
-            return run_global_batch(self.trainer, data, loss_fn, begin, end, batching, self.scoring, **options)
-
         losses, norms, metrics, packed, no_gradient, reused_before = [], [], [], 0, 0, self.trainer.reused_tokens
-        for begin in range(0, size, gbs):
+        for begin in range(0, batch.size, gbs):
             first = begin == 0
             if not eval_mode:
                 self.trainer.zero_grad()
             try:
-                result = one(
-                    data, begin, begin + gbs, train=not eval_mode, on_policy=on_policy and first,
-                    exactness=exactness if first else None,
-                )  # fmt: skip
+                result = go(
+                    batch, begin, begin + gbs, on_policy=on_policy and first, exactness=exactness if first else None
+                )
             except NonFiniteError as error:
-                raise self._with_replay(error, data) from None
+                raise self._with_replay(error, batch) from None
             if on_policy and first:
-                data["prev_logprobs"] = result.outputs if gbs == size else self._old_logprobs(data, exactness)
+                whole = gbs == batch.size
+                batch.tokens["prev_logprobs"] = result.outputs if whole else self._old_logprobs(batch, exactness)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if exactness is not None and first:
-                self._keep_activations(exactness, tokens=result.packed_tokens * (size // gbs))
+                self._keep_activations(exactness, tokens=result.packed_tokens * (batch.size // gbs))
             if not eval_mode:
-                norms.append(self._step(data, (begin, begin + gbs), lr, weight_decay, partial(one, train=True)))
+                norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, way.forward_backward))
             losses.append(result.loss)
             metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
             packed += result.packed_tokens
@@ -149,20 +149,21 @@ class Policy(TrainedModel, PolicyInterface):
         self.zero_gradient_share = no_gradient / max(packed, 1)
         if (reused := self.trainer.reused_tokens - reused_before) or on_policy:
             self.reused_forward_share = reused / max(packed, 1)
+        prev = batch.tokens["prev_logprobs"]
         return {
             "loss": torch.tensor(losses),
             "grad_norm": torch.tensor(norms if norms else [0.0]),
-            "all_mb_metrics": collect_metrics(metrics, size // gbs),
+            "all_mb_metrics": collect_metrics(metrics, batch.size // gbs),
             "exactness": exactness,
             "packed_tokens": packed,
-            "prev_logprobs": data["prev_logprobs"],
+            "prev_logprobs": prev if isinstance(data, RaggedBatch) else batch.padded(prev),
         }
 
-    def _old_logprobs(self, data: Mapping[str, Any], exactness: Exactness | None) -> Tensor:
+    def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None) -> Tensor:
         """For updates after the first: generation's own when they were the same bits, else a scoring pass now."""
         if exactness is not None and exactness.mismatched_tokens == 0:
-            return data["generation_logprobs"].to(self.trainer.out_dtype)
-        return self._score(self.model, data, None, self.scoring)
+            return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
+        return self._score(self.model, batch, None, self.scoring)
 
     def _compare_whole_pass_now_and_then(self) -> None:
         """Gives kept activations up when it is time, so that the step makes its own forward pass. From kept ones generation and training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
-from .bins import dynamic_bins, packed_bins
+from .bins import Prompts, dynamic_bins, packed_bins
 
 
 @dataclass(frozen=True)
@@ -31,70 +31,103 @@ class MicroBatching:
     checkpoint: bool = False
 
 
-def padded_batch(data: Mapping[str, Any], wanted: Tensor) -> Any:
-    """The native view of a padded batch; rows share prompts by `group_id` (none without that key)."""
-    input_ids = data["input_ids"].to(torch.int64).contiguous()
-    return C.PaddedBatch(input_ids, data["input_lengths"].to(torch.int64), wanted.contiguous(), _group_ids(data))
+def row_batch(data: RaggedBatch, wanted: Tensor) -> Any:
+    """The native view of a batch; samples share prompts by `group_id` (none without that name)."""
+    ids = data.tokens["input_ids"].to(torch.int64).contiguous()
+    return C.RowBatch(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data))
 
 
-def _group_ids(data: Mapping[str, Any]) -> Tensor:
-    groups = data.get("group_id")
-    groups = torch.full((len(data["input_ids"]),), -1) if groups is None else torch.as_tensor(groups)
-    return groups.to(torch.int64)
+def group_ids(data: RaggedBatch) -> Tensor:
+    """int64 [B], -1 without `group_id`: such samples share with none."""
+    groups = data.samples.get("group_id")
+    groups = torch.full((data.size,), -1) if groups is None else torch.as_tensor(groups)
+    return groups.to(torch.int64).contiguous()
 
 
-def wanted_tokens(data: Mapping[str, Any]) -> Tensor:
-    """Bool [B, S]: trained tokens of rows that count; every token but the first of a row where no mask is given."""
-    lengths, S = data["input_lengths"], data["input_ids"].shape[1]
-    wanted = torch.arange(S)[None] < lengths[:, None]
-    if "token_mask" in data:
-        wanted = wanted & (data["token_mask"] != 0)
-    if "sample_mask" in data:
-        wanted = wanted & (data["sample_mask"] != 0)[:, None]
-    wanted = wanted.clone()
-    wanted[:, 0] = False
+def wanted_tokens(data: RaggedBatch) -> Tensor:
+    """Bool [T]: trained tokens of samples that count; every token but the first of a sample where no mask is given."""
+    wanted = torch.ones(data.num_tokens, dtype=torch.bool)
+    if "token_mask" in data.tokens:
+        wanted &= data.tokens["token_mask"] != 0
+    if "sample_mask" in data.samples:
+        wanted &= data.by_token(data.samples["sample_mask"] != 0)
+    wanted[data.starts] = False
     return wanted
 
 
 def plan(
-    data: Mapping[str, Any], wanted: Tensor, begin: int, end: int, batching: MicroBatching, apart: Tensor | None = None
+    data: RaggedBatch, wanted: Tensor, begin: int, end: int, batching: MicroBatching, apart: Tensor | None = None
 ) -> tuple[Any, list[list[int]]]:
-    """The native batch and its micro-batches (lists of rows of [begin, end)); rows without a wanted token are left out, and
-    rows of `apart` (bool [B]) come last, in micro-batches of their own."""
-    batch = padded_batch(data, wanted)
-    used, last = wanted.any(1).tolist(), [False] * len(wanted) if apart is None else apart.tolist()
+    """The native batch and its micro-batches (lists of samples of [begin, end)); samples without a wanted token are left out,
+    and those of `apart` (bool [B]) come last, in micro-batches of their own."""
+    batch = row_batch(data, wanted)
+    used = (data.by_sample(wanted.int()) > 0).tolist()
+    last = [False] * data.size if apart is None else apart.tolist()
     rows = [b for b in range(begin, end) if used[b]]
     parts = [b for b in rows if not last[b]], [b for b in rows if last[b]]
     return batch, [micro for part in parts for micro in _micro_batches(batch, data, wanted, part, batching)]
 
 
 def _micro_batches(
-    batch: Any, data: Mapping[str, Any], wanted: Tensor, rows: list[int], batching: MicroBatching
+    batch: Any, data: RaggedBatch, wanted: Tensor, rows: list[int], batching: MicroBatching
 ) -> list[list[int]]:
     if not batching.max_tokens:
         return C.plan_micro_batches(batch, rows, batching.max_samples, 0, batching.share_prefix)
-    input_ids, budget = data["input_ids"], batching.max_tokens
+    budget = batching.max_tokens
     if batching.length_round:
-        return dynamic_bins(data["input_lengths"].tolist(), input_ids.shape[1], rows, budget, batching.length_round)
-    given = input_ids, _group_ids(data), wanted
-    bins, tokens = packed_bins(batch, given, rows, budget, batching.share_prefix, batching.algorithm)
+        return dynamic_bins(data.lengths.tolist(), data.width, rows, budget, batching.length_round)
+    prompts = Prompts(data.rows(data.tokens["input_ids"]), data.rows(wanted), group_ids(data).tolist())
+    bins, tokens = packed_bins(batch, prompts, rows, budget, batching.share_prefix, batching.algorithm)
     if batching.largest_first:
         bins = [bins[i] for i in sorted(range(len(bins)), key=lambda i: -tokens[i])]
     return bins
 
 
-def select_rows(data: Mapping[str, Any], index: Tensor, width: int) -> dict[str, Any]:
-    """The rows of a micro-batch; [B, S] tensors are cut to `width` columns, masks become float."""
-    size, S = data["input_ids"].shape
-    rows: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Tensor) and value.dim() and len(value) == size:
-            picked = value[index]
-            rows[key] = picked[:, :width] if picked.dim() > 1 and picked.shape[1] == S else picked
-        elif isinstance(value, list) and len(value) == size:
-            rows[key] = [value[i] for i in index.tolist()]
-        else:
-            rows[key] = value
-    for key in ("token_mask", "sample_mask"):
-        rows[key] = rows[key].float()
-    return rows
+@dataclass
+class MicroBatch:
+    """Some samples of a batch as a loss sees them: padded to the longest of them.
+
+    Attributes:
+        rows: which samples.
+        width: tokens of the longest, at least 2.
+        places: int64 [b, width] which token of the batch stands there.
+        inside: bool [b, width] whether one does.
+    """
+
+    rows: list[int]
+    width: int
+    places: Tensor
+    inside: Tensor
+
+    @staticmethod
+    def of(data: RaggedBatch, rows: list[int]) -> MicroBatch:
+        index = torch.tensor(rows)
+        width = max(2, int(data.lengths[index].max()))
+        return MicroBatch(rows, width, *data.places(index, width))
+
+    def padded(self, of_tokens: Tensor) -> Tensor:
+        """[T, ...] of the batch -> [b, width, ...], 0 behind the end of a sample."""
+        picked = of_tokens[self.places]
+        picked[~self.inside] = 0
+        return picked
+
+    def write(self, padded: Tensor, into: Tensor, first_column: int = 0) -> None:
+        """Puts [b, width - first_column] where it belongs in [T]."""
+        inside = self.inside[:, first_column:]
+        into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
+
+    def data(self, batch: RaggedBatch) -> dict[str, Any]:
+        """All that the batch says of these samples, by NeMo RL's names; masks are float."""
+        index = torch.tensor(self.rows)
+        data: dict[str, Any] = {name: self.padded(value) for name, value in batch.tokens.items()}
+        data["input_lengths"] = batch.lengths[index].int()
+        for name, value in batch.samples.items():
+            if isinstance(value, Tensor) and value.dim() and len(value) == batch.size:
+                data[name] = value[index]
+            elif isinstance(value, list) and len(value) == batch.size:
+                data[name] = [value[i] for i in self.rows]
+            else:
+                data[name] = value
+        for name in ("token_mask", "sample_mask"):
+            data[name] = data[name].float()
+        return data

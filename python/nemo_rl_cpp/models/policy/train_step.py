@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, select_rows, wanted_tokens
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
 
 
 class NonFiniteError(RuntimeError):
@@ -65,8 +66,8 @@ class Exactness:
 
 @dataclass
 class GlobalBatchResult:
-    """`outputs`: what the model's head said of each trained token, [B, S]; 0 elsewhere and in rows outside the batch.
-    `zero_gradient_tokens`: of `packed_tokens` those that needed no backward."""
+    """`outputs`: what the model's head said of each trained token, [T] of the whole batch; 0 elsewhere and in samples outside the
+    global batch. `zero_gradient_tokens`: of `packed_tokens` those that needed no backward."""
 
     outputs: Tensor
     loss: float = 0.0
@@ -84,102 +85,150 @@ class GlobalCounts:
     valid_positive_toks: Tensor | None
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> GlobalCounts:
-        sample_mask, token_mask = data["sample_mask"].float(), data["token_mask"].float()
-        per_row = (token_mask[:, 1:] * sample_mask[:, None]).sum(1)
-        positive = (per_row * (data["rewards"] > 0)).sum() if "rewards" in data else None
-        return GlobalCounts(sample_mask.sum(), per_row.sum(), positive)
+    def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
+        """Over the samples [begin, end)."""
+        sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
+        token_mask = token_mask.index_fill(0, data.starts, 0)  # a first token has no log-probability
+        per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
+        rewards = data.samples.get("rewards")
+        positive = None if rewards is None else (per_row * (torch.as_tensor(rewards)[begin:end] > 0)).sum()
+        return GlobalCounts(sample_mask[begin:end].sum(), per_row.sum(), positive)
 
 
-def run_global_batch(
-    trainer: Any, data: Mapping[str, Any], loss_fn: Any, begin: int, end: int, batching: MicroBatching, scoring: Scoring,
-    *, train: bool, on_policy: bool = False, exactness: Exactness | None = None, evaluate: Callable[..., LossResult] | None = None,
-) -> GlobalBatchResult:  # fmt: skip
-    """Forward, loss and (when `train`) backward of rows [begin, end); gradients add up in the trainer.
+@dataclass
+class TrainingPass:
+    """How a model goes through a batch: forward, loss and backward of micro-batches; gradients add up in the trainer.
 
     Under top-k or top-p a loss with a KL term also gets `curr_logprobs_unfiltered` [b, S-1] in its data, and its gradient
     with respect to them is followed too.
 
-    Where the loss's gradient is zero in a whole micro-batch there is no backward. Rows of which the loss says so beforehand
+    Where the loss's gradient is zero in a whole micro-batch there is no backward. Samples of which the loss says so beforehand
     (`zero_gradient_rows`) therefore get micro-batches of their own.
 
-    Args:
-        on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
-        exactness: where to compare them with `generation_logprobs`; None: no comparison.
-        evaluate: how the loss is asked, by default `evaluate_loss` (log-probabilities); for values `evaluate_value_loss`.
+    Attributes:
+        trainer: the native trainer.
+        loss_fn: a loss of this package, or any callable.
+        batching: how a batch is cut.
+        scoring: how generation sampled.
+        evaluate: how the loss is asked: `evaluate_loss` of log-probabilities, `evaluate_value_loss` of values.
     """
-    evaluate = evaluate or evaluate_loss
-    counts = GlobalCounts.of(
-        {
-            k: v[begin:end]
-            for k, v in data.items()
-            if isinstance(v, Tensor) and v.dim() and len(v) == len(data["input_ids"])
-        }
-    )
-    wanted = wanted_tokens(data)
-    apart = loss_fn.zero_gradient_rows(data) if train and hasattr(loss_fn, "zero_gradient_rows") else None
-    batch, micro_batches = plan(data, wanted, begin, end, batching, apart)
-    outputs = torch.zeros(data["input_ids"].shape, dtype=trainer.out_dtype)
-    d_outputs = torch.zeros_like(outputs)
-    unfiltered = (
-        torch.zeros_like(outputs)
-        if scoring.filters and getattr(loss_fn, "reference_policy_kl_penalty", 0) != 0
-        else None
-    )
-    d_unfiltered = None if unfiltered is None else torch.zeros_like(outputs)
-    token_loss = fused_token_loss(trainer, loss_fn, data, counts, scoring) if train else None
-    result = GlobalBatchResult(outputs)
-    for rows in micro_batches:
-        packed_tokens = C.packed_tokens(batch, rows, batching.share_prefix)
+
+    trainer: Any
+    loss_fn: Any
+    batching: MicroBatching
+    scoring: Scoring = Scoring()
+    evaluate: Callable[..., LossResult] | None = None
+
+    def forward_backward(
+        self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
+    ) -> GlobalBatchResult:
+        """Of the samples [begin, end).
+
+        Args:
+            on_policy: the weights are those that generated: `prev_logprobs` are this very forward's log-probabilities.
+            exactness: where to compare them with `generation_logprobs`; None: no comparison.
+        """
+        return _GlobalBatch(self, data, begin, end, True, on_policy, exactness).run()
+
+    def forward(
+        self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
+    ) -> GlobalBatchResult:
+        """The same without a backward."""
+        return _GlobalBatch(self, data, begin, end, False, on_policy, exactness).run()
+
+
+class _GlobalBatch:
+    """One global batch on its way through `TrainingPass`."""
+
+    def __init__(
+        self, way: TrainingPass, data: RaggedBatch, begin: int, end: int, train: bool, on_policy: bool, exactness: Exactness | None
+    ) -> None:  # fmt: skip
+        self.way, self.data, self.train, self.on_policy, self.exactness = way, data, train, on_policy, exactness
+        self.counts = GlobalCounts.of(data, begin, end)
+        self.wanted = wanted_tokens(data)
+        self.apart: Tensor | None = None
+        if train and hasattr(way.loss_fn, "zero_gradient_rows"):
+            self.apart = way.loss_fn.zero_gradient_rows(data)
+        self.batch, self.micro_batches = plan(data, self.wanted, begin, end, way.batching, self.apart)
+        outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)
+        self.result = GlobalBatchResult(outputs)
+        has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
+        self.unfiltered = torch.zeros_like(outputs) if way.scoring.filters and has_kl else None
+        self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if train else None
+
+    def run(self) -> GlobalBatchResult:
+        for rows in self.micro_batches:
+            self._micro_batch(rows)
+        if self.way.scoring.filters:
+            self.result.outputs = without_removed_tokens(self.result.outputs)[0]
+        return self.result
+
+    def _micro_batch(self, rows: list[int]) -> None:
+        way, result = self.way, self.result
+        packed_tokens = C.packed_tokens(self.batch, rows, way.batching.share_prefix)
         result.packed_tokens += packed_tokens
-        fused = token_loss is not None and (apart is None or not apart[rows[0]])
-        if fused:
-            trainer.forward_with_loss(
-                batch, rows, scoring.temperature, batching.share_prefix, batching.checkpoint, outputs, token_loss
-            )
-        else:
-            trainer.forward(batch, rows, scoring.temperature, batching.share_prefix, train, batching.checkpoint, outputs,
-                            top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=unfiltered)  # fmt: skip
-        index = torch.tensor(rows)
-        width = max(2, int(data["input_lengths"][index].max()))
-        curr, removed = (
-            without_removed_tokens(outputs[index, :width]) if scoring.filters else (outputs[index, :width], 0)
-        )
-        micro = select_rows(data, index, width)
-        if exactness is not None:
-            exactness.compare(curr, micro["generation_logprobs"].to(curr.dtype), wanted[index, :width])
-        if on_policy:
-            micro["prev_logprobs"] = curr.clone()
-        if unfiltered is not None:
-            micro["curr_logprobs_unfiltered"] = unfiltered[index, 1:width]
-        loss = evaluate(loss_fn, curr, micro, counts, need_grad=train)
+        fused = self.token_loss is not None and (self.apart is None or not bool(self.apart[rows[0]]))
+        self._forward(rows, fused)
+        micro = MicroBatch.of(self.data, rows)
+        curr, removed = micro.padded(result.outputs), 0
+        if way.scoring.filters:
+            curr, removed = without_removed_tokens(curr)
+        loss = self._loss(micro, curr)
         check_finite(loss, rows, curr)
         if fused:
-            trainer.finish_backward()
-        elif train and loss.has_no_gradient():
+            way.trainer.finish_backward()
+        elif self.train and loss.has_no_gradient():
             result.zero_gradient_tokens += packed_tokens
-        elif train:
-            d_outputs[index, loss.first_column : width] = loss.grad.to(d_outputs.dtype)
-            if d_unfiltered is not None:
-                d_unfiltered[index, 1:width] = (
-                    0 if loss.grad_unfiltered is None else loss.grad_unfiltered.to(d_outputs.dtype)
-                )
-            trainer.backward(d_outputs, d_unfiltered)
+        elif self.train:
+            self._backward(micro, loss)
         result.loss += loss.value
-        metrics = {
-            **loss.metrics,
-            "global_valid_seqs": float(counts.valid_seqs),
-            "global_valid_toks": float(counts.valid_toks),
+        counts = {
+            "global_valid_seqs": float(self.counts.valid_seqs),
+            "global_valid_toks": float(self.counts.valid_toks),
         }
-        result.metrics.append(metrics | {"num_filtered_out_tokens": float(removed)} if scoring.filters else metrics)
-    if scoring.filters:
-        result.outputs = without_removed_tokens(outputs)[0]
-    return result
+        filtered = {"num_filtered_out_tokens": float(removed)} if way.scoring.filters else {}
+        result.metrics.append({**loss.metrics, **counts, **filtered})
+
+    def _forward(self, rows: list[int], fused: bool) -> None:
+        trainer, batching, scoring, outputs = self.way.trainer, self.way.batching, self.way.scoring, self.result.outputs
+        if fused:
+            trainer.forward_with_loss(
+                self.batch,
+                rows,
+                scoring.temperature,
+                batching.share_prefix,
+                batching.checkpoint,
+                outputs,
+                self.token_loss,
+            )
+        else:
+            trainer.forward(self.batch, rows, scoring.temperature, batching.share_prefix, self.train, batching.checkpoint, outputs,
+                            top_p=scoring.top_p, top_k=scoring.top_k, unfiltered=self.unfiltered)  # fmt: skip
+
+    def _loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
+        """Of the head's outputs [b, width]."""
+        data = micro.data(self.data)
+        if self.exactness is not None:
+            self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))
+        if self.on_policy:
+            data["prev_logprobs"] = curr.clone()
+        if self.unfiltered is not None:
+            data["curr_logprobs_unfiltered"] = micro.padded(self.unfiltered)[:, 1:]
+        evaluate = self.way.evaluate or evaluate_loss
+        return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.train)
+
+    def _backward(self, micro: MicroBatch, loss: LossResult) -> None:
+        d_outputs = torch.zeros_like(self.result.outputs)
+        micro.write(loss.grad, d_outputs, loss.first_column)
+        d_unfiltered = None
+        if self.unfiltered is not None:
+            d_unfiltered = torch.zeros_like(d_outputs)
+            if loss.grad_unfiltered is not None:
+                micro.write(loss.grad_unfiltered, d_unfiltered, 1)
+        self.way.trainer.backward(d_outputs, d_unfiltered)
 
 
-def fused_token_loss(
-    trainer: Any, loss_fn: Any, data: Mapping[str, Any], counts: GlobalCounts, scoring: Scoring
-) -> Any:
+def fused_token_loss(trainer: Any, loss_fn: Any, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring) -> Any:
     """The loss for the head to ask while it holds a token's logits, which saves computing them again; None where the loss
     looks at whole sequences or is a plain callable, and where the head does not allow it."""
     if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
@@ -296,7 +345,7 @@ def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
         )
 
 
-def first_bad_gradient(trainer: Any, data: Mapping[str, Any], begin: int, end: int, run: Callable[..., Any]) -> str:
+def first_bad_gradient(trainer: Any, data: RaggedBatch, begin: int, end: int, run: Callable[..., Any]) -> str:
     """Where a gradient that is not finite comes from: " (it comes from sample 3, token 7)", or "" where no sample alone gives one.
 
     Samples, then tokens, are tried by halves, `run(data, begin, end)` forward and backward each, since the sum over a batch does
@@ -305,22 +354,25 @@ def first_bad_gradient(trainer: Any, data: Mapping[str, Any], begin: int, end: i
 
     def is_bad(rows: range, mask: Tensor) -> bool:
         trainer.zero_grad()
+        tried = data.copy()
+        tried.tokens["token_mask"] = mask
         try:
-            run({**data, "token_mask": mask}, rows.start, rows.stop)
+            run(tried, rows.start, rows.stop)
         except NonFiniteError:
             return True
         return not bool(torch.isfinite(trainer.grads.sum(dtype=torch.float64)))
 
-    rows, mask = range(begin, end), data["token_mask"]
+    rows, mask = range(begin, end), data.tokens["token_mask"]
     if not is_bad(rows, mask):
         return ""
     while len(rows) > 1:
         half = rows[: len(rows) // 2]
         rows = half if is_bad(half, mask) else rows[len(half) :]
-    columns = (wanted_tokens(data)[rows.start]).nonzero().flatten()
-    while len(columns) > 1:
-        half = columns[: len(columns) // 2]
+    start, stop = int(data.offsets[rows.start]), int(data.offsets[rows.stop])
+    tokens = start + wanted_tokens(data)[start:stop].nonzero().flatten()
+    while len(tokens) > 1:
+        half = tokens[: len(tokens) // 2]
         only = torch.zeros_like(mask)
-        only[rows.start, half] = mask[rows.start, half]
-        columns = half if is_bad(rows, only) else columns[len(half) :]
-    return f" (it comes from sample {rows.start}, token {int(columns[0])})" if len(columns) else ""
+        only[half] = mask[half]
+        tokens = half if is_bad(rows, only) else tokens[len(half) :]
+    return f" (it comes from sample {rows.start}, token {int(tokens[0]) - start})" if len(tokens) else ""

@@ -8,11 +8,11 @@ from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class ValueOutputSpec(TypedDict):
-    """values: float32 [B, S]; column t is the value of the state before token t, column 0 is 0."""
+    """values: float32 [T], or [B, S] of a padded batch: of the state before each token; 0 at first tokens."""
 
     values: "torch.Tensor"
 
@@ -24,7 +24,7 @@ class ValueInterface(TrainedModelInterface, Protocol):
         """Called before `get_values`."""
 
     def get_values(self, data: Mapping[str, Any], timer: "Timer | None" = None) -> Mapping[str, Any]:
-        """{"values": float32 [B, S]}: column t is the value of the state before token t; 0 where nothing is trained."""
+        """{"values": float32 [T] or [B, S]}: of the state before each token; 0 where nothing is trained."""
 
     def finish_inference(self) -> None:
         """Called after `get_values`."""

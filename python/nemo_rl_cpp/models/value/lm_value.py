@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.hf_config import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.policy.train_step import (
-    GlobalBatchResult,
-    NonFiniteError,
-    Scoring,
-    evaluate_value_loss,
-    run_global_batch,
-)
-from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError, TrainingPass, evaluate_value_loss
+from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics, in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
 
@@ -53,45 +47,41 @@ class Value(TrainedModel, ValueInterface):
         self.name = name_prefix
 
     def get_values(
-        self, data: Mapping[str, Any], timer: Any = None, micro_batch_size: int | None = None
+        self, data: Mapping[str, Any] | RaggedBatch, timer: Any = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """{"values": [B, S]}: column t is the value of the state before token t; 0 where `token_mask` or `sample_mask` is
-        0, at column 0 and on padding. Without masks in `data`, of every token but the first."""
-        return BatchedDataDict(values=self._score(self.model, data, micro_batch_size))
+        """{"values": [T], or [B, S] of padded `data`}: the value of the state before each token; 0 where `token_mask` or
+        `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, of every token but the first."""
+        batch = RaggedBatch.of(data)
+        return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
 
     def train(
-        self, data: Mapping[str, Any], loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
+        self, data: Mapping[str, Any] | RaggedBatch, loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
         timer: Any = None,
     ) -> dict[str, Any]:  # fmt: skip
         """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Args:
-            data: a padded batch with what the loss needs: `returns`, and for clipping `values` of `get_values`.
+            data: a batch with what the loss needs: `returns`, and for clipping `values` of `get_values`.
             loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
 
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch}.
         """
-        size = len(data["input_ids"])
-        gbs = self._global_batch_size(size, gbs)
-        batching = self._batching("train", mbs)
-
-        def one(data: Mapping[str, Any], begin: int, end: int, train: bool) -> GlobalBatchResult:
-            return run_global_batch(
-                self.trainer, data, loss_fn, begin, end, batching, Scoring(), train=train, evaluate=evaluate_value_loss
-            )
-
+        batch = RaggedBatch.of(data)
+        gbs = self._global_batch_size(batch.size, gbs)
+        way = TrainingPass(self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss)
+        go = way.forward if eval_mode else way.forward_backward
         losses, norms, metrics, packed = [], [], [], 0
-        for begin in range(0, size, gbs):
+        for begin in range(0, batch.size, gbs):
             if not eval_mode:
                 self.trainer.zero_grad()
             try:
-                result = one(data, begin, begin + gbs, train=not eval_mode)
+                result = go(batch, begin, begin + gbs)
             except NonFiniteError as error:
-                raise self._with_replay(NonFiniteError(f"value: {error}"), data) from None
+                raise self._with_replay(NonFiniteError(f"value: {error}"), batch) from None
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
-                norms.append(self._step(data, (begin, begin + gbs), lr, weight_decay, partial(one, train=True)))
+                norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, way.forward_backward))
             losses.append(result.loss)
             metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
             packed += result.packed_tokens
@@ -100,7 +90,7 @@ class Value(TrainedModel, ValueInterface):
         return {
             "loss": torch.tensor(losses),
             "grad_norm": torch.tensor(norms if norms else [0.0]),
-            "all_mb_metrics": collect_metrics(metrics, size // gbs),
+            "all_mb_metrics": collect_metrics(metrics, batch.size // gbs),
             "packed_tokens": packed,
         }
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec
-    from nemo_rl_cpp.utils.timer import Timer
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 __all__ = [
     "ColocatablePolicyInterface",

@@ -72,7 +72,7 @@ class SingleProcessPolicy(GenerationInterface):
 
     def get_free_memory_bytes(self) -> int:
         """Bytes that the machine can still give to this process."""
-        from nemo_rl_cpp.utils.memory import available_bytes
+        from nemo_rl_cpp.telemetry.memory import available_bytes
 
         return available_bytes()
 

@@ -1,0 +1,237 @@
+"""The folder that holds checkpoints: publishing a finished one, repairing after a crash, listing the whole ones.
+
+Names: `tmp_step_N` is being written, `step_N` is published, `old_step_N` makes way for a new `step_N`, `del_step_N` is
+being removed, `corrupt_step_N` was set aside.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_rl_cpp.files import durable
+from nemo_rl_cpp.files.folder_lock import LOCK, FolderError, FolderLock, make_folder
+
+TRAINING_INFO = "training_info.json"
+STATUS = "latest_checkpoint_status.json"
+_KEY = "checkpointing.checkpoint_dir"
+_FOLDER = re.compile(r"(tmp_|old_|del_|)step_(0|[1-9]\d{0,17})", re.ASCII)
+_ASIDE = re.compile(r"corrupt_step_\d+(_\d+)?", re.ASCII)
+
+
+class CheckpointRecord(NamedTuple):
+    """One whole checkpoint: its step, folder and training_info."""
+
+    step: int
+    path: Path
+    info: dict[str, Any]
+
+
+class CheckpointStore:
+    """File operations on `root`. Everything that changes it needs the lock, so that two processes cannot mix: for one save
+    (`acquire` to `release`), or for a whole run (`claim` to `close`)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock: FolderLock | None = None
+        self._claimed = self._made = self._saving = False
+        self._verified: dict[tuple[Path, int], str | None] = {}
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save of this object is going on."""
+        return self._saving
+
+    def claim(self) -> None:
+        """Takes the lock until `close`; makes the folder. FolderError says who has it, or why it cannot be had."""
+        if not self._claimed:
+            try:
+                self._made = make_folder(self.root, _KEY)
+                self._lock = self._lock or FolderLock(self.root, _KEY)
+            except OSError as error:
+                raise FolderError(
+                    f"{_KEY}={self.root}: the run cannot have this folder ({error.strerror or error})"
+                ) from error
+            self._claimed = True
+
+    def close(self) -> None:
+        """Ends the claim; a folder that it made and that stayed empty goes again. May be called again."""
+        lock, self._lock, made = self._lock, None, self._made
+        self._claimed = self._made = self._saving = False
+        if lock is None:
+            return
+        empty = made and self.root.is_dir() and [path.name for path in self.root.iterdir()] == [LOCK]
+        lock.close(remove=empty)
+        if empty:
+            with contextlib.suppress(OSError):  # somebody put something there
+                self.root.rmdir()
+
+    def acquire(self) -> None:
+        """Takes the lock for a save; FolderInUseError when another process has it. Where it is held already, it is taken anew
+        if its file or the whole folder was moved away meanwhile: another run may have taken the place."""
+        if self._lock is not None and not self._lock.is_the_file_on_disk():
+            self._lock.close()
+            self._lock = None
+        if self._lock is None:
+            self._lock = FolderLock(self.root, _KEY)
+        self._saving = True
+
+    def release(self) -> None:
+        """The save is over; may be called again."""
+        self._saving = False
+        if self._lock is not None and not self._claimed:
+            self._lock.close()
+            self._lock = None
+
+    def temporary(self, step: int) -> Path:
+        """Absolute path of `tmp_step_N`."""
+        return self.root.absolute() / f"tmp_step_{step}"
+
+    def make_temporary(self, step: int) -> Path:
+        """Makes `tmp_step_N`, empty; what else has that name (no folder of ours: `recover` removes those) is set aside."""
+        folder = self.temporary(step)
+        self._make_way(folder)
+        folder.mkdir()
+        return folder
+
+    def _make_way(self, path: Path) -> None:
+        """Nothing has this name afterwards: a folder of ours is removed, anything else set aside."""
+        if path.is_dir() and not path.is_symlink():
+            delete(path)
+        elif os.path.lexists(path):
+            warnings.warn(f"{self.root}: set {path.name} aside as {self._set_aside(path).name}", stacklevel=4)
+
+    def publish(self, folder: Path) -> Path:
+        """Renames a sealed `tmp_step_N` to `step_N` and returns that. When it fails, an older `step_N` stays."""
+        step = step_of(folder, "tmp_")
+        target, old = folder.with_name(f"step_{step}"), folder.with_name(f"old_step_{step}")
+        if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
+            self._set_aside(target)  # somebody else's
+        if not target.exists():
+            durable.rename(folder, target)
+            return target
+        self._make_way(old)
+        try:
+            durable.rename(target, old)
+            durable.rename(folder, target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                durable.rename(old, target)
+            raise
+        delete(old)
+        return target
+
+    def remove(self, folder: Path) -> None:
+        """Removes a checkpoint; the rename comes first, so that a crash cannot leave half a `step_N`."""
+        doomed = folder.with_name(f"del_step_{step_of(folder, '')}")
+        self._make_way(doomed)
+        durable.rename(folder, doomed)
+        delete(doomed)
+
+    def recover(self) -> list[str]:
+        """Finishes or removes what a crash in mid-save left; returns (and warns of) what it did, in words."""
+        done = [text for prefix, step, path in self.folders() if (text := self._recover_one(prefix, step, path))]
+        for prefix, _, path in self.folders():
+            if prefix == "" and (problem := self.quick_problem(path)) is not None:
+                if os.path.lexists(path / durable.MANIFEST):
+                    done.append(f"set {path.name} aside as {self._set_aside(path).name}: {problem}")
+                else:  # another program's, NeMo RL's for one: not ours to rename
+                    done.append(f"left {path.name} as it is: {problem}")
+        for text in done:
+            warnings.warn(f"{self.root}: {text}", stacklevel=4)
+        return done
+
+    def _set_aside(self, path: Path) -> Path:
+        """Renames a step_N to the first free of `corrupt_step_N`, `corrupt_step_N_2`, ..."""
+        aside, number = path.with_name(f"corrupt_{path.name}"), 2
+        while os.path.lexists(aside):
+            aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
+        durable.rename(path, aside)
+        return aside
+
+    def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
+        """`folders` lists tmp before old, so an old_step_N goes back only when no newer one could be published."""
+        target = path.with_name(f"step_{step}")
+        if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
+            self.publish(path)
+            return f"published the finished {path.name}"
+        if prefix == "old_" and not target.exists():
+            durable.rename(path, target)
+            return f"put {path.name} back as {target.name}"
+        if prefix:
+            with contextlib.suppress(OSError):
+                delete(path)
+            return f"removed the left-over {path.name}"
+        return None
+
+    def history(self) -> list[CheckpointRecord]:
+        """Every step_N that is whole by manifest and sizes and whose training_info can be read."""
+        return [
+            CheckpointRecord(step, path, json.loads(durable.read_text(path / TRAINING_INFO)))
+            for prefix, step, path in self.folders()
+            if prefix == "" and self.quick_problem(path) is None
+        ]
+
+    def quick_problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint by its manifest, its sizes and its training_info; None: nothing."""
+        problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
+        if problem is not None:
+            return problem
+        try:
+            info = json.loads(durable.read_text(path / TRAINING_INFO))
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{TRAINING_INFO} cannot be read ({error})"
+        return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
+
+    def unusable(self) -> list[str]:
+        """Names of the checkpoint folders that cannot be resumed from: damaged, set aside, or another program's."""
+        found = [
+            path.name
+            for prefix, _, path in self.folders()
+            if prefix == "" and (self.quick_problem(path) or self.problem(path))
+        ]
+        aside = (
+            sorted(path.name for path in self.root.iterdir() if _ASIDE.fullmatch(path.name))
+            if self.root.is_dir()
+            else []
+        )
+        return found + aside
+
+    def problem(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint's contents, or None; each sealed folder is read once."""
+        try:
+            key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
+        except OSError as error:
+            return f"{durable.MANIFEST} cannot be read ({error.strerror})"
+        if key not in self._verified:
+            self._verified[key] = durable.folder_problem(folder, contents=True)
+        return self._verified[key]
+
+    def folders(self) -> list[tuple[str, int, Path]]:
+        """(prefix, step, path) of every folder with one of our names: del, then tmp, then old, then published."""
+        if not self.root.is_dir():
+            return []
+        order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
+        found = ((_FOLDER.fullmatch(path.name), path) for path in self.root.absolute().iterdir())
+        listed = [(match[1], int(match[2]), path) for match, path in found if match and path.is_dir()]
+        return sorted(listed, key=lambda entry: (order[entry[0]], entry[1]))
+
+
+def step_of(folder: Path, prefix: str) -> int:
+    """N of a folder named `<prefix>step_N`; ValueError for another name."""
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None or match[1] != prefix:
+        raise ValueError(f"{folder}: a checkpoint folder named {prefix}step_N is expected here")
+    return int(match[2])
+
+
+def delete(path: Path) -> None:
+    """Removes a folder with all that is in it; of a link only the link. A file of the name goes too."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

@@ -1,0 +1,181 @@
+"""A batch without padding: samples of different lengths, their tokens one after the other."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+TOKENS = "input_ids"
+LENGTHS = "input_lengths"
+
+
+class RaggedBatch:
+    """B samples with T tokens in all. What belongs to tokens has T entries: sample b's are [offsets[b], offsets[b + 1]).
+
+    As a mapping it shows the same in NeMo RL's layout, which losses, estimators and adapters take: `batch[name]` of tokens is
+    [B, S], padded on the right with zeros (`input_ids` with the pad token), `input_lengths` is int32 [B]. A padded tensor is a
+    copy: what is written into it does not come back; `batch[name] = tensor` does.
+
+    Args:
+        offsets: int64 [B + 1], from 0 to T.
+        tokens: name -> [T, ...]; `input_ids` is among them.
+        samples: name -> [B, ...], a list with an item a sample, or what belongs to the whole batch.
+        pad_token_id: stands in `batch["input_ids"]` behind the end of a sample.
+        width: S, at least the longest sample.
+    """
+
+    def __init__(
+        self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, Any], *, pad_token_id: int = 0, width: int = 0
+    ) -> None:  # fmt: skip
+        self.offsets = offsets
+        self.tokens = tokens
+        self.samples = samples
+        self.pad_token_id = pad_token_id
+        self.width = max(width, int(self.lengths.max()) if self.size else 0)
+
+    @classmethod
+    def of(cls, data: "Mapping[str, Any] | RaggedBatch") -> "RaggedBatch":
+        """A batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name belongs to tokens
+        where its second dimension is S. A RaggedBatch is given back as it is.
+
+        Raises ValueError where shape and lengths do not fit.
+        """
+        if isinstance(data, RaggedBatch):
+            return data
+        ids, lengths = data[TOKENS], torch.as_tensor(data[LENGTHS]).to("cpu", torch.int64)
+        if ids.dim() != 2 or lengths.shape != ids.shape[:1]:
+            raise ValueError(
+                f"a batch needs input_ids [B, S] and input_lengths [B], got {tuple(ids.shape)} and {tuple(lengths.shape)}"
+            )
+        if len(lengths) and not (1 <= int(lengths.min()) and int(lengths.max()) <= ids.shape[1]):
+            raise ValueError(
+                f"input_lengths go from {int(lengths.min())} to {int(lengths.max())}; expected 1 to {ids.shape[1]}, the width of input_ids"
+            )
+        made = cls(offsets_of(lengths), {}, {}, width=ids.shape[1])
+        for name, value in data.items():
+            if name != LENGTHS:
+                made[name] = value
+        return made
+
+    def copy(self) -> Self:
+        """With the same tensors, and names of its own."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, tokens=dict(self.tokens), samples=dict(self.samples))
+        return made
+
+    # ---- ragged
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [B]."""
+        return self.offsets.diff()
+
+    @cached_property
+    def sample_of_token(self) -> Tensor:
+        """int64 [T]."""
+        return torch.arange(self.size).repeat_interleave(self.lengths)
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 [B]: where each sample begins."""
+        return self.offsets[:-1].contiguous()
+
+    def by_token(self, of_samples: Tensor) -> Tensor:
+        """[B] -> [T]: each token has its sample's value."""
+        return of_samples[self.sample_of_token]
+
+    def by_sample(self, of_tokens: Tensor) -> Tensor:
+        """[T] -> [B]: the sum over each sample's tokens."""
+        return of_tokens.new_zeros(self.size).index_add_(0, self.sample_of_token, of_tokens)
+
+    def rows(self, of_tokens: Tensor) -> Sequence[Tensor]:
+        """The [T, ...] of each sample, as views."""
+        return of_tokens.split(self.lengths.tolist())
+
+    # ---- padded
+
+    @cached_property
+    def _inside(self) -> Tensor:
+        """bool [B, S]: the places that hold tokens; selected row after row, they are the ragged order."""
+        return torch.arange(self.width)[None] < self.lengths[:, None]
+
+    def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
+        """[T, ...] -> [B, S, ...]."""
+        out = of_tokens.new_full((self.size, self.width, *of_tokens.shape[1:]), fill)
+        out[self._inside] = of_tokens
+        return out
+
+    def ragged(self, value: Tensor) -> Tensor:
+        """[B, S, ...] -> [T, ...]; what is behind the end of a sample is dropped. [T] is given back as it is."""
+        if value.dim() >= 2 and tuple(value.shape[:2]) == (self.size, self.width):
+            return value[self._inside]
+        if len(value) == self.num_tokens:
+            return value
+        raise ValueError(
+            f"a tensor of shape {tuple(value.shape)} does not belong to the {self.num_tokens} tokens of this batch, padded "
+            f"[{self.size}, {self.width}]"
+        )
+
+    def places(self, samples: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Of these samples, padded to `width`: (int64 [b, width] which of the T tokens stands there, bool [b, width] whether
+        one does; where none does, the first is 0)."""
+        column = torch.arange(width)[None]
+        inside = column < self.lengths[samples][:, None]
+        return torch.where(inside, self.offsets[samples][:, None] + column, 0), inside
+
+    # ---- as a mapping of padded tensors
+
+    def __getitem__(self, name: str) -> Any:
+        if name == LENGTHS:
+            return self.lengths.int()
+        if name in self.tokens:
+            return self.padded(self.tokens[name], self.pad_token_id if name == TOKENS else 0)
+        return self.samples[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == LENGTHS:
+            raise KeyError("the lengths of a batch are not changed: make another batch")
+        if isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (self.size, self.width):
+            self.tokens[name] = value[self._inside]
+        else:
+            self.samples[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del (self.tokens if name in self.tokens else self.samples)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        names = dict.fromkeys((*self.tokens, *self.samples))
+        yield from (TOKENS, LENGTHS)
+        yield from (name for name in names if name != TOKENS)
+
+    def keys(self) -> list[str]:
+        return list(self)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return ((name, self[name]) for name in self)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name == LENGTHS or name in self.tokens or name in self.samples
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """int64 [B + 1] from lengths [B]: where each sample begins, and where the last one ends."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])

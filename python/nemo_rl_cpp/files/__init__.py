@@ -1,0 +1,1 @@
+"""Files that survive a crash, folders that one run holds, and data as text."""

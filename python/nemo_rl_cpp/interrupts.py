@@ -1,0 +1,249 @@
+"""Signals: before the first step they end the program at once; in a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
+(a scheduler's warning) end it at a step boundary, with a checkpoint, and a second one ends it at once, whatever hangs."""
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+from nemo_rl_cpp import _process
+
+GRACE_SECONDS = 3.0
+"""What a program that ends at once gets for its last words, before it is ended from outside."""
+
+_swallowed = False  # a Ctrl-C whose exception may have got lost: importing torch loses it
+
+
+class Ended(SystemExit):
+    """A signal (but SIGINT) ended the program at once; `code` is 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal_name = signal.Signals(number).name
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def say(text: str) -> None:
+    """A line on stderr; safe in a signal handler, where a buffered write might be re-entered."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(2, f"\n{text}\n".encode())
+
+
+def end_within(seconds: float, status: int) -> threading.Event:
+    """Ends the process with `status` unless the event that is returned is set before: for a thread that cannot be stopped,
+    and for a main thread that does not come back from a call."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(seconds):
+            os._exit(status)
+
+    threading.Thread(target=watch, daemon=True, name="end_within").start()
+    return done
+
+
+def raise_if_interrupted() -> None:
+    """KeyboardInterrupt if there was a Ctrl-C whose own KeyboardInterrupt was lost on its way."""
+    if _swallowed:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def startup() -> Iterator[None]:
+    """While entered, and before a `GracefulStop` is, Ctrl-C raises KeyboardInterrupt; one that an import loses is remembered
+    and raised by the next `raise_if_interrupted`. A second Ctrl-C ends the process with status 130."""
+    global _swallowed
+    _swallowed = False
+    if not _in_main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        global _swallowed
+        if _swallowed:
+            os._exit(130)
+        _swallowed = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+        _swallowed = False
+
+
+@contextmanager
+def _no_silent_exit() -> Iterator[None]:
+    """While entered, what would make a run that was broken off look like a good one ends with status 1 and says so: the C
+    library's `exit(0)`, `os._exit(0)`, and another program in the place of this one (`os.execv` and its kin, a RuntimeError).
+    Processes that were forked off may do as they like."""
+    kept = os._exit, os.execv, os.execve
+    os._exit = _leaving_with(1, "error: os._exit(0) was called in the middle of the work: it ends here, unfinished")
+    os.execv, os.execve = _not_replacing(os.execv), _not_replacing(os.execve)  # the others of their kin call these two
+    _process.set_unfinished(True)
+    try:
+        yield
+    finally:
+        _process.set_unfinished(False)
+        os._exit, os.execv, os.execve = kept
+
+
+def _not_replacing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """An `os.execv` that this process may not call."""
+    process = os.getpid()
+
+    def replace_another(path: Any, *args: Any) -> NoReturn:
+        if os.getpid() == process:
+            raise RuntimeError(
+                f"{replace.__name__} of {os.fsdecode(path)} would put another program in the place of the run: start it by subprocess"
+            )
+        replace(path, *args)
+
+    return replace_another
+
+
+def _leaving_with(instead: int, why: str = "") -> Callable[[int], NoReturn]:
+    """An `os._exit` that leaves with the status `instead` where this process calls it with 0."""
+    process, leave = os.getpid(), os._exit
+
+    def leave_truly(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:
+            if why:
+                say(why)
+            status = instead
+        leave(status)
+
+    return leave_truly
+
+
+def _keep_status(status: int) -> None:
+    os._exit = _leaving_with(status)
+
+
+def program(work: Callable[[], int]) -> int:
+    """The exit status of a command line's `work()`, inside `startup`: 130 where Ctrl-C ended it at once."""
+    atexit.unregister(_keep_status)
+    with startup(), _no_silent_exit():
+        try:
+            status = work()
+        except KeyboardInterrupt:
+            say("interrupted: stopped at once")
+            status = 130
+    if status != 0:  # the last one that is registered is called first: before others that may leave with 0
+        atexit.register(_keep_status, status)
+    return status
+
+
+class GracefulStop:
+    """While entered, the first SIGINT, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 (schedulers send it before they
+    end a job) only sets `requested`; the loop looks at it between steps.
+
+        with GracefulStop() as stop:
+            while not state.finished:
+                ...
+                if stop.requested:
+                    state.stop(stop.reason)
+
+    A second one raises KeyboardInterrupt where the program is for SIGINT, else SystemExit(128 + its number); when the block has
+    not ended some seconds later, because a call does not return or the exception was caught, the process ends with that
+    status. A third signal kills it. Code that changes what SIGINT or SIGTERM do (a reward function's library) is undone, and
+    said, when the loop next looks. SIGHUP and SIGUSR1 stay ignored where they are (as by nohup). Handlers are restored on exit.
+    Outside the main thread, where Python allows no handlers, it does nothing.
+    """
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+    def __init__(self, announce: Any = None, saves: bool = True) -> None:
+        """`announce(text)` shows the message on the first signal; by default it goes to stderr. `saves`: whether the end of
+        the run is saved as a checkpoint."""
+        self._announce = announce
+        self.saves = saves
+        self._previous: dict[int, Any] = {}
+        self._count = 0
+        self._watch: _Watch | None = None
+        self.reason: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run was asked to end."""
+        if self._previous and self._count < 2 and _in_main_thread():
+            self._put_back()
+        return self.reason is not None
+
+    def _put_back(self) -> None:
+        changed = [number for number in self._previous if signal.getsignal(number) != self._handle]
+        for number in changed:
+            signal.signal(number, self._handle)
+        if changed:
+            names = ", ".join(signal.Signals(number).name for number in changed)
+            self._say(f"warning: code that the run called has changed what {names} does; it ends the run again")
+
+    def __enter__(self) -> "GracefulStop":
+        raise_if_interrupted()
+        if _in_main_thread():
+            asked = (
+                signal.SIGINT,
+                signal.SIGTERM,
+            )  # a shell's background jobs ignore SIGINT without having been asked to
+            heard = [
+                number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
+            ]
+            self._previous = {number: signal.signal(number, self._handle) for number in heard}
+            self._watch = _Watch(self.signals)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if (
+            number == signal.SIGHUP and self._count
+        ):  # a terminal that closes may send several: none of them says "at once"
+            return
+        self._count += 1
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if self._count == 1:
+            self.reason = "interrupted" if number == signal.SIGINT else "terminated"
+            what = ", with a checkpoint" if self.saves else " and saves nothing, since checkpointing.enabled is false"
+            self._say(f"{name}: the run ends after this step{what}; once more to stop at once")
+            return
+        for other in self._previous:
+            signal.signal(other, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Ended(number)
+
+    def _say(self, text: str) -> None:
+        if self._announce is not None:
+            self._announce(text)
+        else:
+            say(text)
+
+
+class _Watch:
+    """Counts signals beside the main thread, which may be in a call that does not return, with or without the interpreter's
+    lock: `GRACE_SECONDS` after the second one the process ends, unless the watch was closed before."""
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._native = _process.SignalWatch(read, self._before, [int(number) for number in signals], GRACE_SECONDS)
+
+    def close(self) -> None:
+        """The block has ended."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
+        self._native.close()

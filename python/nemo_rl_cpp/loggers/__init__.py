@@ -1,0 +1,1 @@
+"""Where the numbers and texts of a run go: files, TensorBoard, trackers."""

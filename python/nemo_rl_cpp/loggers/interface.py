@@ -1,0 +1,77 @@
+"""What every logging backend offers, and how metric names and values are brought to one form."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_cpp.config.access import to_plain
+
+
+class LoggerInterface(ABC):
+    """One place that metrics go to."""
+
+    @abstractmethod
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Logs `prefix/name` for every entry. `step_metric` names an entry that is the x axis instead of `step`;
+        `step_finished` says that nothing more of this step follows."""
+
+    @abstractmethod
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Logs the configuration."""
+
+    @abstractmethod
+    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+        """Logs a distribution of values."""
+
+    def flush(self) -> None:
+        """Brings everything logged so far to its file."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets everything of later steps, where the backend can."""
+
+    def finish(self) -> None:
+        """Closes the backend."""
+
+
+def prefixed(metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> dict[str, Any]:
+    """The metrics under `prefix/name`; the entry that is the step itself keeps its name."""
+    if not prefix:
+        return dict(metrics)
+    return {name if name == step_metric else f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def scalar_of(value: Any) -> int | float | bool | str | None:
+    """A Python scalar for numbers, strings and one-element arrays or tensors; None for everything else."""
+    if not isinstance(value, (int, float, bool, str)):
+        value = to_plain(value) if hasattr(value, "tolist") else None
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+    return value if isinstance(value, (int, float, bool, str)) else None
+
+
+def flatten_dict(d: Mapping[str, Any], sep: str = ".", expand_lists: bool = True) -> dict[str, Any]:
+    """One level of keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`.
+
+    With `expand_lists=False` lists stay whole under their key.
+    """
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, Mapping):
+            for name, item in value.items():
+                walk(item, f"{key}{sep}{name}" if key else str(name))
+        elif isinstance(value, list) and expand_lists:
+            for index, item in enumerate(value):
+                walk(item, f"{key}{sep}{index}")
+        else:
+            flat[key] = value
+
+    walk(d, "")
+    return flat

@@ -1,0 +1,273 @@
+"""The logger of a run: files always, trackers when enabled, rollouts beside them."""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.config.access import cfg_get, to_json, to_plain, written
+from nemo_rl_cpp.config.logger import LoggerConfig
+from nemo_rl_cpp.config.sections import check_keys
+from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
+from nemo_rl_cpp.files.folder_lock import FolderLock
+from nemo_rl_cpp.loggers.backends import MLflowLogger, SwanlabLogger, TrackioLogger, WandbLogger
+from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.loggers.interface import LoggerInterface
+from nemo_rl_cpp.loggers.ledger import LogLedger
+from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
+
+
+class Logger(LoggerInterface):
+    """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers (`loggers`).
+
+    `cfg` is the `logger` section (a mapping or a model). `metrics_jsonl_enabled` and `tensorboard_enabled` are on unless
+    set to false; `wandb_enabled`, `swanlab_enabled`, `mlflow_enabled` and `trackio_enabled` are off unless set to true.
+    A tracker that fails while the run goes on is warned about once and does not end the run; a file that cannot be
+    written does.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
+        check_keys(cfg, LoggerConfig, "logger")
+        log_dir = cfg_get(cfg, "log_dir")
+        if not log_dir:
+            raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
+        self.base_log_dir = str(log_dir)
+        self.log_dir = Path(log_dir)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.loggers: list[LoggerInterface] = []
+        self.wandb_logger: LoggerInterface | None = None
+        self.swanlab_logger: LoggerInterface | None = None
+        self._failed: set[str] = set()
+        self._files: list[LoggerInterface] = []
+        self._ledger = LogLedger(self.log_dir)
+        self._lock: FolderLock | None = None
+        if cfg_get(cfg, "metrics_jsonl_enabled", True):
+            self._files.append(JsonlLogger(self.log_dir))
+        for name, backend in self.backends().items():
+            if cfg_get(cfg, f"{name}_enabled", name == "tensorboard"):
+                folder = self.log_dir / name
+                folder.mkdir(exist_ok=True)
+                self.loggers.append(backend(cfg_get(cfg, name), log_dir=str(folder)))
+                if hasattr(self, f"{name}_logger"):
+                    setattr(self, f"{name}_logger", self.loggers[-1])
+                if name == "tensorboard":
+                    self._files.append(self.loggers[-1])
+        self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
+
+    @staticmethod
+    def backends() -> dict[str, Callable[..., LoggerInterface]]:
+        """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
+        return {
+            "wandb": WandbLogger,
+            "swanlab": SwanlabLogger,
+            "tensorboard": TensorboardLogger,
+            "mlflow": MLflowLogger,
+            "trackio": TrackioLogger,
+        }
+
+    @staticmethod
+    def new_monitor(**options: Any) -> RayGpuMonitorLogger:
+        """The sampler of GPUs for `monitor_gpus`."""
+        return RayGpuMonitorLogger(**options)
+
+    @property
+    def run_id(self) -> str | None:
+        """A number that only this log folder has, for the manifests of the run's checkpoints; None before `claim`."""
+        return self._ledger.run
+
+    def claim(self, checkpoint_dir: Path | None = None) -> None:
+        """Keeps other runs out of the folder until `finish`, and notes that these are the logs of the run that saves into
+        `checkpoint_dir`. FolderInUseError (a ValueError) when another run is at work in it."""
+        self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
+        if checkpoint_dir is not None:
+            self._ledger.own(checkpoint_dir.resolve())
+
+    def _start_monitor(self, cfg: Any) -> RayGpuMonitorLogger | None:
+        monitor = self.new_monitor(
+            collection_interval=cfg_get(cfg, "gpu_monitoring.collection_interval", 10),
+            flush_interval=cfg_get(cfg, "gpu_monitoring.flush_interval", 10),
+            metric_prefix="ray",
+            step_metric="ray/ray_step",
+            parent_logger=self,
+        )
+        if not monitor.available:
+            return None
+        if self.wandb_logger is not None:
+            self.wandb_logger.define_metric("ray/*", step_metric="ray/ray_step")
+        monitor.start()
+        return monitor
+
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Logs `prefix/name` for every entry, at `step` (counted from 1)."""
+        self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Logs the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
+        plain = written(params)
+        self._each(lambda logger: logger.log_hyperparams(plain))
+
+    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+        """Logs a distribution of values."""
+        self._each(lambda logger: logger.log_histogram(histogram, step, name))
+
+    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
+        """Writes one line a sample, with its `idx`, into a file of the log folder (replacing it).
+
+        Every value holds one entry a sample (tensor, array or list). ValueError when their lengths differ.
+        """
+        columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
+        lengths = {key: len(value) for key, value in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"{filename}: every column needs one entry a sample, but their lengths are {lengths}")
+        count = next(iter(lengths.values()), 0)
+        rows = ({key: value[i] for key, value in columns.items()} | {"idx": i} for i in range(count))
+        self._write_lines(filename, (_json_line(row) for row in rows))
+
+    def _write_lines(self, filename: str, lines: Any) -> None:
+        def replace(path: Path) -> None:
+            temporary = path.with_name(f".{path.name}.tmp")
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    file.writelines(lines)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+        self._write(filename, replace)
+
+    def _write(self, filename: str, write: Callable[[Path], None]) -> None:
+        """`write(path)` of a file of the log folder; a full disk leaves it out, with a warning."""
+        path = self.log_dir / filename
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._ledger.add(path)
+            own_copy(path)
+            write(path)
+        except OSError as error:
+            self._note_full_disk("files of steps", error)
+
+    def _note_full_disk(self, name: str, error: OSError) -> None:
+        """Warns once that logs are left out for want of space; any other error goes on to the caller."""
+        if (trouble := disk_trouble(error)) is None:
+            raise error
+        if name not in self._failed:
+            self._failed.add(name)
+            warnings.warn(
+                f"{self.log_dir}: {trouble}: {name} cannot be written; the run goes on, later failures are not shown",
+                stacklevel=4,
+            )
+
+    def flush(self) -> None:
+        """Syncs the files: call it before a checkpoint is published, so that no checkpoint is newer than its logs."""
+        self._each(lambda logger: logger.flush())
+        self._ledger.sync()
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets every metric, event, rollout and plot of a step later than `step`: the run resumes there. Only files that
+        this folder's runs wrote are touched (see `LogLedger`).
+
+        Trackers that keep their data elsewhere continue their own run instead.
+        """
+        self._each(lambda logger: logger.truncate_after(step))
+        self._ledger.cut(step)
+
+    def finish(self) -> None:
+        """Stops the monitor, closes all backends and gives the folder free; may be called again."""
+        if self.gpu_monitor is not None:
+            self.gpu_monitor.stop()
+            self.gpu_monitor = None
+        self._each(lambda logger: logger.finish())
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _each(self, action: Callable[[LoggerInterface], None]) -> None:
+        for logger in dict.fromkeys([*self._files, *self.loggers]):
+            try:
+                action(logger)
+            except Exception as error:
+                if logger in self._files:
+                    if not isinstance(error, OSError):
+                        raise
+                    self._note_full_disk(f"lines of {type(logger).__name__}", error)
+                    continue
+                name = type(logger).__name__
+                if name not in self._failed:
+                    self._failed.add(name)
+                    warnings.warn(
+                        f"{name} failed ({error}): the run goes on, later failures are not shown", stacklevel=3
+                    )
+
+    def __enter__(self) -> "Logger":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.finish()
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    try:
+        # the common case at C speed: plain values, all finite
+        return json.dumps(row, allow_nan=False) + "\n"
+    except (TypeError, ValueError):
+        return json.dumps(to_json(row), allow_nan=False) + "\n"
+
+
+def get_next_experiment_dir(base_log_dir: str) -> str:
+    """Makes and returns `<base_log_dir>/exp_NNN` with the next free number."""
+    base = Path(base_log_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    taken = [int(match[1]) for path in base.iterdir() if (match := re.fullmatch(r"exp_(\d+)", path.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        try:
+            (base / f"exp_{number:03d}").mkdir()
+            return str(base / f"exp_{number:03d}")
+        except FileExistsError:  # another run started at the same moment
+            number += 1
+
+
+def get_experiment_dir(
+    base_log_dir: str, training_info: Mapping[str, Any] | None = None, checkpoint: str | Path | None = None
+) -> str:
+    """The log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info), if it
+    is there and is this run's own; else a new one.
+
+    Only the name counts, since a checkpoint may have been copied or moved. A folder is the run's own when its ledger has
+    the number that the manifest of `checkpoint` (a folder step_N) has, and names the folder that holds it, or one that is
+    gone: it was moved. In every other case the logs go on in a new folder, and a line says so.
+    """
+    recorded = (training_info or {}).get("log_dir")
+    name = Path(str(recorded)).name if recorded else ""
+    if not re.fullmatch(r"exp_\d+", name, re.ASCII):
+        return get_next_experiment_dir(base_log_dir)
+    candidate = Path(base_log_dir) / name
+    ledger = LogLedger(candidate)
+    owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
+    home = str(Path(checkpoint or "").absolute().parent.resolve())  # of the name: step_N may be a link to another run's
+    at_home = owner is not None and (owner == home or not Path(owner).is_dir())
+    if at_home and run is not None and ledger.run == run:
+        return str(candidate)
+    new = get_next_experiment_dir(base_log_dir)
+    why = (
+        "it is not there"
+        if not candidate.is_dir()
+        else f"it holds the logs of {owner}"
+        if owner
+        else "nothing says that it is this run's"
+    )
+    print(
+        f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).", flush=True
+    )
+    return new

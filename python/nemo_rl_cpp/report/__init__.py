@@ -1,0 +1,5 @@
+"""`report.html`: one self-contained page about a run, written again and again while it goes on."""
+
+from nemo_rl_cpp.report.writer import ReportWriter, write_report
+
+__all__ = ["ReportWriter", "write_report"]

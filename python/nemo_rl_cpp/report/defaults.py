@@ -1,0 +1,57 @@
+"""The defaults of a configuration's schema, to say what a run changed."""
+
+from typing import Any
+
+from nemo_rl_cpp.config.access import to_plain, written
+from nemo_rl_cpp.loggers.interface import flatten_dict
+
+
+def schema_defaults(config: Any) -> dict[str, Any]:
+    """The defaults of a pydantic configuration as plain data; mandatory keys are absent.
+
+    Values that nobody wrote but that follow from others (`config.positions` knows who wrote what) count as defaults. An
+    object that is no pydantic model has none: an empty dict.
+    """
+    if not hasattr(type(config), "model_fields"):
+        return {}
+    defaults = _defaults(config)
+    positions = getattr(config, "positions", None)
+    if positions:
+        for key, value in flatten_dict(written(config), expand_lists=False).items():
+            if not _is_written(key, positions):
+                _put(defaults, key.split("."), value)
+    return defaults
+
+
+def _is_written(key: str, written: Any) -> bool:
+    """Whether somebody wrote the key itself, something below it, or a whole value that it is a part of."""
+    if key in written or _any_below(key, written):
+        return True
+    parts = key.split(".")
+    ancestor = next((a for n in range(len(parts) - 1, 0, -1) if (a := ".".join(parts[:n])) in written), None)
+    return ancestor is not None and not _any_below(ancestor, written)
+
+
+def _any_below(key: str, written: Any) -> bool:
+    return any(other.startswith((f"{key}.", f"{key}[")) for other in written)
+
+
+def _defaults(model: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, info in type(model).model_fields.items():
+        value = getattr(model, name, None)
+        if hasattr(type(value), "model_fields"):
+            # the section that is in use, so that a union of kinds is compared with the defaults of its own kind
+            values[info.alias or name] = _defaults(value)
+        elif not info.is_required():
+            values[info.alias or name] = to_plain(info.get_default(call_default_factory=True))
+    return values
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        branch = tree.get(part)
+        if not isinstance(branch, dict):
+            branch = tree[part] = {}
+        tree = branch
+    tree[path[-1]] = value

@@ -1,0 +1,270 @@
+"""Findings about learning: reward, validation, exploration, usefulness of the batches."""
+
+import math
+
+from nemo_rl_cpp.report.finding import Finding, percent, rule
+from nemo_rl_cpp.report.findings_causes import cause_of_no_signal, context_advice, context_is_full, cut_costs_nothing
+from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.svg import format_number as fmt
+
+REWARD = "train/reward"
+ACCURACY = "validation/accuracy"
+
+
+@rule
+def reward_trend(h: MetricHistory) -> Finding | None:
+    """Whether the training reward rose, fell or stayed, beyond the noise between steps."""
+    trend = h.trend(REWARD)
+    if trend is None:
+        return None
+    span = f"from {fmt(trend.first)} to {fmt(trend.last)} (means of the first and the last {trend.stretch} steps)"
+    if trend.sigmas > 3:
+        return Finding("good", f"The reward rose {span}", "The policy is learning from its rewards.", REWARD)
+    if trend.sigmas < -3:
+        return Finding(
+            "bad",
+            f"The reward fell {span}",
+            "Look at the learning rate, the KL weight and the samples with the highest rewards.",
+            REWARD,
+        )
+    advice = (
+        "The change is within the noise between steps: more steps, a higher learning rate or an easier task would "
+        "show whether the policy learns."
+    )
+    return Finding("warn", f"The reward has not clearly moved: {span}", advice, REWARD)
+
+
+@rule
+def validation_trend(h: MetricHistory) -> Finding | None:
+    """Validation accuracy at first, now and at its best."""
+    curve = h.curve(ACCURACY).finite()
+    if len(curve.values) < 2:
+        return None
+    first, last, best = curve.values[0], curve.values[-1], max(curve.values)
+    at = curve.steps[curve.values.index(best)]
+    text = f"from {fmt(first)} (step {curve.steps[0]}) to {fmt(last)} (step {curve.steps[-1]})"
+    if last > first:
+        note = f"The best was {fmt(best)} at step {at}."
+        return Finding("good", f"Validation accuracy rose {text}", note, ACCURACY)
+    level = "warn" if last < first else "info"
+    word = "fell" if last < first else "is unchanged"
+    return Finding(level, f"Validation accuracy {word} {text}", f"The best was {fmt(best)} at step {at}.", ACCURACY)
+
+
+@rule
+def past_its_best(h: MetricHistory) -> Finding | None:
+    """The training reward still rises while validation has dropped well below its best."""
+    curve, trend = h.curve(ACCURACY).finite(), h.trend(REWARD)
+    if len(curve.values) < 3 or trend is None or trend.sigmas <= 0:
+        return None
+    best, last = max(curve.values), curve.values[-1]
+    if best > curve.values[0] and last < best - max(0.05, 0.25 * (best - curve.values[0])):
+        at = curve.steps[curve.values.index(best)]
+        return Finding(
+            "warn",
+            f"Validation accuracy is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
+            f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} "
+            "is the one to keep.",
+            ACCURACY,
+        )
+    return None
+
+
+@rule
+def equal_rewards(h: MetricHistory) -> Finding | None:
+    """The share of prompt groups whose rewards are all equal: they teach nothing."""
+    share = h.recent("train/groups/pct_equal")
+    if share is None:
+        mixed = h.recent("train/baseline_reward/pct_mixed")
+        share = None if mixed is None else 100 - mixed
+    if share is None or share < 40:
+        return None
+    level = "bad" if share >= 90 else "warn"
+    best = h.recent("train/groups/pct_equal_best", "train/baseline_reward/pct_1") or 0.0
+    worst = h.recent("train/groups/pct_equal_worst", "train/baseline_reward/pct_0") or 0.0
+    if level == "bad" and (cause := cause_of_no_signal(h)) is not None:
+        return Finding(level, f"{percent(share / 100)} of groups had equal rewards", cause, "train/groups/pct_equal")
+    if best > 2 * worst:
+        why = f"{percent(best / 100)} had the best reward throughout: the task is too easy. Use harder prompts."
+    elif worst > 2 * best:
+        why = f"{percent(worst / 100)} had the worst reward throughout: the task is too hard. Use easier prompts first."
+    else:
+        why = "Some prompts are too easy and others too hard."
+    why += " grpo.use_dynamic_sampling=true replaces such groups by others, at the price of more generation."
+    return Finding(level, f"{percent(share / 100)} of groups had equal rewards", why, "train/groups/pct_equal")
+
+
+@rule
+def no_signal(h: MetricHistory) -> Finding | None:
+    """Steps in which every advantage was 0."""
+    low, high = h.curve("train/advantages/min"), h.curve("train/advantages/max")
+    silent = sum(a == 0 == b for a, b in zip(low.values, high.values, strict=False))
+    if silent == 0:
+        return None
+    level = "bad" if silent * 2 > len(low.values) else "warn"
+    cause = cause_of_no_signal(h) if level == "bad" else None
+    return Finding(
+        level,
+        f"{silent} of {len(low.values)} steps had no learning signal: every advantage was 0",
+        cause or "All rewards within each group were equal. More generations per prompt or other prompts would help.",
+        "train/advantages/max",
+    )
+
+
+@rule
+def prompts_cut(h: MetricHistory) -> Finding | None:
+    """Prompts that are longer than the limit are cut and train nothing."""
+    share = h.recent("train/cut_prompts_rate")
+    if not share:
+        return None
+    limit = h.setting("data.max_input_seq_length")
+    return Finding(
+        "bad" if share > 0.5 else "warn",
+        f"{percent(share)} of prompts were too long: they were cut and train nothing",
+        cause_of_no_signal(h)
+        if share >= 0.9
+        else f"Raise data.max_input_seq_length{f' (it is {limit})' if limit else ''}, or leave such prompts out of the data.",
+        "train/cut_prompts_rate",
+    )
+
+
+@rule
+def truncation(h: MetricHistory) -> Finding | None:
+    """Many responses end at the length limit."""
+    rate = h.recent("train/truncation_rate")
+    if rate is None or rate < 0.2:
+        return None
+    level = "bad" if rate > 0.6 else "warn"
+    if context_is_full(h):
+        return Finding(
+            level,
+            f"{percent(rate)} of responses were cut off at the end of the context",
+            context_advice(h),
+            "train/truncation_rate",
+        )
+    if cut_costs_nothing(h):
+        return Finding(
+            "info",
+            f"{percent(rate)} of responses end at the length limit, and are rewarded as well as the others",
+            "That is right where answers fill policy.generation.max_new_tokens; raise it where they need more.",
+            "train/truncation_rate",
+        )
+    if (h.recent("train/reward_of_truncated") or 0) > 0:
+        level = "warn"  # they earn something: whether their ends are missed does not show
+    return Finding(
+        level,
+        f"{percent(rate)} of responses were cut off at the length limit",
+        "Raise policy.generation.max_new_tokens, add stop strings, or shape the reward "
+        "(grpo.reward_shaping, grpo.overlong_filtering).",
+        "train/truncation_rate",
+    )
+
+
+@rule
+def entropy_collapse(h: MetricHistory) -> Finding | None:
+    """The policy has become nearly deterministic."""
+    trend = h.trend("train/approx_entropy")
+    if trend is None or trend.first <= 0 or trend.last > 0.25 * trend.first or trend.last > 0.2:
+        return None
+    return Finding(
+        "warn",
+        f"The entropy collapsed from {fmt(trend.first)} to {fmt(trend.last)}",
+        "The policy hardly explores any more. If the reward still has room, lower the learning rate, raise "
+        "loss_fn.ratio_clip_max (clip higher) or the KL weight.",
+        "train/approx_entropy",
+    )
+
+
+@rule
+def entropy_explosion(h: MetricHistory) -> Finding | None:
+    """The policy drifts towards noise."""
+    trend = h.trend("train/approx_entropy")
+    if trend is None or trend.first <= 0 or trend.last < 3 * trend.first or trend.last < 1.0 or trend.sigmas < 3:
+        return None
+    return Finding(
+        "warn",
+        f"The entropy grew from {fmt(trend.first)} to {fmt(trend.last)}",
+        "The policy is becoming random: lower the learning rate or raise the KL weight.",
+        "train/approx_entropy",
+    )
+
+
+@rule
+def kl_drift(h: MetricHistory) -> Finding | None:
+    """The policy is far from its reference."""
+    kl = h.recent("train/kl_penalty")
+    if kl is None or kl < 0.5:
+        return None
+    return Finding(
+        "warn",
+        f"The policy is far from its reference: KL {fmt(kl)} per token",
+        "Raise loss_fn.reference_policy_kl_penalty or lower the learning rate if the text degrades.",
+        "train/kl_penalty",
+    )
+
+
+@rule
+def length_change(h: MetricHistory) -> Finding | None:
+    """Responses became much longer or shorter."""
+    name = "train/mean_gen_tokens_per_sample"
+    trend = h.trend(name)
+    if trend is None or trend.first <= 0 or abs(trend.sigmas) < 3 or 2 / 3 < trend.last / trend.first < 1.5:
+        return None
+    word = "longer" if trend.change > 0 else "shorter"
+    return Finding(
+        "info",
+        f"Responses became {word}: {fmt(trend.first)} to {fmt(trend.last)} tokens",
+        "Compare samples of early and late steps to see what changed.",
+        name,
+    )
+
+
+@rule
+def warming_up(h: MetricHistory) -> Finding | None:
+    """The learning rate has risen until the last step."""
+    values = h.curve("train/lr").finite().values
+    if len(values) < 3 or not all(a < b for a, b in zip(values[-3:], values[-2:], strict=False)):
+        return None
+    return Finding(
+        "info",
+        f"The learning rate is still warming up: {fmt(values[-1])} at the last step",
+        "Judge the speed of learning only after the warm-up.",
+        "train/lr",
+    )
+
+
+@rule
+def value_quality(h: MetricHistory) -> Finding | None:
+    """PPO: how much of the returns the critic explains."""
+    name = next((n for n in ("train/critic/explained_var", "train/explained_var") if h.curve(n).values), None)
+    explained = h.recent(name) if name else None
+    if explained is None:
+        return None
+    if explained < 0:
+        return Finding(
+            "warn",
+            f"The value model explains nothing: explained variance {fmt(explained)}",
+            "Its predictions are worse than the mean return: train it longer before the policy "
+            "(ppo.policy_training_start_step), or raise its learning rate.",
+            name,
+        )
+    level = "good" if explained > 0.5 else "info"
+    return Finding(
+        level, f"The value model explains {percent(min(explained, 1.0))} of the variance of the returns", "", name
+    )
+
+
+@rule
+def sampling_cost(h: MetricHistory) -> Finding | None:
+    """Dynamic sampling generates several batches a step."""
+    name = "train/dynamic_sampling_num_gen_batches"
+    count = h.recent(name)
+    if count is None or count < 3 or math.isnan(count):
+        return None
+    return Finding(
+        "warn",
+        f"Dynamic sampling needed {fmt(count)} generation batches a step",
+        "Few groups have differing rewards: choose prompts nearer to the policy's ability, or raise "
+        "grpo.batch_multiplier to generate them in one go.",
+        name,
+    )

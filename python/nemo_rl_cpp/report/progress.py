@@ -1,0 +1,205 @@
+"""One live line in the terminal: step, phase, reward, speed, time left. Plain lines where there is no terminal."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_cpp.report.page import duration
+from nemo_rl_cpp.report.svg import format_number
+from nemo_rl_cpp.telemetry.timer import TOTAL
+
+# what a line shows of the metrics, in this order, under these names; the first name that is there counts
+_SHOWN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward", "train/reward")),
+    ("acc", ("accuracy", "validation/accuracy")),
+    ("loss", ("loss", "train/loss")),
+    ("grad", ("grad_norm", "train/grad_norm")),
+    ("ev", ("critic/explained_var", "train/critic/explained_var")),
+    ("len", ("mean_gen_tokens_per_sample", "train/mean_gen_tokens_per_sample")),
+    ("tok/s", ("tokens_per_sec", "performance/tokens_per_sec")),
+)
+
+
+class Progress:
+    """Shows how a run goes.
+
+        with Progress(total_steps=100, start_step=state.step) as progress:
+            timer.subscribe(progress)                # phases appear by themselves, or: progress.phase("generation")
+            ...
+            progress.step(step, metrics)
+            progress.finish({"reward": "0.15 -> 0.62", ...})
+
+    `mode`: "live" (one line that redraws itself), "notebook" (the same, in the cell's output), "plain" (a line a step),
+    "quiet"; None chooses by where the output goes. Text printed by others meanwhile appears above the live line.
+    """
+
+    def __init__(
+        self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Any = None
+    ) -> None:
+        """`total_steps` None: unknown, no time left is shown. `console`: a rich Console, by default stdout."""
+        if mode not in (None, "live", "notebook", "plain", "quiet"):
+            raise ValueError(f"progress mode {mode!r}: use live, notebook, plain or quiet")
+        self.total_steps = total_steps
+        self.mode = mode or _choose_mode(console)
+        self._console = console
+        self._step = self._start_step = start_step
+        self._phase = "starting"
+        self._metrics: dict[str, float] = {}
+        self._began = self._step_began = time.monotonic()
+        self._phase_began = self._began
+        self._first_step_end: float | None = None
+        self._live: Any = None
+        self._closed = False
+        if self.mode == "live":
+            self._start_live()
+        elif self.mode == "notebook":
+            self._start_notebook()
+
+    # ---------------------------------------------------------------- what the loop says
+
+    def phase(self, name: str) -> None:
+        """The run is now doing `name`."""
+        self._phase, self._phase_began = name, time.monotonic()
+        if self.mode == "notebook":
+            self._show_notebook()
+
+    def stage_started(self, label: str, depth: int) -> None:
+        """An outermost stage of a subscribed timer begins."""
+        if depth == 0 and label != TOTAL:
+            self.phase(label.removesuffix("/total"))
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Step number `step` (from 1) is done, with these metrics (with or without their prefix)."""
+        now = time.monotonic()
+        self._metrics.update({key: float(value) for key, value in (metrics or {}).items() if _is_number(value)})
+        if self._first_step_end is None:
+            self._first_step_end, self._start_step = now, step
+        took, self._step, self._step_began = now - self._step_began, step, now
+        if self.mode == "plain":
+            self._print(" | ".join(filter(None, [self._head(), self._values(), duration(took)])) + self._tail(now))
+        elif self.mode == "notebook":
+            self._show_notebook()
+
+    def print(self, text: str) -> None:
+        """Prints a line without disturbing the live one."""
+        if self.mode != "quiet":
+            self._print(text)
+
+    def finish(self, summary: Mapping[str, Any] | None = None, title: str = "Run") -> None:
+        """Ends the live line and prints a table of `summary`."""
+        self.close()
+        if summary and self.mode != "quiet":
+            from rich.table import Table
+
+            table = Table(title=title, show_header=False, title_justify="left")
+            table.add_column(style="bold")
+            table.add_column()
+            for key, value in summary.items():
+                table.add_row(str(key), format_number(value) if isinstance(value, float) else str(value))
+            self._get_console().print(table)
+
+    def close(self) -> None:
+        """Ends the live line; may be called again."""
+        if not self._closed and self._live is not None:
+            if self.mode == "live":
+                self._live.stop()
+        self._closed = True
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- the line
+
+    def line(self, now: float | None = None) -> str:
+        """The live line as text."""
+        now = time.monotonic() if now is None else now
+        phase = f"{self._phase} {duration(now - self._phase_began)}"
+        parts = [self._head(), phase, self._values()]
+        return " | ".join(part for part in parts if part) + self._tail(now)
+
+    def eta_seconds(self, now: float | None = None) -> float | None:
+        """Seconds left by the mean time of the steps so far (the first, which warms up, only when it is the only one)."""
+        if self.total_steps is None or self._first_step_end is None:
+            return None
+        now = time.monotonic() if now is None else now
+        done = self._step - self._start_step
+        mean = (self._step_began - self._first_step_end) / done if done else self._first_step_end - self._began
+        left = mean * (self.total_steps - self._step) - (now - self._step_began)
+        return max(left, 0.0)
+
+    def _head(self) -> str:
+        return f"step {self._step}" + (f"/{self.total_steps}" if self.total_steps is not None else "")
+
+    def _values(self) -> str:
+        shown = []
+        for label, names in _SHOWN:
+            value = next((self._metrics[name] for name in names if name in self._metrics), None)
+            if value is not None:
+                shown.append(f"{label} {format_number(value)}")
+        return "  ".join(shown)
+
+    def _tail(self, now: float) -> str:
+        left = self.eta_seconds(now)
+        return "" if left is None or self._step >= (self.total_steps or 0) else f" | {duration(left)} left"
+
+    # ---------------------------------------------------------------- where it goes
+
+    def _get_console(self) -> Any:
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console()
+        return self._console
+
+    def _print(self, text: str) -> None:
+        if self.mode == "live":
+            self._get_console().print(text, markup=False, highlight=False)
+        elif self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def _start_live(self) -> None:
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        spinner = Spinner("dots")
+        progress = self
+
+        class Line:
+            """Drawn anew at every refresh, so that the times move during a long phase."""
+
+            def __rich__(self) -> Any:
+                spinner.update(text=Text(progress.line(), no_wrap=True, overflow="ellipsis"))
+                return spinner
+
+        self._live = Live(Line(), console=self._get_console(), refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def _start_notebook(self) -> None:
+        from IPython.display import display
+
+        self._live = display({"text/plain": self.line()}, raw=True, display_id=True)
+
+    def _show_notebook(self) -> None:
+        if self._live is not None:
+            self._live.update({"text/plain": self.line()}, raw=True)
+
+
+def _choose_mode(console: Any) -> str:
+    ipython = sys.modules.get("IPython")  # imported is not enough: a kernel must run in this process
+    if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
+        return "notebook"
+    terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()
+    return "live" if terminal else "plain"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (int, float)):
+        return True
+    return hasattr(value, "item") and getattr(value, "ndim", 1) == 0

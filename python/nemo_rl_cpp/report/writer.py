@@ -1,0 +1,134 @@
+"""Keeps report.html of a log folder up to date while a run goes on."""
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_cpp.config.access import redact, to_json, to_plain, written
+from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
+from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
+from nemo_rl_cpp.report.page import RunFacts, render
+from nemo_rl_cpp.report.samples import SampleBook
+
+REPORT = "report.html"
+FACTS = "report_facts.json"
+
+
+class ReportWriter:
+    """Writes `<log_dir>/report.html` from metrics.jsonl and the rollout files of the folder.
+
+    `update()` after each step costs next to nothing most of the time: the page is written at most every `min_interval`
+    seconds, and so seldom that writing takes less than 2 % of the time. The page replaces the old one in one step, so
+    there is a whole page at any moment, also after a crash; `write_report(log_dir)` makes it again from the files alone.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path | str,
+        config: Any = None,
+        defaults: Any = None,
+        total_steps: int | None = None,
+        title: str | None = None,
+        min_interval: float = 5.0,
+    ) -> None:
+        """`config` and `defaults`: resolved configuration and the schema's defaults (mappings or models); without them
+        the folder's own hyperparams.json and an earlier report's facts are used."""
+        self.log_dir = Path(log_dir)
+        self.path = self.log_dir / REPORT
+        self.min_interval = min_interval
+        self._tail = JsonlTail(self.log_dir / METRICS)
+        self._book = SampleBook(self.log_dir)
+        self._last_written = -float("inf")
+        self._cost = 0.0
+        self._warned = False
+        facts = _read_json(self.log_dir / FACTS)
+        self._facts: dict[str, Any] = {
+            "title": title or facts.get("title") or "/".join(self.log_dir.absolute().parts[-2:]),
+            "status": facts.get("status", "running"),
+            "message": facts.get("message", ""),
+            "total_steps": total_steps if total_steps is not None else facts.get("total_steps"),
+            "config": written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
+            "defaults": redact(to_plain(defaults)) if defaults is not None else facts.get("defaults", {}),
+            "environment": facts.get("environment") or _environment(),
+        }
+        self._history = MetricHistory(settings=self._facts["config"])
+
+    def start(self) -> None:
+        """Says that the run goes on (also after a resume) and writes the first page."""
+        self.update(status="running", force=True)
+
+    def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
+        """Writes the page if it is time to, or with `force`; True when it did. A page that cannot be written does not
+        end the run: False is returned and the reason is shown once."""
+        if status is not None:
+            self._facts["status"] = status
+        if message is not None:
+            self._facts["message"] = message
+        now = time.monotonic()
+        if not force and now - self._last_written < max(self.min_interval, 50 * self._cost):
+            return False
+        try:
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                print(f"{self.path} could not be written: {error}", file=sys.stderr)
+            self._warned = True
+            return False
+        finally:
+            self._last_written = time.monotonic()
+            self._cost = self._last_written - now
+        return True
+
+    def finish(self, status: str = "finished", message: str = "") -> None:
+        """Writes the last page: status finished, interrupted or failed."""
+        self.update(status=status, message=message, force=True)
+
+    def _write(self) -> None:
+        rows, restarted = self._tail.new_rows()
+        if restarted:
+            self._history = MetricHistory(settings=self._facts["config"])
+        for row in rows:
+            self._history.add(row)
+        page = render(self._history, RunFacts(samples=self._book.samples(), **self._facts))
+        stored = {key: value for key, value in self._facts.items() if key != "config"}
+        write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
+        write_atomic(self.path, page, durable=False)
+
+    def _repr_html_(self) -> str:
+        """The page inside a notebook."""
+        from html import escape
+
+        if not self.path.exists():
+            self.update(force=True)
+        page = self.path.read_text(encoding="utf-8")
+        return f'<iframe srcdoc="{escape(page, quote=True)}" style="width:100%;height:720px;border:0"></iframe>'
+
+
+def write_report(log_dir: Path | str, config: Any = None, defaults: Any = None) -> Path:
+    """Writes report.html of a finished, running or crashed run from its log folder; returns its path.
+
+    ValueError when the folder holds no metrics.jsonl.
+    """
+    if not (Path(log_dir) / METRICS).exists():
+        raise ValueError(f"{log_dir} holds no {METRICS}: give the log folder of a run, such as logs/exp_001")
+    writer = ReportWriter(log_dir, config, defaults)
+    writer._write()
+    return writer.path
+
+
+def _environment() -> dict[str, Any]:
+    facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    torch = sys.modules.get("torch")
+    return facts | ({"torch": str(torch.__version__)} if torch is not None else {})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

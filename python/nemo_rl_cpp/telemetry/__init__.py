@@ -1,0 +1,1 @@
+"""What a run costs: time, memory, and how informative its batches were."""

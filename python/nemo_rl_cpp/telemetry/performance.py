@@ -1,0 +1,77 @@
+"""Numbers of a step that come from others: `performance/*`, and how informative the prompt groups were."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_cpp.config.access import to_plain
+
+
+def performance_metrics(
+    timing: Mapping[str, float],
+    *,
+    num_samples: int,
+    total_num_tokens: float,
+    num_generated_tokens: float | None = None,
+    num_devices: int = 1,
+    num_training_devices: int | None = None,
+    num_generation_devices: int | None = None,
+) -> dict[str, float]:
+    """The `performance/*` values of a step.
+
+    A rate is a count over the seconds of a stage (`timing`, sums by NeMo RL's labels); `total_num_tokens` counts prompt
+    and response tokens and, as in NeMo RL, is the numerator of every token rate. `decode_tokens_per_sec` is the rate of
+    `num_generated_tokens` alone. A device is a GPU, or the CPU of a process. Rates of stages that did not run are absent.
+    """
+    training_devices = num_training_devices or num_devices
+    generation_devices = num_generation_devices or num_devices
+    step, generation = timing.get("total_step_time", 0.0), timing.get("generation", 0.0)
+    training, logprobs = timing.get("policy_training", 0.0), timing.get("policy_and_reference_logprobs", 0.0)
+    metrics: dict[str, float] = {}
+
+    def rate(name: str, count: float, seconds: float, devices: int, whole: bool) -> None:
+        if seconds > 0:
+            metrics[f"{name}_per_gpu"] = count / seconds / devices
+            if whole:
+                metrics[name] = count / seconds
+
+    rate("samples_per_sec", num_samples, step, num_devices, whole=True)
+    rate("tokens_per_sec", total_num_tokens, step, num_devices, whole=True)
+    rate("generation_tokens_per_sec", total_num_tokens, generation, generation_devices, whole=True)
+    rate("policy_training_tokens_per_sec", total_num_tokens, training, training_devices, whole=False)
+    rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, training_devices, whole=False)
+    rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs, training_devices, whole=True)
+    if num_generated_tokens is not None and generation > 0:
+        metrics["decode_tokens_per_sec"] = num_generated_tokens / generation
+    return metrics
+
+
+def group_reward_metrics(rewards: Iterable[float], group_ids: Sequence[Any]) -> dict[str, float]:
+    """How many prompt groups taught nothing because all their rewards are equal. `rewards` [B], `group_ids` [B].
+
+    `groups/num`, and in percent of groups: `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest
+    reward of the batch) and `groups/pct_equal_worst` (all at the lowest), and `groups/pct_mixed`. When every reward of
+    the batch is the same, 1 or more counts as best and anything else as worst.
+    """
+    values = np.asarray([float(value) for value in rewards], dtype=np.float64)
+    ids = list(to_plain(group_ids))
+    if len(values) != len(ids):
+        raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
+    if not len(values):
+        return {}
+    groups: dict[Any, list[float]] = {}
+    for group, value in zip(ids, values.tolist(), strict=True):
+        groups.setdefault(group, []).append(value)
+    low, high = float(values.min()), float(values.max())
+    equal = [group[0] for group in groups.values() if min(group) == max(group)]
+    best = sum(value == high and (high > low or value >= 1.0) for value in equal)
+    worst = sum(value == low and (high > low or value < 1.0) for value in equal)
+    share = 100.0 / len(groups)
+    return {
+        "groups/num": float(len(groups)),
+        "groups/pct_equal": len(equal) * share,
+        "groups/pct_equal_best": best * share,
+        "groups/pct_equal_worst": worst * share,
+        "groups/pct_mixed": (len(groups) - len(equal)) * share,
+    }

@@ -1,1 +1,0 @@
-"""What every run needs around its training loop: timer, logger, checkpoints, terminal line, report."""

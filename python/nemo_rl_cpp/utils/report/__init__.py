@@ -1,5 +1,0 @@
-"""`report.html`: one self-contained page about a run, written again and again while it goes on."""
-
-from nemo_rl_cpp.utils.report.writer import ReportWriter, write_report
-
-__all__ = ["ReportWriter", "write_report"]

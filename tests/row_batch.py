@@ -1,0 +1,11 @@
+"""Padded tensors as the native core's view of a batch."""
+
+import torch
+from nemo_rl_cpp._native import C
+from torch import Tensor
+
+
+def padded_rows(ids: Tensor, lengths: Tensor, mask: Tensor, groups: Tensor) -> C.RowBatch:
+    """ids int64 [B, S] padded on the right, lengths and groups [B], mask bool [B, S]."""
+    size, width = ids.shape
+    return C.RowBatch(ids, torch.arange(size) * width, lengths, mask, groups)

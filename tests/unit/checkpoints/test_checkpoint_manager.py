@@ -1,0 +1,236 @@
+import json
+import os
+
+import numpy as np
+import pytest
+import yaml
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from pydantic import BaseModel
+
+
+def make(tmp_path, **config):
+    return CheckpointManager({"checkpoint_dir": str(tmp_path / "ckpt"), "save_period": 1, **config})
+
+
+def save(manager, step, **info):
+    with manager.saving(step, {"total_steps": step, **info}, {"grpo": {"seed": 42}}) as folder:
+        (folder / "policy" / "weights").mkdir(parents=True)
+        (folder / "policy" / "weights" / "model.safetensors").write_bytes(bytes([step]) * 1000)
+    return manager.checkpoint_dir / f"step_{step}"
+
+
+def steps(manager):
+    return sorted(int(p.name[5:]) for p in manager.checkpoint_dir.iterdir() if p.name.startswith("step_"))
+
+
+def test_a_saved_checkpoint_has_its_files_manifest_and_status(tmp_path):
+    manager = make(tmp_path)
+    folder = save(manager, 3, val_reward=np.float32(0.5), bad=float("nan"))
+    assert json.loads((folder / "training_info.json").read_text()) == {
+        "total_steps": 3,
+        "val_reward": 0.5,
+        "bad": "nan",
+    }
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"grpo": {"seed": 42}}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] == 3 and manifest["files"]["policy/weights/model.safetensors"]["size"] == 1000
+    assert set(manifest["files"]) == {"training_info.json", "config.yaml", "policy/weights/model.safetensors"}
+    assert json.loads((manager.checkpoint_dir / "latest_checkpoint_status.json").read_text())["latest_step"] == 3
+    assert manager.get_latest_checkpoint_path() == str(folder)
+    assert manager.load_training_info(folder)["total_steps"] == 3
+    assert manager.load_training_info(None) is None
+
+
+def test_config_may_be_a_model_and_run_config_too(tmp_path):
+    class Checkpointing(BaseModel):
+        checkpoint_dir: str
+        metric_name: str | None = "val:accuracy"
+        save_period: int = 5
+
+    manager = CheckpointManager(Checkpointing(checkpoint_dir=str(tmp_path)))
+    folder = manager.init_tmp_checkpoint(5, {}, Checkpointing(checkpoint_dir="x"))
+    assert folder.is_absolute() and folder.name == "tmp_step_5"
+    manager.finalize_checkpoint(folder)
+    assert yaml.safe_load((tmp_path / "step_5" / "config.yaml").read_text())["checkpoint_dir"] == "x"
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"save_period": 0}, "checkpointing.save_period=0"),
+        ({"keep_top_k": -1}, "checkpointing.keep_top_k=-1"),
+        ({"checkpoint_dir": ""}, "checkpointing.checkpoint_dir is empty"),
+    ],
+)
+def test_bad_configurations_are_refused(tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **config)
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path):
+    manager = make(tmp_path)
+    save(manager, 2, note="first")
+    folder = save(manager, 2, note="second")
+    assert manager.load_training_info(folder)["note"] == "second"
+    assert sorted(p.name for p in manager.checkpoint_dir.iterdir() if p.is_dir()) == ["step_2"]
+
+
+def test_an_exception_in_the_block_leaves_nothing(tmp_path):
+    manager = make(tmp_path)
+    save(manager, 1)
+    for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
+        with pytest.raises(type(error)) as caught, manager.saving(2, {}) as folder:
+            (folder / "half").write_text("x")
+            raise error
+    assert any("step 2" in note for note in caught.value.__notes__)
+    assert sorted(p.name for p in manager.checkpoint_dir.iterdir() if p.is_dir()) == ["step_1"]
+    save(manager, 2)
+
+
+def test_latest_passes_over_damaged_and_incomplete_folders(tmp_path):
+    manager = make(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(manager, step)
+    root = manager.checkpoint_dir
+    (root / "step_3" / "policy" / "weights" / "model.safetensors").write_bytes(b"\x09" * 1000)  # same size, other bytes
+    (root / "step_4" / "manifest.json").unlink()
+    (root / "tmp_step_5").mkdir()
+    (root / "step_x").mkdir()
+    fresh = make(tmp_path)
+    with pytest.warns(UserWarning) as warned:
+        assert fresh.get_latest_checkpoint_path() == str(root / "step_2")
+    texts = " ".join(str(w.message) for w in warned)
+    assert "removed the left-over tmp_step_5" in texts
+    assert "left step_4 as it is: it has no manifest.json" in texts
+    assert "step_3 is passed over: the content of policy/weights/model.safetensors does not match" in texts
+    assert (root / "step_4").is_dir() and not (root / "tmp_step_5").exists() and (root / "step_x").is_dir()
+
+
+def test_another_program_s_checkpoints_are_neither_renamed_nor_overwritten(tmp_path):
+    """NeMo RL writes folders of the same names, by default into the same place."""
+    manager = make(tmp_path)
+    for name in ("step_1", "corrupt_step_1"):
+        (manager.checkpoint_dir / name).mkdir(parents=True)
+        (manager.checkpoint_dir / name / "training_info.json").write_text(name)
+    with pytest.warns(UserWarning, match="left step_1 as it is"):
+        assert manager.get_latest_checkpoint_path() is None
+    with pytest.warns(UserWarning, match="left step_1 as it is"):
+        save(manager, 1)
+    assert manager.get_latest_checkpoint_path().endswith("step_1")
+    assert (manager.checkpoint_dir / "corrupt_step_1" / "training_info.json").read_text() == "corrupt_step_1"
+    assert (manager.checkpoint_dir / "corrupt_step_1_2" / "training_info.json").read_text() == "step_1"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}, "digest": "x"}'])
+def test_a_torn_manifest_is_no_manifest(tmp_path, content):
+    manager = make(tmp_path)
+    save(manager, 1)
+    save(manager, 2)
+    (manager.checkpoint_dir / "step_2" / "manifest.json").write_text(content)
+    with pytest.warns(UserWarning, match="set step_2 aside"):
+        assert manager.get_latest_checkpoint_path().endswith("step_1")
+
+
+def test_no_checkpoints_at_all(tmp_path):
+    manager = make(tmp_path, metric_name="val:accuracy")
+    assert manager.get_latest_checkpoint_path() is None
+    assert CheckpointManager.get_resume_paths(None) == (None, None)
+
+
+def test_resume_paths(tmp_path):
+    step = tmp_path / "step_1"
+    (step / "policy" / "weights").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="optimizer starts fresh"):
+        assert CheckpointManager.get_resume_paths(step) == (step / "policy" / "weights", None)
+    (step / "value" / "optimizer").mkdir(parents=True)
+    expected = (step / "value" / "weights", step / "value" / "optimizer")
+    assert CheckpointManager.get_resume_paths(str(step), model_component="value") == expected
+
+
+def test_keep_top_k_by_metric_keeps_the_best_and_the_latest(tmp_path):
+    manager = make(tmp_path, metric_name="val:accuracy", keep_top_k=2)
+    for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.9, 0.2, 0.3], start=1):
+        save(manager, step, **{"val:accuracy": accuracy})
+    assert steps(manager) == [2, 4, 6]
+
+
+def test_keep_top_k_lower_is_better(tmp_path):
+    manager = make(tmp_path, metric_name="train:loss", keep_top_k=1, higher_is_better=False)
+    for step, loss in enumerate([0.3, 0.1, 0.1, 0.2], start=1):
+        save(manager, step, **{"train:loss": loss})
+    assert steps(manager) == [3, 4]
+
+
+def test_keep_top_k_without_a_metric_keeps_the_newest(tmp_path):
+    manager = make(tmp_path, keep_top_k=2)
+    for step in range(1, 6):
+        save(manager, step)
+    assert steps(manager) == [4, 5]
+
+
+def test_off_period_checkpoints_go_once_they_are_not_the_latest(tmp_path):
+    manager = make(tmp_path, keep_top_k=5, save_period=10)
+    for step in (10, 13, 20, 27):
+        save(manager, step)
+    assert steps(manager) == [10, 20, 27]
+
+
+def test_ft_keep_latest_k_and_no_limits(tmp_path):
+    manager = make(tmp_path, ft_keep_latest_k=2, save_period=10)
+    for step in (10, 11, 12, 13):
+        save(manager, step)
+    assert steps(manager) == [10, 12, 13]
+    unlimited = CheckpointManager({"checkpoint_dir": str(tmp_path / "other"), "save_period": 10})
+    for step in (1, 2, 3):
+        save(unlimited, step)
+    assert steps(unlimited) == [1, 2, 3]
+
+
+def test_missing_and_nan_metrics_rank_last(tmp_path):
+    manager = make(tmp_path, metric_name="val:accuracy", keep_top_k=1)
+    save(manager, 1, **{"val:accuracy": -5.0})
+    save(manager, 2, **{"val:accuracy": float("nan")})
+    save(manager, 3)
+    assert steps(manager) == [1, 3]
+
+
+def test_checkpoint_metric(tmp_path):
+    manager = make(tmp_path, metric_name="val:accuracy")
+    assert manager.checkpoint_metric({"loss": 1}, {"accuracy": np.float64(0.25)}) == {"val:accuracy": 0.25}
+    with pytest.warns(UserWarning, match="this step has no val metrics"):
+        assert manager.checkpoint_metric({"loss": 1}, None) == {}
+    with pytest.raises(ValueError, match="no 'accuracy'; there are avg_length"):
+        manager.checkpoint_metric({}, {"avg_length": 3})
+    assert make(tmp_path).checkpoint_metric({}, {}) == {}
+
+
+def test_save_reasons(tmp_path):
+    manager = make(tmp_path, save_period=10, ft_save_period=4)
+    assert manager.save_reason(7) is None
+    assert manager.save_reason(10) == "save_period"
+    assert manager.save_reason(8) == "ft_save_period"
+    assert manager.save_reason(7, is_last=True) == "last_step"
+    assert manager.save_reason(7, early_stop=True) == "early_stop"
+    assert manager.save_reason(7, timeout=True) == "timeout"
+    assert manager.save_reason(10, interrupted=True) == "interrupted"
+    assert make(tmp_path, enabled=False).save_reason(10, is_last=True) is None
+
+
+def test_two_processes_cannot_save_into_one_folder(tmp_path):
+    manager = make(tmp_path)
+    folder = manager.init_tmp_checkpoint(1, {})
+    other = make(tmp_path)
+    with pytest.raises(RuntimeError, match="checkpointing.checkpoint_dir of its own"):
+        other.init_tmp_checkpoint(2, {})
+    assert other.recover() == [] and folder.exists()
+    manager.finalize_checkpoint(folder)
+    save(other, 2)
+
+
+def test_only_temporary_folders_can_be_finalized_or_abandoned(tmp_path):
+    manager = make(tmp_path)
+    folder = save(manager, 1)
+    with pytest.raises(ValueError, match="tmp_step_N is expected"):
+        manager.finalize_checkpoint(folder)
+    manager.abandon(folder)
+    assert os.path.isdir(folder)

@@ -1,0 +1,66 @@
+"""A batch without padding, and the same in NeMo RL's padded layout."""
+
+import pytest
+import torch
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+
+
+def padded():
+    return {
+        "input_ids": torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0], [6, 0, 0, 0]]), "input_lengths": torch.tensor([2, 3, 1]),
+        "mask": torch.tensor([[0, 1, 9, 9], [0, 1, 1, 9], [1, 9, 9, 9]]), "reward": torch.tensor([1.0, 2.0, 3.0]), "name": ["a", "b", "c"],
+        "states": torch.arange(24.0).reshape(3, 4, 2), "epoch": 7,
+    }  # fmt: skip
+
+
+def test_what_belongs_to_tokens_and_what_to_samples():
+    batch = RaggedBatch.of(padded())
+    assert batch.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6] and batch.tokens["mask"].tolist() == [
+        0,
+        1,
+        0,
+        1,
+        1,
+        1,
+    ]
+    assert batch.tokens["states"].shape == (6, 2) and batch.tokens["states"][3].tolist() == [10.0, 11.0]
+    assert set(batch.samples) == {"reward", "name", "epoch"} and batch.size == 3 and batch.num_tokens == 6
+    assert batch.offsets.tolist() == [0, 2, 5, 6] == offsets_of(torch.tensor([2, 3, 1])).tolist()
+    assert batch.sample_of_token.tolist() == [0, 0, 1, 1, 1, 2]
+    assert RaggedBatch.of(batch) is batch
+
+
+def test_padding_comes_back_as_zeros_and_pad_tokens():
+    batch = RaggedBatch.of(padded())
+    batch.pad_token_id = -1
+    assert batch["input_ids"].tolist() == [[1, 2, -1, -1], [3, 4, 5, -1], [6, -1, -1, -1]]
+    assert batch["mask"].tolist() == [[0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]] and batch["epoch"] == 7
+    assert batch["input_lengths"].tolist() == [2, 3, 1] and batch["states"].shape == (3, 4, 2)
+
+
+def test_sums_and_values_of_samples():
+    batch = RaggedBatch.of(padded())
+    assert batch.by_sample(batch.tokens["mask"]).tolist() == [1, 2, 1]
+    assert batch.by_token(batch.samples["reward"]).tolist() == [1, 1, 2, 2, 2, 3]
+    assert [row.tolist() for row in batch.rows(batch.tokens["input_ids"])] == [[1, 2], [3, 4, 5], [6]]
+
+
+def test_places_of_some_samples():
+    places, inside = RaggedBatch.of(padded()).places(torch.tensor([2, 0]), 2)
+    assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
+
+
+def test_a_copy_has_names_of_its_own():
+    batch = RaggedBatch.of(padded())
+    other = batch.copy()
+    other["reward"], other.tokens["mask"] = torch.zeros(3), torch.zeros(6)
+    assert batch["reward"].tolist() == [1, 2, 3] and batch.tokens["mask"].sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([2, 3], "got \\(3, 4\\) and \\(2,\\)"), ([2, 5, 1], "from 1 to 5; expected 1 to 4"), ([2, 0, 1], "from 0 to 2; expected 1 to 4")],
+)  # fmt: skip
+def test_lengths_that_do_not_fit_are_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        RaggedBatch.of({**padded(), "input_lengths": torch.tensor(lengths)})

@@ -1,0 +1,205 @@
+"""Who is in a folder: the second one is told, whatever way the first one ended."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.files import folder_lock
+from nemo_rl_cpp.files.folder_lock import FolderError, FolderInUseError, FolderLock, holder_of
+
+KEY = "checkpointing.checkpoint_dir"
+HOLD = (
+    "import sys, pathlib\nfrom nemo_rl_cpp.checkpoints.manager import CheckpointManager\n"
+    "manager = CheckpointManager({'checkpoint_dir': sys.argv[1]})\nmanager.claim()\nprint('in', flush=True)\nsys.stdin.read()\n"
+)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process in tmp_path/ck."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "ck")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "in\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def claim(folder):
+    manager = CheckpointManager({"checkpoint_dir": str(folder)})
+    manager.claim()
+    return manager
+
+
+def test_the_second_run_says_who_is_in_the_folder(tmp_path, other):
+    with pytest.raises(FolderInUseError) as caught:
+        claim(tmp_path / "ck")
+    text = str(caught.value)
+    assert f"process {other.pid} on {socket.gethostname()}, since 2" in text and f"a {KEY} of its own" in text
+    assert isinstance(caught.value, (ValueError, RuntimeError)) and "\n" not in text
+    assert holder_of(tmp_path / "ck")["pid"] == other.pid
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path, other):
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    assert holder_of(tmp_path / "ck") is None
+    claim(tmp_path / "ck").shutdown()
+
+
+def test_a_save_of_another_process_is_kept_out_too(tmp_path, other):
+    manager = CheckpointManager({"checkpoint_dir": str(tmp_path / "ck")})
+    with pytest.raises(RuntimeError, match="in use by process"):
+        manager.init_tmp_checkpoint(1, {})
+    assert manager.get_latest_checkpoint_path() is None  # reading needs no lock
+
+
+def test_a_forked_child_does_not_keep_its_parent_s_lock(tmp_path):
+    lock = FolderLock(tmp_path, KEY)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        lock.close()
+        FolderLock(tmp_path, KEY).close()
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def test_saves_of_the_holder_go_on_and_the_claim_outlives_them(tmp_path):
+    manager = claim(tmp_path / "ck")
+    with manager.saving(1, {}):
+        pass
+    with pytest.raises(FolderInUseError, match="by this very process"):
+        claim(tmp_path / "ck")
+    manager.shutdown()
+    claim(tmp_path / "ck").shutdown()
+
+
+def test_a_run_that_ends_before_it_saves_leaves_no_folder(tmp_path):
+    claim(tmp_path / "a" / "ck").shutdown()
+    assert not (tmp_path / "a" / "ck").exists()
+    (tmp_path / "mine").mkdir()
+    claim(tmp_path / "mine").shutdown()
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_a_folder_that_was_taken_away_does_not_end_the_shutdown(tmp_path):
+    manager = claim(tmp_path / "ck")
+    shutil.rmtree(tmp_path / "ck")
+    manager.shutdown()
+
+
+def _folder(path):
+    path.mkdir()
+
+
+def _fifo(path):
+    os.mkfifo(path)
+
+
+def _link(path):
+    path.with_name("precious.txt").write_text("mine")
+    path.symlink_to(path.with_name("precious.txt"))
+
+
+@pytest.mark.parametrize("make", [_folder, _fifo, _link])
+def test_a_lock_that_is_no_file_is_named(tmp_path, make):
+    (tmp_path / "ck").mkdir()
+    make(tmp_path / "ck" / ".lock")
+    with pytest.raises(FolderError, match=r"\.lock is not a file.*" + KEY):
+        claim(tmp_path / "ck")
+    assert holder_of(tmp_path / "ck") is None
+    if make is _link:
+        assert (tmp_path / "ck" / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "dangling", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FolderError, match=KEY):
+        claim(tmp_path / name)
+
+
+def test_a_read_only_folder_is_named(monkeypatch, tmp_path):
+    (tmp_path / "ck").mkdir()
+    real = os.open
+
+    def refuse(path, *args, **kwargs):
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(30, "Read-only file system")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(FolderError, match="cannot be written .Read-only file system"):
+        claim(tmp_path / "ck")
+
+
+def test_a_file_system_without_locks_is_said(monkeypatch, tmp_path):
+    def no_locks(descriptor, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match="no locks, so nothing would tell of a second run"):
+        claim(tmp_path / "ck").shutdown()
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff" * 9, json.dumps({"pid": "?"}).encode()])
+def test_a_lock_file_that_says_nothing_still_locks(tmp_path, content):
+    lock = FolderLock(tmp_path, KEY)
+    (tmp_path / ".lock").write_bytes(content)
+    with pytest.raises(FolderInUseError, match="in use by"):
+        FolderLock(tmp_path, KEY)
+    lock.close()
+
+
+def save(manager, step):
+    with manager.saving(step, {}):
+        pass
+
+
+def test_a_lock_file_that_was_removed_is_taken_anew_at_the_next_save(tmp_path):
+    manager = claim(tmp_path / "ck")
+    (tmp_path / "ck" / ".lock").unlink()
+    save(manager, 1)
+    with pytest.raises(FolderInUseError, match="by this very process"):
+        claim(tmp_path / "ck")
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("what", ["the lock file", "the folder"])
+def test_a_run_whose_place_another_one_took_saves_nothing_there(tmp_path, what):
+    manager = claim(tmp_path / "ck")
+    if what == "the folder":
+        os.rename(tmp_path / "ck", tmp_path / "moved")
+    else:
+        (tmp_path / "ck" / ".lock").unlink()
+    second = claim(tmp_path / "ck")
+    save(second, 1)
+    with pytest.raises(FolderInUseError):
+        save(manager, 2)
+    manager.shutdown()
+    save(second, 3)
+    assert sorted(path.name for path in (tmp_path / "ck").glob("*step_*")) == ["step_1", "step_3"]
+    second.shutdown()
+
+
+@pytest.mark.parametrize("name", ["link", "up/../ck", "./ck", "link/../ck"])
+def test_another_name_of_the_folder_is_the_same_folder(tmp_path, other, name, monkeypatch):
+    (tmp_path / "up").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "ck")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FolderInUseError, match=f"process {other.pid} "):
+        claim(name)

@@ -1,0 +1,163 @@
+"""The trackers: wandb for real (offline), the others against stand-ins that record how they are called."""
+
+import sys
+import types
+
+import pytest
+from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger, parse_gpu_table
+
+
+def config(tmp_path, **extra):
+    return {"log_dir": str(tmp_path), "tensorboard_enabled": False, **extra}
+
+
+class Recorder(types.ModuleType):
+    """A module that notes every call of its functions."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.calls = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            if name in ("init", "start_run"):
+                run = types.SimpleNamespace(
+                    info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1", name="n-1"
+                )
+                run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
+                return run
+            return None
+
+        return call
+
+    def of(self, name):
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def install(name):
+        module = Recorder(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return install
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
+def test_a_missing_package_is_a_sentence_with_key_and_command(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=f"logger.{name}_enabled=true.*pip install {name}.*{name}_enabled=false"):
+        Logger(config(tmp_path, **{f"{name}_enabled": True}))
+
+
+def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    cfg = config(
+        tmp_path, wandb_enabled=True, wandb={"project": "p", "name": "n", "log_nemo_gym_full_result_tables": False}
+    )
+    with Logger(cfg) as logger:
+        first = logger.wandb_logger.run.id
+        logger.log_hyperparams({"grpo": {"seed": 42}})
+        logger.log_metrics({"loss": 0.5}, 1, prefix="train")
+        logger.log_metrics({"total_step_time": 2.0}, 1, prefix="timing/train", step_finished=True)
+        logger.log_histogram([1.0, 1.0], 1, "train/same")
+        logger.log_histogram([1.0, 2.0], 1, "train/h")
+        summary = dict(logger.wandb_logger.run.summary)
+        assert logger.wandb_logger.run.config["grpo"]["seed"] == 42
+    assert summary["train/loss"] == 0.5 and summary["timing/train/total_step_time"] == 2.0
+    assert list((tmp_path / "wandb").rglob("*.wandb"))
+    with Logger(cfg) as logger:
+        assert logger.wandb_logger.run.id == first
+
+
+def test_mlflow(tmp_path, fake):
+    mlflow = fake("mlflow")
+    section = {"experiment_name": "e", "run_name": "r", "tracking_uri": "sqlite:///x.db"}
+    with Logger(config(tmp_path, mlflow_enabled=True, mlflow=section)) as logger:
+        logger.log_metrics({"loss": 0.5, "lens": [1, 2, 3, 4], "nested": {"a": 1}, "text": "x"}, 3, prefix="train")
+        logger.log_hyperparams({"a": {"b": [1, 2]}})
+    assert mlflow.of("set_tracking_uri") == [(("sqlite:///x.db",), {})]
+    assert mlflow.of("start_run") == [((), {"run_name": "r"})]
+    (row,), kwargs = mlflow.of("log_metrics")[0]
+    assert kwargs == {"step": 3, "run_id": "run-1"}
+    assert row == {
+        "train/loss": 0.5,
+        "train/lens/mean": 2.5,
+        "train/lens/p50": 2.5,
+        "train/lens/p90": pytest.approx(3.7),
+        "train/lens/max": 4.0,
+        "train/nested/a": 1.0,
+    }
+    assert mlflow.of("log_params")[0][0] == ({"a.b.0": 1, "a.b.1": 2},)
+    assert len(mlflow.of("end_run")) >= 1
+    Logger(config(tmp_path, mlflow_enabled=True, mlflow=section)).finish()
+    assert mlflow.of("start_run")[-1] == ((), {"run_id": "run-1"}), "a resumed run continues its own MLflow run"
+
+
+def test_swanlab_and_trackio(tmp_path, fake):
+    swanlab, trackio = fake("swanlab"), fake("trackio")
+    cfg = config(
+        tmp_path,
+        swanlab_enabled=True,
+        swanlab={"project": "p", "name": "n"},
+        trackio_enabled=True,
+        trackio={"project": "q", "name": "n"},
+    )
+    with Logger(cfg) as logger:
+        assert logger.swanlab_logger is not None
+        logger.log_metrics({"loss": 0.5, "text": "x"}, 2, prefix="train")
+        logger.log_hyperparams({"a": 1})
+    assert swanlab.of("init") == [((), {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")})]
+    assert swanlab.of("run.log") == [(({"train/loss": 0.5},), {"step": 2})]
+    assert trackio.of("init") == [((), {"project": "q", "name": "n"})]
+    assert trackio.of("log") == [(({"train/loss": 0.5},), {"step": 2})]
+    assert swanlab.of("finish") and trackio.of("finish")
+    Logger(cfg | {"swanlab_enabled": False}).finish()
+    assert trackio.of("init")[-1] == ((), {"project": "q", "name": "n-1", "resume": "allow"})
+
+
+def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
+    trackio = fake("trackio")
+    logger = Logger(config(tmp_path, trackio_enabled=True, trackio={"project": "q"}))
+
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    trackio.log = fail
+    with pytest.warns(UserWarning, match="TrackioLogger failed .no route to host.: the run goes on") as warned:
+        logger.log_metrics({"a": 1}, 1)
+        logger.log_metrics({"a": 2}, 2)
+    assert len(warned) == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_gpu_samples_have_their_own_axis_and_file(tmp_path, monkeypatch):
+    table = "0, 93, 20480\n1, [N/A], 1024\n"
+    assert parse_gpu_table(table) == {
+        "node.0.gpu.0.util": 93.0,
+        "node.0.gpu.0.mem_gb": 20.0,
+        "node.0.gpu.1.mem_gb": 1.0,
+    }
+    logger = Logger(config(tmp_path))
+    monitor = RayGpuMonitorLogger(0.001, 0.001, parent_logger=logger)
+    monkeypatch.setattr(monitor, "_gpu_metrics", lambda: parse_gpu_table(table))
+    monitor.metrics_buffer.append({"step": 12, "metrics": monitor.collect()})
+    monitor.stop()
+    line = (tmp_path / "system.jsonl").read_text()
+    assert '"step": 12' in line and '"ray/node.0.gpu.0.util": 93.0' in line and '"ray/ray_step": 12' in line
+    assert "ray/node.0.mem_total_gb" in line and not (tmp_path / "metrics.jsonl").exists()
+    with pytest.raises(ValueError, match="logger.gpu_monitoring"):
+        RayGpuMonitorLogger(0, 1)
+
+
+def test_monitor_gpus_without_a_gpu_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.telemetry.monitor.shutil.which", lambda name: None)
+    assert Logger(config(tmp_path, monitor_gpus=True)).gpu_monitor is None

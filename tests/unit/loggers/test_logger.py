@@ -1,0 +1,440 @@
+import contextlib
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.loggers import tb_events
+from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir, get_next_experiment_dir
+from pydantic import BaseModel
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def whole_rows(path):
+    """The rows without torn lines."""
+    found = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def steady_rows(path):
+    """What does not depend on time, of every row that holds such a thing."""
+    kept = [{name: v for name, v in row.items() if not name.startswith("timing/")} for row in rows(path)]
+    return [row for row in kept if set(row) != {"step"}]
+
+
+def events(folder):
+    """(tag, step, value) of every scalar, in file order, read with another project's message classes."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for _, payload in tb_events.records(path.read_bytes()):
+            event = Event.FromString(payload)
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
+    return found
+
+
+def log_steps(logger, first, last):
+    for step in range(first, last + 1):
+        logger.log_metrics({"loss": 1.0 / step, "reward": step}, step, prefix="train")
+        logger.log_metrics({"total_step_time": random.random()}, step, prefix="timing/train", step_finished=True)
+        logger.log_batched_dict_as_jsonl(
+            {"content": ["a", "b"], "rewards": [0.0, float(step)]}, f"train_data_step{step}.jsonl"
+        )
+
+
+def test_metrics_jsonl_rows_are_sorted_plain_and_strict_json(tmp_path):
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.log_metrics(
+            {"z": np.float32(0.5), "a": float("nan"), "m": {"n": [1, math.inf]}, "i": np.int64(3), "flag": True},
+            4,
+            prefix="train",
+        )
+        logger.log_metrics({"plain": 1}, 5)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.splitlines()[0] == (
+        '{"step": 4, "train/a": "nan", "train/flag": true, "train/i": 3, "train/m/n": [1, "inf"], "train/z": 0.5}'
+    )
+    assert rows(tmp_path / "metrics.jsonl")[1] == {"step": 5, "plain": 1}
+
+
+def test_torch_values_are_numbers_in_the_files(tmp_path):
+    torch = pytest.importorskip("torch")
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        logger.log_metrics(
+            {"loss": torch.tensor([0.25]), "norm": torch.tensor(2.0, requires_grad=True)}, 1, prefix="train"
+        )
+        logger.log_batched_dict_as_jsonl(
+            {"r": torch.tensor([1.0, float("nan")]), "ids": torch.tensor([[1], [2]])}, "x.jsonl"
+        )
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": [0.25], "train/norm": 2.0}]
+    assert rows(tmp_path / "x.jsonl") == [{"r": 1.0, "ids": [1], "idx": 0}, {"r": "nan", "ids": [2], "idx": 1}]
+    assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
+
+
+def test_config_may_be_a_model_and_files_can_be_switched_off(tmp_path):
+    class LoggerConfig(BaseModel):
+        log_dir: str
+        tensorboard_enabled: bool = True
+        metrics_jsonl_enabled: bool = False
+
+    with Logger(LoggerConfig(log_dir=str(tmp_path / "deep" / "logs"))) as logger:
+        logger.log_metrics({"x": 1}, 1)
+    assert not (tmp_path / "deep" / "logs" / "metrics.jsonl").exists()
+    assert events(tmp_path / "deep" / "logs" / "tensorboard") == [("x", 1, 1.0)]
+    with pytest.raises(ValueError, match="logger.log_dir is empty"):
+        Logger({"log_dir": ""})
+
+
+def test_tensorboard_skips_what_is_no_number_with_one_message(tmp_path, capsys):
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        for step in (1, 2):
+            logger.log_metrics({"text": "hello", "list": [1, 2], "x": step}, step)
+        logger.log_histogram([1.0, 2.0, float("nan")], 2, "train/h")
+        logger.log_histogram([], 2, "train/empty")
+        logger.log_hyperparams({"lr": 1e-6})
+    printed = capsys.readouterr().out
+    assert printed.count("text is not logged") == 0 and printed.count("list is not logged") == 1
+    assert events(tmp_path / "tensorboard") == [("x", 1, 1.0), ("x", 2, 2.0)]
+
+
+def test_hyperparams_hide_secrets(tmp_path):
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.log_hyperparams(
+            {"wandb": {"api_key": "s3cret", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
+        )
+    stored = json.loads((tmp_path / "hyperparams.json").read_text())
+    assert stored == {"wandb": {"api_key": "***", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
+
+
+def test_batched_dict_needs_one_entry_a_sample(tmp_path):
+    logger = Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False})
+    with pytest.raises(ValueError, match="'a': 2, 'b': 1"):
+        logger.log_batched_dict_as_jsonl({"a": [1, 2], "b": [1]}, "x.jsonl")
+    logger.log_batched_dict_as_jsonl({}, "empty.jsonl")
+    assert (tmp_path / "empty.jsonl").read_text() == ""
+
+
+def test_a_resumed_run_leaves_the_same_logs_as_an_unbroken_one(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    with Logger({"log_dir": str(whole)}) as logger:
+        log_steps(logger, 1, 6)
+    first = Logger({"log_dir": str(broken)})
+    log_steps(first, 1, 5)
+    first.log_metrics({"half": 1}, 6, prefix="train")
+    with open(broken / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "train/lo')  # killed in mid-write
+    with Logger({"log_dir": str(broken)}) as logger:
+        logger.truncate_after(3)
+        assert {row["step"] for row in rows(broken / "metrics.jsonl")} == {1, 2, 3}
+        assert not (broken / "train_data_step4.jsonl").exists()
+        log_steps(logger, 4, 6)
+    assert steady_rows(broken / "metrics.jsonl") == steady_rows(whole / "metrics.jsonl") != []
+
+    def names(root):
+        return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.suffix == ".jsonl")
+
+    assert names(broken) == names(whole)
+    for name in names(whole):
+        if name != "metrics.jsonl":
+            assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+    def stable(folder):
+        return [event for event in events(folder / "tensorboard") if not event[0].startswith("timing")]
+
+    assert stable(broken) == stable(whole)
+
+
+def test_truncation_to_the_start_and_of_an_empty_folder(tmp_path):
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        logger.truncate_after(3)
+        log_steps(logger, 1, 2)
+        logger.truncate_after(0)
+        assert rows(tmp_path / "metrics.jsonl") == [] and list(tmp_path.glob("train_data*")) == []
+    assert events(tmp_path / "tensorboard") == []
+
+
+def test_a_torn_event_file_is_cut_at_its_last_whole_record(tmp_path):
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        for step in (1, 2, 3):
+            logger.log_metrics({"x": step}, step)
+        logger.log_metrics({"torn": 3}, 3)
+    path = next((tmp_path / "tensorboard").glob("events*"))
+    path.write_bytes(path.read_bytes()[:-5])
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        logger.truncate_after(3)
+        logger.log_metrics({"after": 4.0}, 4)
+    assert [event[:2] for event in events(tmp_path / "tensorboard")] == [("x", 1), ("x", 2), ("x", 3), ("after", 4)]
+
+
+def test_a_torn_last_line_does_not_swallow_the_next_row(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.log_metrics({"a": 2}, 2)
+    assert whole_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
+
+
+def test_a_process_killed_at_once_keeps_what_it_logged(tmp_path):
+    program = (
+        "import os, sys\nfrom nemo_rl_cpp.loggers.logger import Logger\n"
+        "logger = Logger({'log_dir': sys.argv[1]})\n"
+        "logger.log_metrics({'x': 1.5}, 1, prefix='train')\nos.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
+    assert done.returncode == -9
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "train/x": 1.5}]
+    assert events(tmp_path / "tensorboard") == [("train/x", 1, 1.5)]
+
+
+def test_importing_the_logger_imports_no_tracker_and_no_torch():
+    program = (
+        "import sys, nemo_rl_cpp.loggers.logger, nemo_rl_cpp.checkpoints.manager, nemo_rl_cpp.report\n"
+        "heavy = {'torch', 'wandb', 'mlflow', 'swanlab', 'trackio', 'tensorboardX', 'rich', 'matplotlib', 'ray'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_flatten_dict():
+    assert flatten_dict({"a": 1, "b": {"c": 2}}) == {"a": 1, "b.c": 2}
+    assert flatten_dict({"a": [1, 2], "b": {"c": [3, {"d": 4}]}}) == {"a.0": 1, "a.1": 2, "b.c.0": 3, "b.c.1.d": 4}
+    assert flatten_dict({"a": [1], "b": {"c": 2}}, sep="/", expand_lists=False) == {"a": [1], "b/c": 2}
+
+
+def test_experiment_folders(tmp_path):
+    base = str(tmp_path / "logs")
+    assert get_next_experiment_dir(base).endswith("exp_001")
+    (tmp_path / "logs" / "exp_007").mkdir()
+    (tmp_path / "logs" / "exp_x").mkdir()
+    assert get_next_experiment_dir(base).endswith("exp_008")
+    assert get_experiment_dir(base, {}).endswith("exp_009")
+
+
+def _run_of(folder, base, log_dir=None, step=2):
+    """A run that saves into `folder` and logs below `base`: its log folder and its checkpoint."""
+    manager = CheckpointManager({"checkpoint_dir": str(folder)})
+    log_dir = log_dir or get_next_experiment_dir(str(base))
+    with Logger({"log_dir": log_dir}) as logger:
+        logger.claim(folder)
+        log_steps(logger, 1, step + 2)
+        manager.facts["run"] = logger.run_id
+    with manager.saving(step, {"log_dir": log_dir}) as tmp:
+        pass
+    return Path(log_dir), tmp.with_name(f"step_{step}")
+
+
+def _contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, checkpoint) == str(logs)
+
+
+def test_a_folder_by_another_name_is_the_same_folder(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    (tmp_path / "alias").symlink_to(tmp_path / "ck")
+    assert get_experiment_dir(
+        str(tmp_path / "logs"), {"log_dir": str(logs)}, tmp_path / "alias" / checkpoint.name
+    ) == str(logs)
+
+
+def test_moved_folders_are_still_the_run_s_own(tmp_path):
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    (tmp_path / "ck").rename(tmp_path / "ck_moved")
+    (tmp_path / "logs").rename(tmp_path / "logs_moved")
+    found = get_experiment_dir(
+        str(tmp_path / "logs_moved"), {"log_dir": str(logs)}, tmp_path / "ck_moved" / checkpoint.name
+    )
+    assert found == str(tmp_path / "logs_moved" / "exp_001")
+
+
+def test_a_run_from_a_copied_checkpoint_leaves_the_first_run_s_logs_alone(tmp_path, capsys):
+    """The folder that training_info.json names is never followed: neither into another log_dir nor within the same one."""
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    copy, link = tmp_path / "branch" / checkpoint.name, tmp_path / "linked" / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    link.parent.mkdir()
+    link.symlink_to(checkpoint)
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, link) != str(logs)
+    for base in (tmp_path / "logs2", tmp_path / "logs"):
+        new = get_experiment_dir(str(base), {"log_dir": str(logs)}, copy)
+        assert Path(new).parent == base and new != str(logs)
+    assert f"holds the logs of {tmp_path / 'ck'}" in capsys.readouterr().out
+
+
+def test_another_run_s_folder_of_the_same_name_is_left_alone(tmp_path):
+    """Its owner is gone, but it is not this run's: its number is another one."""
+    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    _run_of(tmp_path / "gone", tmp_path / "logs2")
+    shutil.rmtree(tmp_path / "gone")
+    assert get_experiment_dir(str(tmp_path / "logs2"), {"log_dir": str(logs)}, checkpoint).endswith("exp_002")
+
+
+@pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
+def test_a_log_dir_that_is_no_experiment_s_gives_a_new_folder(tmp_path, recorded):
+    _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
+    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint) == str(
+        tmp_path / "logs" / "exp_002"
+    )
+
+
+def test_cutting_back_removes_only_what_the_run_wrote(tmp_path):
+    outside = tmp_path / "outside_step9.jsonl"
+    outside.write_text("mine\n")
+    folder = tmp_path / "logs"
+    with Logger({"log_dir": str(folder)}) as logger:
+        log_steps(logger, 1, 4)
+        own = ["notes_step12.jsonl", "plots/mine_step12.svg", "sub/train_data_step4.jsonl"]
+        for name in own:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("mine\n")
+        with open(folder / ".run_files", "a") as ledger:  # what a stranger might put there
+            for name in ("../outside_step9.jsonl", str(outside), "notes.txt", "x_step9.jsonl"):
+                ledger.write(json.dumps({"step": 9, "file": name}) + "\n")
+        (folder / "x_step9.jsonl").symlink_to(outside)
+    with Logger({"log_dir": str(folder)}) as logger:
+        logger.truncate_after(2)
+    assert all((folder / name).read_text() == "mine\n" for name in own)
+    assert outside.read_text() == "mine\n" and (folder / "x_step9.jsonl").is_symlink()
+    assert sorted(p.name for p in folder.glob("train_data*")) == ["train_data_step1.jsonl", "train_data_step2.jsonl"]
+
+
+def test_event_files_of_other_runs_in_a_shared_folder_are_left_alone(tmp_path):
+    """`logger.tensorboard.log_dir` may be one folder for many runs."""
+    shared = tmp_path / "tb"
+    config = {"tensorboard": {"log_dir": str(shared)}}
+    with Logger({"log_dir": str(tmp_path / "a"), **config}) as first:
+        log_steps(first, 1, 4)
+    before = _contents(shared)
+    with Logger({"log_dir": str(tmp_path / "b"), **config}) as second:
+        log_steps(second, 1, 4)
+        second.truncate_after(1)
+        log_steps(second, 2, 3)
+    after = _contents(shared)
+    assert {name: after[name] for name in before} == before and len(after) == 2
+    with Logger({"log_dir": str(tmp_path / "a"), **config}) as first:
+        first.truncate_after(1)
+    assert _contents(shared).keys() == after.keys() and len(events(shared)) < 2 * 3 * 4
+
+
+def test_flush_syncs_rollouts_and_their_folder_entries(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        log_steps(logger, 1, 1)
+        logger.flush()
+    wanted = ("train_data_step1.jsonl", "metrics.jsonl", ".run_files", ".")
+    assert {str((tmp_path / name).resolve()) for name in wanted} <= synced
+
+
+def test_a_full_disk_does_not_end_a_run_and_no_line_is_lost(tmp_path, monkeypatch):
+    real, full = os.write, []
+
+    def write(descriptor, data):
+        if full and os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(tmp_path)):
+            if len(full) == 1:  # half of a line still finds room
+                full.append(True)
+                return real(descriptor, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.log_metrics({"a": 1}, 1)
+        full.append(True)
+        with pytest.warns(UserWarning, match="No space left on device: lines of JsonlLogger cannot be written"):
+            logger.log_metrics({"a": 2}, 2)
+        logger.log_metrics({"a": 3}, 3)
+        full.clear()
+        logger.log_metrics({"a": 4}, 4)
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": step, "a": step} for step in (1, 2, 3, 4)]
+
+
+def test_a_second_run_cannot_claim_a_log_folder(tmp_path):
+    first, second = (Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) for _ in range(2))
+    first.claim()
+    with pytest.raises(ValueError, match="in use by .*logger.log_dir of its own"):
+        second.claim()
+    first.finish()
+    second.claim()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".run_files"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_nothing_is_written_through_a_link_or_waits_for_a_fifo(tmp_path, name, kind):
+    """A line of another run's file, torn at its end, stays as it is; a fifo is an error."""
+    outside = tmp_path / "metrics.jsonl"
+    outside.write_text('{"step": 1}\n{"step": 9}\n{"st')
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    if kind == "link":
+        (folder / name).symlink_to(outside)
+    else:
+        os.mkfifo(folder / name)
+    with Logger({"log_dir": str(folder), "tensorboard_enabled": False}) as logger:
+        with pytest.raises(OSError, match=name) if kind == "fifo" else nullcontext():
+            log_steps(logger, 1, 2)
+    assert outside.read_text() == '{"step": 1}\n{"step": 9}\n{"st'
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_is_not_cut_back(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        logger.truncate_after(1)
+    assert (tmp_path / "metrics.jsonl").is_fifo()
+
+
+def _linked(first, second, link):
+    for path in (path for path in first.rglob("*") if path.is_file() and path.name != ".lock"):
+        target = second / path.relative_to(first)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link(path, target)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_folder_of_links_to_another_run_s_logs_changes_none_of_them(tmp_path, link):
+    """As `cp -al` and `cp -as` make one, to branch off a run without copying it."""
+    with Logger({"log_dir": str(tmp_path / "first")}) as logger:
+        logger.claim(tmp_path / "ck")
+        logger.log_hyperparams({"lr": 1})
+        log_steps(logger, 1, 3)
+    before = _contents(tmp_path / "first")
+    _linked(tmp_path / "first", tmp_path / "second", link)
+    with Logger({"log_dir": str(tmp_path / "second")}) as logger:
+        logger.claim(tmp_path / "ck2")
+        logger.log_hyperparams({"lr": 2})
+        log_steps(logger, 4, 4)
+        logger.truncate_after(3)
+        log_steps(logger, 4, 4)
+    assert _contents(tmp_path / "first") == before
+    assert [row["step"] for row in rows(tmp_path / "second" / "metrics.jsonl")][::2] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "second" / "hyperparams.json").read_text()) == {"lr": 2}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".run_files"])
+def test_a_log_that_is_no_file_is_named_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
+        with pytest.raises(OSError, match=f"not an ordinary file.*{name}"):
+            log_steps(logger, 1, 1)

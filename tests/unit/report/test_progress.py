@@ -1,0 +1,107 @@
+import io
+from types import SimpleNamespace
+
+import pytest
+from nemo_rl_cpp.report import progress as progress_module
+from nemo_rl_cpp.report.progress import Progress
+from nemo_rl_cpp.telemetry.timer import Timer
+from rich.console import Console
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_plain_lines_without_a_terminal(capsys, clock):
+    with Progress(total_steps=3) as progress:
+        assert progress.mode == "plain"
+        clock.now += 10
+        progress.step(1, {"reward": 0.5, "train/loss": -0.012345, "performance/tokens_per_sec": 81234.0, "note": "x"})
+        clock.now += 4
+        progress.step(2, {"reward": 0.75})
+        progress.print("a word")
+        clock.now += 4
+        progress.step(3)
+        progress.finish({"reward": "0.5 -> 0.75", "best": 0.123456789})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1/3 | reward 0.5  loss -0.01235  tok/s 81.2k | 10.0 s | 20.0 s left"
+    assert lines[1] == "step 2/3 | reward 0.75  loss -0.01235  tok/s 81.2k | 4.0 s | 4.0 s left"
+    assert lines[2] == "a word" and lines[3].startswith("step 3/3") and "left" not in lines[3]
+    table = "\n".join(lines[4:])
+    assert "0.5 -> 0.75" in table and "0.1235" in table
+
+
+def test_the_live_line_names_phase_and_time_left(clock):
+    out = io.StringIO()
+    progress = Progress(10, mode="live", console=Console(file=out, force_terminal=True, width=120))
+    timer = Timer()
+    timer.subscribe(progress)
+    with timer.step(0), timer("prepare_for_generation/total"):
+        clock.now += 2
+        assert progress.line() == "step 0/10 | prepare_for_generation 2.0 s"
+        with timer("inner"):
+            assert "inner" not in progress.line()
+    clock.now += 8
+    progress.step(1, {"reward": 0.5})
+    clock.now += 6
+    progress.step(2)
+    clock.now += 1
+    progress.phase("policy_training")
+    assert progress.line() == "step 2/10 | policy_training 0.0 s | reward 0.5 | 47.0 s left"
+    progress.close()
+    progress.close()
+
+
+def test_a_resumed_run_counts_time_from_its_own_first_step(clock):
+    progress = Progress(100, start_step=50, mode="quiet")
+    clock.now += 30
+    progress.step(51)
+    assert progress.eta_seconds() == pytest.approx(30 * 49)
+    clock.now += 2
+    progress.step(52)
+    assert progress.eta_seconds() == pytest.approx(2 * 48)
+
+
+def test_unknown_length_and_bad_mode():
+    assert Progress(None, mode="quiet").eta_seconds() is None
+    assert "left" not in Progress(None, mode="quiet").line()
+    with pytest.raises(ValueError, match="progress mode 'loud'"):
+        Progress(1, mode="loud")
+
+
+def test_quiet_says_nothing(capsys):
+    with Progress(1, mode="quiet") as progress:
+        progress.phase("x")
+        progress.step(1, {"reward": 1.0})
+        progress.print("word")
+        progress.finish({"a": 1})
+    assert capsys.readouterr().out == ""
+
+
+def test_in_a_notebook_the_line_replaces_itself(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    def display(data, raw, display_id):
+        shown.append(data["text/plain"])
+        return Handle()
+
+    import IPython.display
+
+    monkeypatch.setattr(IPython.display, "display", display)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    progress = Progress(2)
+    assert progress.mode == "notebook"
+    progress.phase("generation")
+    progress.step(1, {"reward": 1.0})
+    assert len(shown) == 3 and shown[1].startswith("step 0/2 | generation") and shown[2].startswith("step 1/2")

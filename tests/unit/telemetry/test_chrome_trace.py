@@ -1,0 +1,82 @@
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
+from nemo_rl_cpp.telemetry.timer import Timer
+
+
+def stages(path):
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def test_stages_lie_inside_their_step(tmp_path):
+    timer, trace = Timer(), ChromeTrace(tmp_path / "logs" / "trace.json", "GRPO tiny")
+    timer.subscribe(trace)
+    before = time.time() * 1e6
+    with timer.step(1):
+        with timer("generation"), timer("generation/prefill"):
+            sum(range(100_000))
+        with timer("policy_training"):
+            pass
+    after = time.time() * 1e6
+    events = {event["name"]: event for event in stages(trace.path)}
+    assert list(events) == ["generation/prefill", "generation", "policy_training", "total_step_time"]
+    step = events.pop("total_step_time")
+    assert before - 1e4 <= step["ts"] and step["ts"] + step["dur"] <= after + 1e4
+    for event in events.values():
+        assert step["ts"] <= event["ts"] and event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 1
+        assert event["pid"] == step["pid"] and event["tid"] == step["tid"]
+    assert events["generation"]["ts"] + events["generation"]["dur"] <= events["policy_training"]["ts"] + 1
+    names = [event for event in json.loads(trace.path.read_text()) if event["ph"] == "M"]
+    assert [event["args"]["name"] for event in names] == ["GRPO tiny"]
+
+
+def test_a_busy_stage_and_an_idle_one(tmp_path):
+    timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
+    timer.subscribe(trace)
+    with timer("busy"):
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+    with timer("idle"):
+        threading.Event().wait(0.05)
+    busy, idle = stages(trace.path)
+    assert busy["args"]["busy_cores"] > 2 * idle["args"]["busy_cores"]
+    assert busy["args"]["rss_gb"] > 0
+
+
+def test_the_file_is_whole_after_every_event(tmp_path):
+    timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
+    timer.subscribe(trace)
+    for count in range(1, 6):
+        with timer(f"stage{count}"):
+            pass
+        assert [event["name"] for event in stages(trace.path)] == [f"stage{i}" for i in range(1, count + 1)]
+
+
+def test_threads_that_end_at_once_have_lines_of_their_own(tmp_path):
+    timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
+    timer.subscribe(trace)
+    barrier = threading.Barrier(3, timeout=60)
+
+    def work(label):
+        with timer(label):
+            barrier.wait()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, ["score0", "score1", "score2"]))  # raises what they raise
+    events = stages(trace.path)
+    assert {event["name"] for event in events} == {"score0", "score1", "score2"}
+    assert len({event["tid"] for event in events}) == 3
+
+
+def test_a_stop_without_start_is_no_event_and_a_bad_path_is_an_error(tmp_path):
+    trace = ChromeTrace(tmp_path / "trace.json")
+    trace.stage_stopped("generation", 0)
+    assert stages(trace.path) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        ChromeTrace(tmp_path / "file" / "trace.json")

@@ -1,0 +1,69 @@
+import gc
+
+import pytest
+from nemo_rl_cpp.telemetry import memory
+from nemo_rl_cpp.telemetry.timer import Timer
+
+
+def touch(mib):
+    block = bytearray(mib << 20)
+    block[::4096] = b"\x01" * len(block[::4096])
+    return block
+
+
+def test_rss_sees_an_allocation():
+    before = memory.rss_bytes()
+    block = touch(64)
+    assert memory.rss_bytes() - before > 50 << 20
+    assert memory.peak_rss_bytes() >= memory.rss_bytes() - (4 << 20)
+    del block
+
+
+def test_peaks_belong_to_their_phase():
+    if not memory.reset_peak_rss():
+        pytest.skip("the peak cannot be reset on this system")
+    timer, phases = Timer(), memory.PhaseMemory()
+    timer.subscribe(phases)
+    with timer.step(0):
+        with timer("generation"), timer("generation/inner"):
+            block = touch(200)
+            del block
+            gc.collect()
+        with timer("policy_training"):
+            block = touch(20)
+            del block
+    metrics = phases.step_metrics()
+    assert metrics["peak_rss_gb/generation"] - metrics["peak_rss_gb/policy_training"] > 0.1
+    assert metrics["peak_rss_gb/run"] >= metrics["peak_rss_gb/generation"]
+    assert 0 < metrics["rss_gb"] <= metrics["peak_rss_gb/run"]
+    assert "peak_rss_gb/generation/inner" not in metrics and "peak_rss_gb/total_step_time" not in metrics
+    assert set(phases.step_metrics()) == {"rss_gb", "peak_rss_gb/run"}
+
+
+def test_without_proc_the_numbers_still_come(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "no_status")
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "none" / "clear_refs")
+    assert memory.rss_bytes() > 1 << 20
+    phases = memory.PhaseMemory()
+    phases.stage_started("generation", 0)
+    phases.stage_stopped("generation", 0)
+    assert phases.step_metrics()["peak_rss_gb/generation"] > 0
+
+
+def test_the_collector_gets_its_objects_back_also_after_an_error():
+    gc.unfreeze()
+    with pytest.raises(KeyError), memory.startup_objects_frozen():
+        assert gc.get_freeze_count() > 1000
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with memory.startup_objects_frozen():
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+from nemo_rl_cpp.telemetry.performance import group_reward_metrics, performance_metrics
+
+
+def test_performance_metrics_by_hand():
+    timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
+    metrics = performance_metrics(
+        timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800, num_devices=2
+    )
+    assert metrics == pytest.approx(
+        {
+            "samples_per_sec": 6.4,
+            "samples_per_sec_per_gpu": 3.2,
+            "tokens_per_sec": 120.0,
+            "tokens_per_sec_per_gpu": 60.0,
+            "generation_tokens_per_sec": 300.0,
+            "generation_tokens_per_sec_per_gpu": 150.0,
+            "policy_training_tokens_per_sec_per_gpu": 200.0,
+            "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 300.0,
+            "training_worker_group_tokens_per_sec": 240.0,
+            "training_worker_group_tokens_per_sec_per_gpu": 120.0,
+            "decode_tokens_per_sec": 200.0,
+        }
+    )
+
+
+def test_stages_that_did_not_run_have_no_rate():
+    metrics = performance_metrics({"total_step_time": 2.0}, num_samples=4, total_num_tokens=10, num_generated_tokens=5)
+    assert set(metrics) == {"samples_per_sec", "samples_per_sec_per_gpu", "tokens_per_sec", "tokens_per_sec_per_gpu"}
+
+
+def test_separate_devices_for_generation():
+    metrics = performance_metrics(
+        {"generation": 1.0, "policy_training": 1.0},
+        num_samples=1,
+        total_num_tokens=12,
+        num_devices=4,
+        num_training_devices=1,
+        num_generation_devices=3,
+    )
+    assert metrics["generation_tokens_per_sec_per_gpu"] == pytest.approx(4.0)
+    assert metrics["policy_training_tokens_per_sec_per_gpu"] == pytest.approx(12.0)
+
+
+def test_group_reward_metrics_by_hand():
+    rewards = [1, 1, 0, 0, 1, 0, 0.5, 0.5]
+    metrics = group_reward_metrics(rewards, np.repeat([7, 3, 5, 9], 2))
+    assert metrics == {
+        "groups/num": 4.0,
+        "groups/pct_equal": 75.0,
+        "groups/pct_equal_best": 25.0,
+        "groups/pct_equal_worst": 25.0,
+        "groups/pct_mixed": 25.0,
+    }
+
+
+@pytest.mark.parametrize("value, best, worst", [(1.0, 100.0, 0.0), (0.0, 0.0, 100.0), (-1.0, 0.0, 100.0)])
+def test_a_batch_of_one_reward(value, best, worst):
+    metrics = group_reward_metrics([value] * 4, ["a", "a", "b", "b"])
+    assert (metrics["groups/pct_equal_best"], metrics["groups/pct_equal_worst"]) == (best, worst)
+
+
+def test_group_ids_may_be_a_tensor():
+    torch = pytest.importorskip("torch")
+    metrics = group_reward_metrics(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    assert metrics["groups/num"] == 2.0 and metrics["groups/pct_mixed"] == 50.0
+
+
+def test_bad_lengths_and_empty_batches():
+    with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
+        group_reward_metrics([1, 2], [0])
+    assert group_reward_metrics([], []) == {}

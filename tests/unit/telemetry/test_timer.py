@@ -1,0 +1,153 @@
+import pytest
+from nemo_rl_cpp.telemetry import timer as timer_module
+from nemo_rl_cpp.telemetry.timer import StepAccounting, TimeoutChecker, Timer, convert_to_seconds
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(timer_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timer_module.time, "monotonic", lambda: self.now)
+
+    def wait(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_start_stop_and_reductions(clock):
+    timer = Timer()
+    for seconds in (1.0, 2.0, 6.0):
+        timer.start("generation")
+        clock.wait(seconds)
+        assert timer.stop("generation") == pytest.approx(seconds)
+    assert timer.get_elapsed("generation") == pytest.approx([1.0, 2.0, 6.0])
+    expected = {"mean": 3.0, "median": 2.0, "min": 1.0, "max": 6.0, "sum": 9.0, "count": 3, "std": (14 / 3) ** 0.5}
+    for operation, value in expected.items():
+        assert timer.reduce("generation", operation) == pytest.approx(value)
+    assert timer.get_timing_metrics({"generation": "max"}) == {"generation": pytest.approx(6.0)}
+    assert timer.get_timing_metrics({}) == {"generation": pytest.approx([1.0, 2.0, 6.0])}
+
+
+def test_misuse_is_reported():
+    timer = Timer()
+    timer.start("a")
+    with pytest.raises(ValueError, match="'a' is already running"):
+        timer.start("a")
+    with pytest.raises(ValueError, match="'b' is not running; running: \\['a'\\]"):
+        timer.stop("b")
+    with pytest.raises(KeyError):
+        timer.get_elapsed("a")
+    with pytest.raises(ValueError, match="invalid operation 'avg'"):
+        timer.reduce("a", "avg")
+
+
+def test_time_stops_when_the_block_raises():
+    timer = Timer()
+    with pytest.raises(RuntimeError), timer.time("x"):
+        raise RuntimeError
+    assert len(timer.get_elapsed("x")) == 1
+    timer.start("x")
+
+
+def test_record_and_reset():
+    timer = Timer({"rank": 3})
+    timer.record("x", 1.5)
+    timer.record("y", 2.0)
+    timer.reset("x")
+    assert timer.get_timing_metrics("sum") == {"y": 2.0}
+    timer.reset()
+    assert timer.get_timing_metrics() == {}
+
+
+def test_step_accounts_for_its_time_without_counting_nested_stages_twice(clock):
+    timer = Timer()
+    with timer.step(7) as step_timer:
+        assert step_timer is timer and timer.current_step == 7
+        for _ in range(2):
+            with timer("generation"):
+                clock.wait(3.0)
+        with timer("policy_training"):
+            clock.wait(1.0)
+            with timer("policy_training/sharding_data"):
+                clock.wait(1.0)
+        clock.wait(2.0)
+    with timer("checkpointing"):
+        clock.wait(5.0)
+    accounting = timer.accounting()
+    assert accounting.total == pytest.approx(10.0)
+    assert accounting.by_label == pytest.approx({"generation": 6.0, "policy_training": 2.0})
+    assert accounting.share == pytest.approx(0.8)
+    metrics = timer.step_timing_metrics()
+    assert metrics["generation"] == pytest.approx(6.0)
+    assert metrics["policy_training/sharding_data"] == pytest.approx(1.0)
+    assert metrics["checkpointing"] == pytest.approx(5.0)
+    assert metrics["accounted_share"] == pytest.approx(0.8)
+    with timer.step(8):
+        pass
+    assert timer.step_timing_metrics() == {"total_step_time": 0.0, "accounted_share": 1.0}
+
+
+def test_accounting_of_nothing():
+    assert StepAccounting(0.0, 0.0).share == 1.0
+
+
+def test_observers_hear_outermost_stages_at_depth_zero():
+    heard = []
+
+    class Observer:
+        def stage_started(self, label, depth):
+            heard.append(("start", label, depth))
+
+        def stage_stopped(self, label, depth):
+            heard.append(("stop", label, depth))
+
+    timer = Timer()
+    timer.subscribe(Observer())
+    timer.subscribe(object())
+    with timer.step(0), timer("generation"), timer("refit"):
+        pass
+    assert ("start", "generation", 0) in heard and ("stop", "generation", 0) in heard
+    assert ("start", "refit", 1) in heard and ("stop", "refit", 1) in heard
+
+
+def test_convert_to_seconds():
+    assert convert_to_seconds("00:03:45:00") == 13500
+    assert convert_to_seconds("01:00:00:01") == 86401
+    for bad in ("03:45:00", "a:b:c:d", "", "00:00:-1:00"):
+        with pytest.raises(ValueError, match="DD:HH:MM:SS"):
+            convert_to_seconds(bad)
+
+
+def test_timeout_says_so_exactly_once(clock):
+    checker = TimeoutChecker("00:00:01:00")
+    clock.wait(59)
+    assert not checker.check_save()
+    clock.wait(1)
+    assert checker.would_save() and checker.check_save()
+    assert not checker.check_save()
+
+
+def test_timeout_leaves_room_for_the_slowest_step(clock):
+    checker = TimeoutChecker("00:00:01:00", fit_last_save_time=True)
+    checker.start_iterations()
+    for seconds in (5.0, 12.0, 5.0):
+        clock.wait(seconds)
+        checker.mark_iteration()
+    clock.wait(25.9)
+    assert not checker.check_save()
+    assert checker.would_save(extra_s=0.2)
+    clock.wait(0.2)
+    assert checker.check_save()
+
+
+def test_no_timeout_never_saves(clock):
+    checker = TimeoutChecker(None)
+    clock.wait(1e9)
+    checker.mark_iteration()
+    assert not checker.check_save()

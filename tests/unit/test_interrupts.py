@@ -1,0 +1,276 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from nemo_rl_cpp.interrupts import GracefulStop
+
+
+def test_the_first_ctrl_c_only_asks():
+    said = []
+    before = signal.getsignal(signal.SIGINT)
+    with GracefulStop(said.append) as stop:
+        assert not stop.requested
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested and stop.reason == "interrupted"
+        assert "ends after this step" in said[0]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_second_ctrl_c_stops_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), GracefulStop(lambda text: None):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigterm_and_its_repetition():
+    with pytest.raises(SystemExit) as caught, GracefulStop(lambda text: None) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "terminated"
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.code == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_scheduler_s_warning_end_a_run_like_sigterm(number):
+    said, before = [], signal.getsignal(number)
+    with GracefulStop(said.append) as stop:
+        signal.raise_signal(number)
+        assert stop.reason == "terminated" and said[0].startswith(
+            f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint"
+        )
+    assert signal.getsignal(number) is before
+
+
+def test_what_the_caller_ignores_stays_ignored():
+    """nohup: the run outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop(lambda text: None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_outside_the_main_thread_it_does_nothing():
+    results = []
+
+    def work():
+        with GracefulStop() as stop:
+            results.append(stop.requested)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [False] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_real_process_finishes_its_step_and_exits_cleanly():
+    program = (
+        "import sys, time\n"
+        "from nemo_rl_cpp.interrupts import GracefulStop\n"
+        "with GracefulStop() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while not stop.requested:\n"
+        "        time.sleep(0.005)\n"
+        "    print('saved', stop.reason)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == "saved terminated\n" and "SIGTERM: the run ends after this step" in err
+
+
+def test_a_call_that_does_not_come_back_is_ended_after_the_second_signal():
+    """Python runs signal handlers between two of its own instructions: a call that swallows what they raise, or that never
+    returns, is ended from beside."""
+    program = (
+        "import time\n"
+        "from nemo_rl_cpp import interrupts\n"
+        "interrupts.GRACE_SECONDS = 0.2\n"
+        "with interrupts.GracefulStop():\n"
+        "    while True:\n"
+        "        try:\n"
+        "            print('ready', flush=True)\n"
+        "            time.sleep(1000)\n"
+        "        except BaseException:\n"
+        "            pass\n"
+    )
+    for second, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.stderr.readline() == "\n" and "once more to stop at once" in process.stderr.readline()
+        os.kill(process.pid, second)
+        process.communicate(timeout=60)
+        assert process.returncode == status
+
+
+def test_a_run_that_saves_nothing_does_not_promise_a_checkpoint():
+    said = []
+    with GracefulStop(said.append, saves=False):
+        signal.raise_signal(signal.SIGINT)
+    with GracefulStop(said.append):
+        signal.raise_signal(signal.SIGTERM)
+    assert (
+        said[0]
+        == "Ctrl-C: the run ends after this step and saves nothing, since checkpointing.enabled is false; once more to stop at once"
+    )
+    assert said[1] == "SIGTERM: the run ends after this step, with a checkpoint; once more to stop at once"
+
+
+def test_what_waits_for_signals_already_still_hears_of_them():
+    """An event loop's own wake-up file gets each signal's number, and is in place again afterwards."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    try:
+        with GracefulStop(lambda text: None):
+            signal.raise_signal(signal.SIGINT)
+            assert os.read(read, 1) == bytes([signal.SIGINT])
+        assert signal.set_wakeup_fd(write) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+
+
+def test_threads_and_files_of_a_stop_end_with_it():
+    def held():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    with GracefulStop(lambda text: None):
+        threads, files = held()
+        assert threads == before[0] + 1 and files > before[1]
+    assert held() == before
+
+
+def test_a_call_that_keeps_the_interpreters_lock_is_ended_after_the_second_signal():
+    """`PyDLL` calls without giving the lock up: no Python code of any thread runs meanwhile."""
+    program = (
+        "import ctypes\n"
+        "from nemo_rl_cpp import interrupts\n"
+        "interrupts.GRACE_SECONDS = 0.2\n"
+        "with interrupts.GracefulStop():\n"
+        "    print('ready', flush=True)\n"
+        "    while True:\n"
+        "        ctypes.PyDLL(None).sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.stderr.readline() == "\n" and "once more to stop at once" in process.stderr.readline()
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM)
+
+
+def test_code_that_ignores_signals_is_undone_at_the_next_look():
+    said = []
+    with GracefulStop(said.append) as stop:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *args: None)
+        assert not stop.requested and said == [
+            "warning: code that the run called has changed what SIGINT, SIGTERM does; it ends the run again"
+        ]
+        signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_scheduler_ask_too(number):
+    said = []
+    with GracefulStop(said.append) as stop:
+        signal.raise_signal(number)
+        assert stop.reason == "terminated" and said[0].startswith(
+            f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint"
+        )
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_terminal_that_closes_may_say_so_twice():
+    with GracefulStop(lambda text: None) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.reason == "terminated"
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with GracefulStop(lambda text: None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_leaving_by_the_back_door_is_no_success():
+    code = "import os\nfrom nemo_rl_cpp.interrupts import program\nprogram(lambda: os._exit({}))\n"
+    done = subprocess.run([sys.executable, "-c", code.format(0)], capture_output=True, text=True)
+    assert done.returncode == 1 and "os._exit(0) was called" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code.format(3)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    forked = code.replace(
+        "lambda: os._exit({})", "lambda: os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(0), 0)[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", forked], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("ctypes.CDLL(None).exit(0)", "exit(0) was called in the middle of the work"),
+        ("os.execv('/bin/true', ['true'])", "execv of /bin/true would put another program in the place of the run"),
+        ("os.execlp('true', 'true')", "would put another program in the place of the run"),
+        ("os.execvpe('true', ['true'], {})", "would put another program in the place of the run"),
+    ],
+)
+def test_other_ways_out_are_no_success_either(call, said):
+    code = f"import ctypes, os\nfrom nemo_rl_cpp.interrupts import program\nprogram(lambda: {call})\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and said in done.stderr
+
+
+def test_a_status_that_is_not_0_and_the_end_itself_are_left_alone():
+    code = "import ctypes, sys\nfrom nemo_rl_cpp.interrupts import program\n{}\n"
+    for last, status in (("program(lambda: ctypes.CDLL(None).exit(3))", 3), ("program(lambda: 0)", 0), ("sys.exit(program(lambda: 0))", 0)):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code.format(last)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_a_forked_process_may_become_another_program():
+    code = (
+        "import os\nfrom nemo_rl_cpp.interrupts import program\n"
+        "def work():\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os.execv('/bin/sh', ['sh', '-c', 'exit 7'])\n"
+        "    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "raise SystemExit(program(work))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+
+
+@pytest.mark.parametrize("work, status", [("lambda: 2", 2), ("lambda: 0", 0), ("lambda: signal.raise_signal(signal.SIGINT)", 130)])  # fmt: skip
+def test_what_is_called_at_the_end_does_not_hide_the_status(work, status):
+    """A library may leave with 0 from a function of `atexit`."""
+    code = f"import atexit, os, signal, sys\natexit.register(lambda: os._exit(0))\nfrom nemo_rl_cpp.interrupts import program\nsys.exit(program({work}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == status

@@ -20,7 +20,7 @@ struct RowBatch {
   at::Tensor lengths;     ///< [B] int64
   at::Tensor token_mask;  ///< bool, shaped like token_ids: tokens whose log-probabilities (or values) are wanted; a
                           ///< row's first token never is
-  at::Tensor group_ids;  ///< [B] int64: rows with the same id >= 0 may share their prompt
+  at::Tensor group_ids;   ///< [B] int64: rows with the same id >= 0 may share their prompt
 };
 
 /// Of one row; both 0 without a wanted token.

@@ -212,7 +212,9 @@ class OPDAdvantageEstimator:
         return advantages
 
 
-def make_estimator(algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig) -> AdvantageEstimator:
+def make_estimator(
+    algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
+) -> AdvantageEstimator:
     """The estimator of `<algorithm>.adv_estimator`; ValueError for a name that the algorithm has none for."""
     return ADVANTAGE_ESTIMATORS[checked_name(algorithm, settings.name)](settings, loss)
 
@@ -229,7 +231,9 @@ def register_estimator(
     ValueError when the name is taken.
     """
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
-    ADVANTAGE_ESTIMATORS.add(name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {})
+    ADVANTAGE_ESTIMATORS.add(
+        name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
+    )
 
 
 __all__ = [

@@ -12,8 +12,9 @@ from .aliases import SPELLINGS
 from .base import Section
 from .data import dataset_keys
 from .env import environment_sections
+from .keys import fields_of, section_type
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from .messages import fields_of, section_type, shown
+from .messages import shown
 from .tables import OneOf
 
 _INTRODUCTION = """# Configuration

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import types
-import typing
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from nemo_rl_cpp.argument_checks import in_a_line
@@ -17,34 +13,18 @@ from .data import dataset_keys
 from .dead_keys import dead_key
 from .env import environment_sections
 from .foreign_names import own_name
+from .keys import fields_of, own_keys, section_type
 from .written import quotes_advice
 
 _UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
 
 
-def section_type(annotation: Any) -> type[Section] | None:
-    """The section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
-        for argument in typing.get_args(annotation):
-            if (found := section_type(argument)) is not None:
-                return found
-    return None
-
-
-def fields_of(model: type[Section]) -> Iterator[tuple[str, Any]]:
-    """(name as in YAML, field info) of a section."""
-    for name, info in model.model_fields.items():
-        yield info.alias or name, info
-
-
 def known_keys(model: type[Section]) -> frozenset[str]:
     """Every dotted key of the schema, sections included, and those of the tables of environments and data sets."""
-    found = set(_own_keys(model))
+    found = set(own_keys(model))
     if "env" in model.model_fields:
         for name, inner in environment_sections().items():
-            found.update(f"env.{name}.{key}" for key in _own_keys(inner))
+            found.update(f"env.{name}.{key}" for key in own_keys(inner))
     if "grpo" in model.model_fields or "ppo" in model.model_fields:
         found.update(
             f"data.{split}.{key}"
@@ -53,21 +33,6 @@ def known_keys(model: type[Section]) -> frozenset[str]:
             for key in keys
         )
     return frozenset(found)
-
-
-@cache
-def _own_keys(model: type[Section]) -> frozenset[str]:
-    found: set[str] = set()
-    for name, info in fields_of(model):
-        found.add(name)
-        if (inner := section_type(info.annotation)) is not None:
-            found.update(f"{name}.{key}" for key in _own_keys(inner))
-    return frozenset(found)
-
-
-def forget_keys() -> None:
-    """To be called when a section got or lost a key."""
-    _own_keys.cache_clear()
 
 
 SCRIPTS = {"grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py"}

@@ -54,11 +54,7 @@ def _packing(value: Any) -> Any:
     )  # the name of older recipes
 
 
-PackingAlgorithm = Annotated[
-    str,
-    OneOf(lambda: list(PACKERS)),
-    BeforeValidator(_packing),
-]
+PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(_as_list)]
 

@@ -10,9 +10,7 @@ from .loop import LoopConfig, other_default
 class GAEConfig(Section):
     """Generalised advantage estimation, or raw rewards as advantages."""
 
-    name: PPOEstimator = key(
-        "gae", "gae: with a value model; raw_reward: without, the reward is the advantage"
-    )
+    name: PPOEstimator = key("gae", "gae: with a value model; raw_reward: without, the reward is the advantage")
     gae_lambda: Fraction = key(0.95, "lambda: 0 is one-step TD, 1 is Monte Carlo")
     gae_gamma: Fraction = key(1.0, "discount a token")
     normalize_advantages: bool = key(True, "whiten advantages over the batch's valid tokens")

@@ -209,8 +209,8 @@ def _walk(data: dict[str, Any], dotted: str, make_sections: bool = False) -> tup
 def aliases_of(cls: type[Section]) -> tuple[tuple[str, str], ...]:
     """(spelling, canonical) of the keys in a section of this class, wherever it stands in a whole configuration."""
     from .aliases import ALIASES
+    from .keys import fields_of, section_type
     from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
-    from .messages import fields_of, section_type
 
     found: dict[str, str] = {}
 

@@ -9,7 +9,8 @@ from nemo_rl_cpp.argument_checks import in_a_line
 
 from .base import Section
 from .errors import ConfigError, Problem
-from .messages import fields_of, known_keys, section_type, takes_own_keys, unknown_key
+from .keys import fields_of, section_type
+from .messages import known_keys, takes_own_keys, unknown_key
 
 M = TypeVar("M", bound=Section)
 

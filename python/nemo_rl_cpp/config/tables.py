@@ -15,6 +15,9 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
+from .base import Section
+from .keys import forget_keys, section_type
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -96,9 +99,6 @@ def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> list[st
 
 def rebuild(section: type[BaseModel]) -> None:
     """Has pydantic read the keys of a section again, and of every section that holds it."""
-    from .base import Section
-    from .messages import forget_keys, section_type
-
     forget_keys()
     level = {section}
     while level:
@@ -106,7 +106,9 @@ def rebuild(section: type[BaseModel]) -> None:
             each.model_rebuild(force=True)
         holders = _below(Section)
         level = {
-            each for each in holders if any(section_type(info.annotation) in level for info in each.model_fields.values())
+            each
+            for each in holders
+            if any(section_type(info.annotation) in level for info in each.model_fields.values())
         }
 
 

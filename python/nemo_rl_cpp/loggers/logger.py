@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.access import cfg_get, to_json, to_plain, written
-from nemo_rl_cpp.config.logger import LoggerConfig
+from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.files.folder_lock import FolderLock
-from nemo_rl_cpp.loggers.backends import MLflowLogger, SwanlabLogger, TrackioLogger, WandbLogger
-from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.loggers.files import JsonlLogger
 from nemo_rl_cpp.loggers.interface import LoggerInterface
 from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
@@ -31,7 +30,8 @@ class Logger(LoggerInterface):
 
     def __init__(self, cfg: Any) -> None:
         """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
-        check_keys(cfg, LoggerConfig, "logger")
+        if isinstance(cfg, Mapping):
+            check_keys(cfg, "logger", LoggerConfig)
         log_dir = cfg_get(cfg, "log_dir")
         if not log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
@@ -61,13 +61,7 @@ class Logger(LoggerInterface):
     @staticmethod
     def backends() -> dict[str, Callable[..., LoggerInterface]]:
         """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
-        return {
-            "wandb": WandbLogger,
-            "swanlab": SwanlabLogger,
-            "tensorboard": TensorboardLogger,
-            "mlflow": MLflowLogger,
-            "trackio": TrackioLogger,
-        }
+        return dict(LOGGER_BACKENDS)
 
     @staticmethod
     def new_monitor(**options: Any) -> RayGpuMonitorLogger:

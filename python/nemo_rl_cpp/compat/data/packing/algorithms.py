@@ -9,7 +9,6 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.compat.data.packing.metrics import PackingMetrics
 from nemo_rl_cpp.config.policy import PACKERS
 
-
 PackingAlgorithm = enum.Enum("PackingAlgorithm", {name.upper(): name for name in PACKERS})
 """Names of the packers, those of the house's table."""
 
@@ -139,12 +138,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 _CLASSES = {
     cls.algorithm: cls
-    for cls in (
-        ConcatenativePacker,
-        FirstFitDecreasingPacker,
-        FirstFitShufflePacker,
-        ModifiedFirstFitDecreasingPacker,
-    )
+    for cls in (ConcatenativePacker, FirstFitDecreasingPacker, FirstFitShufflePacker, ModifiedFirstFitDecreasingPacker)
 }
 
 

@@ -14,7 +14,7 @@ from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.loggers.files import JsonlLogger
-from nemo_rl_cpp.loggers.interface import LoggerInterface
+from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
 
@@ -38,11 +38,11 @@ class Logger(LoggerInterface):
         self.base_log_dir = str(log_dir)
         self.log_dir = Path(log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.loggers: list[LoggerInterface] = []
-        self.wandb_logger: LoggerInterface | None = None
-        self.swanlab_logger: LoggerInterface | None = None
+        self.loggers: list[LoggerBackend] = []
+        self.wandb_logger: Any = None
+        self.swanlab_logger: LoggerBackend | None = None
         self._failed: set[str] = set()
-        self._files: list[LoggerInterface] = []
+        self._files: list[LoggerBackend] = []
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         if cfg_get(cfg, "metrics_jsonl_enabled", True):
@@ -59,7 +59,7 @@ class Logger(LoggerInterface):
         self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
 
     @staticmethod
-    def backends() -> dict[str, Callable[..., LoggerInterface]]:
+    def backends() -> dict[str, Callable[..., LoggerBackend]]:
         """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
         return dict(LOGGER_BACKENDS)
 
@@ -186,7 +186,7 @@ class Logger(LoggerInterface):
             self._lock.close()
             self._lock = None
 
-    def _each(self, action: Callable[[LoggerInterface], None]) -> None:
+    def _each(self, action: Callable[[LoggerBackend], None]) -> None:
         for logger in dict.fromkeys([*self._files, *self.loggers]):
             try:
                 action(logger)

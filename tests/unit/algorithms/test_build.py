@@ -20,7 +20,7 @@ def test_folders_are_free_after_a_part_failed(tmp_path, monkeypatch, owner, part
     )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, fail)
-        with pytest.raises(RuntimeError, match="no more threads"):
+        with pytest.raises(RuntimeError, match="no more threads") as refused:  # whose traceback keeps every part alive
             tiny.make(tmp_path, *options, config="ppo_tiny.yaml")
     failed = next((tmp_path / "logs").glob("exp_*"), None)
     if failed is not None:  # the logs of the run that failed may be used at once
@@ -28,3 +28,4 @@ def test_folders_are_free_after_a_part_failed(tmp_path, monkeypatch, owner, part
         logger.claim()
         logger.finish()
     tiny.make(tmp_path, *options, config="ppo_tiny.yaml").close()
+    assert refused.value.__traceback__ is not None

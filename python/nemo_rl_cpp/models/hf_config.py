@@ -34,12 +34,15 @@ class Architecture(NamedTuple):
 
     `norms` names the norms of a layer by their place: before or after attention and MLP (csrc/model/config.h). `qk_norm` is
     "none", "head" or "whole". `biases` are those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
+    `windows` says which layers see a sliding window: "none", whatever config.json says, "all" where it names one, or "some", by
+    use_sliding_window, layer_types and max_window_layers.
     """
 
     title: str
     defaults: dict[str, Any]
     biases: tuple[str, ...] = ("attention",)
     qk_norm: str = "none"
+    windows: str = "none"
     norms: Mapping[str, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 
@@ -68,13 +71,13 @@ _OLMO2 = {
 }  # fmt: skip
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
-    "mistral": Architecture("Mistral", _MISTRAL, biases=()),
+    "mistral": Architecture("Mistral", _MISTRAL, biases=(), windows="all"),
     "olmo2": Architecture(
         "Olmo2", _OLMO2, qk_norm="whole",
         norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
     ),
-    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",)),
-    "qwen3": Architecture("Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
+    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), windows="some"),
+    "qwen3": Architecture("Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head", windows="some"),
 }  # fmt: skip
 """model_type -> what it is. Another dense architecture is an entry here."""
 _SIZES = (
@@ -231,9 +234,10 @@ def _check(form: Mapping[str, Any]) -> None:
 
 
 def _check_layers(form: Mapping[str, Any]) -> None:
-    if form["model_type"] in ("llama", "olmo2"):  # which have one kind of layer, whatever other keys say
+    windows = _windows(form)
+    if windows == "none":
         return
-    if form["model_type"] == "mistral":
+    if windows == "all":
         window = form["sliding_window"]
         if window is not None and not _is_size(window):
             raise ModelFolderError(f"sliding_window is {window!r}, but a whole number from 1 was expected")
@@ -264,9 +268,9 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
     `config` is in the one form. The rule is that of transformers 5: `layer_types`, else the layers from `max_window_layers` on.
     """
-    if config.get("sliding_window") is None or config["model_type"] in ("llama", "olmo2"):
+    if config.get("sliding_window") is None or _windows(config) == "none":
         return None
-    if config["model_type"] == "mistral":  # all layers, by this key alone
+    if _windows(config) == "all":
         return config["sliding_window"]
     if not config["use_sliding_window"]:
         return None
@@ -279,7 +283,11 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _full_attention(config: Mapping[str, Any]) -> str:
     """The override that switches a model's windows off."""
-    return "sliding_window=null" if config["model_type"] == "mistral" else "use_sliding_window=false"
+    return "sliding_window=null" if _windows(config) == "all" else "use_sliding_window=false"
+
+
+def _windows(config: Mapping[str, Any]) -> str:
+    return SUPPORTED_ARCHITECTURES[config["model_type"]].windows
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

@@ -12,8 +12,8 @@ from model_folders import write_tokenizer
 from models import BASE
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.generate import TextGenerator
-from nemo_rl_cpp.models import hf_config
-from nemo_rl_cpp.models.hf_config import Architecture, native_config, read_config
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES, Architecture
+from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 from row_batch import padded_rows
 
@@ -36,7 +36,7 @@ def model(request, tmp_path, monkeypatch):
     """(transformers' model, the decoder with its weights, their folder)."""
     from transformers import AutoModelForCausalLM, Exaone4Config
 
-    monkeypatch.setitem(hf_config.SUPPORTED_ARCHITECTURES, "exaone4", ENTRY)
+    monkeypatch.setitem(SUPPORTED_ARCHITECTURES, "exaone4", ENTRY)
     config = Exaone4Config(
         **BASE, head_dim=16, hidden_act="gelu_pytorch_tanh", sliding_window=None, layer_types=["full_attention"] * 3
     )

@@ -167,7 +167,9 @@ class DataConfig(Section):
     num_workers: Int = key(1, "loader processes", ge=0)
     use_multiple_dataloader: bool = key(False, "a loader of its own for each data set")
     num_prompts_per_dataloader: Positive | None = key(None, "prompts from each loader when there are several")
-    custom_dataloader: str | None = no_effect(None)
+    custom_dataloader: str | None = key(
+        None, "with use_multiple_dataloader: function module.name that gives the next prompts; null: each loader in turn"
+    )
     prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
     system_prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
 

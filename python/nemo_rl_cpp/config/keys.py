@@ -42,3 +42,23 @@ def own_keys(model: type[Section]) -> frozenset[str]:
 def forget_keys() -> None:
     """To be called when a section got or lost a key."""
     own_keys.cache_clear()
+
+
+def status_of(info: Any) -> str:
+    """What setting a key does: "effective", "without effect" (any value is accepted) or "refused" (one value is accepted)."""
+    mark = info.json_schema_extra or {}
+    if "only" in mark or len(_choices(info.annotation)) == 1:
+        return "refused"
+    return "without effect" if mark.get("no_effect") else "effective"
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The values of a Literal, also of one that may be null; [None, None] for any other type."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _choices(typing.get_args(annotation)[0])
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType) and len(parts) == 1:
+        return _choices(parts[0])
+    return [None, None]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from .base import Fraction, NonNegative, Real, Section, key, only, section
+from .base import Fraction, NonNegative, Real, Section, key, no_effect, only, section
 
 CHANNELS = ("reasoning", "answer", "total")
 _NO_PROFILE = "lengths of earlier runs (profiled_output_lengths of a data set) are not read"
@@ -42,8 +42,8 @@ class LengthPenaltyParams(Section):
     total_zmad_threshold: NonNegative = key(0.0, "the same of whole responses; 0: off")
     total_zmad_penalty: NonNegative = key(0.0, "from each outlier")
     profiled_length_penalty: Real = only(0.0, why=_NO_PROFILE)
-    profiled_length_n_std: Real = key(1.0, "see profiled_length_penalty")
-    profiled_length_min_samples: int = key(2, "see profiled_length_penalty")
+    profiled_length_n_std: Real = no_effect(1.0, "see profiled_length_penalty")
+    profiled_length_min_samples: int = no_effect(2, "see profiled_length_penalty")
     pass_rate_length_penalty_weight: NonNegative = key(
         0.0,
         "from every right response this x the group's share of right ones x its length over the longest right one's",

@@ -78,6 +78,10 @@ class LoggerConfig(Section):
     Each back end of the table has the keys NAME_enabled and NAME, its section.
     """
 
+    def is_enabled(self, name: str) -> bool:
+        """Whether the back end of this name is switched on."""
+        return getattr(self, f"{name}_enabled")
+
     log_dir: str = key("logs", "folder; each run makes exp_NNN in it")
     num_val_samples_to_print: Count = key(0, "validation samples shown in the terminal")
     report: bool = key(True, "write report.html, one self-contained page")
@@ -90,11 +94,12 @@ class LoggerConfig(Section):
 
 @dataclass(frozen=True)
 class LoggerEntry(Entry):
-    """A logger back end: its class, the section that it is made from, and what its switch means."""
+    """A logger back end: its class, the section that it is made from, and what its switch means. `package` is what must be installed."""
 
     section: type[Section] = Section
     doc: str = ""
     enabled: bool = False
+    package: str | None = None
 
     def keys(self, name: str) -> dict[str, FieldInfo]:
         """The keys of `logger` that belong to it."""
@@ -106,7 +111,9 @@ class LoggerEntry(Entry):
 
 
 def _tracker(cls: str, section: type[Section], title: str, name: str) -> LoggerEntry:
-    return LoggerEntry(f"nemo_rl_cpp.loggers.backends:{cls}", section, f"log to {title} (needs the extra `{name}`)")
+    return LoggerEntry(
+        f"nemo_rl_cpp.loggers.backends:{cls}", section, f"log to {title} (needs the extra `{name}`)", package=name
+    )
 
 
 LOGGER_BACKENDS: Table[LoggerEntry] = Table(

@@ -9,6 +9,7 @@ from nemo_rl_cpp.argument_checks import in_a_line
 
 from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
+from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 
@@ -130,8 +131,10 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)
-    for name in ("wandb", "mlflow", "swanlab", "trackio"):
-        if getattr(config.logger, f"{name}_enabled") and importlib.util.find_spec(name) is None:
+    for name, entry in LOGGER_BACKENDS.entries.items():
+        if not config.logger.is_enabled(name) or entry.package is None:
+            continue
+        if importlib.util.find_spec(entry.package) is None:
             report.add(
                 f"logger.{name}_enabled",
                 f"is true but {name} is not installed; install it (the extra `{name}` of this package) "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Section, key, no_effect, section
-from .policy import Precision, SequencePackingConfig, TrainedModelConfig, fill
+from .base import Positive, Section, key, no_effect, section
+from .policy import Precision, SequencePackingConfig, TokenizerConfig, TrainedModelConfig, fill
 
 
 class RewardModelConfig(Section):
@@ -21,9 +21,18 @@ class ValuePackingConfig(SequencePackingConfig):
     enabled: bool = key(False, "pack sequences")
 
 
+class ValueTokenizerConfig(TokenizerConfig):
+    """The tokenizer that is saved beside the critic. It reads what the policy's tokenizer wrote."""
+
+    chat_template: str | None = no_effect("default", "prompts are written by policy.tokenizer")
+    chat_template_kwargs: dict[str, Any] | None = no_effect(None, "prompts are written by policy.tokenizer")
+
+
 class ValueConfig(TrainedModelConfig):
     """The critic: the policy's architecture with a scalar head. What is left out follows the policy."""
 
+    tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
+    make_sequence_length_divisible_by: Positive = no_effect(1, "the batch is the policy's")
     precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
     sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")

@@ -48,7 +48,7 @@ class Logger(LoggerInterface):
         if cfg_get(cfg, "metrics_jsonl_enabled", True):
             self._files.append(JsonlLogger(self.log_dir))
         for name, backend in self.backends().items():
-            if cfg_get(cfg, f"{name}_enabled", name == "tensorboard"):
+            if cfg_get(cfg, f"{name}_enabled", LOGGER_BACKENDS.entries[name].enabled):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
                 self.loggers.append(backend(cfg_get(cfg, name), log_dir=str(folder)))

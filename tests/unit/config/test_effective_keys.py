@@ -1,0 +1,289 @@
+"""Every key of a training run is effective, without effect, or refused, as the schema says; effective ones are shown to be so.
+
+A key is effective if a run reads it, or if another value of it changes something else: another key, what is said about the
+configuration, the data, or whether the configuration is accepted. Reads are seen by watching the attributes of all sections
+while tiny runs train; checks of the configuration do not count as reads.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+import tiny
+from nemo_rl_cpp.algorithms import build
+from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.fold import fold_text
+from nemo_rl_cpp.config.keys import fields_of, section_type, status_of
+from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
+from nemo_rl_cpp.loggers.backends import TrackerLogger
+
+TRACKERS = ("wandb", "swanlab", "mlflow", "trackio")
+MASTERS = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
+SHAPES = [  # {}: the section, grpo or ppo
+    ("checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=val:accuracy", "{}.val_period=1",
+     "{}.val_at_end=true", "{}.stop_at_validation_metric=accuracy", "{}.stop_at_validation_threshold=2.0", "logger.chrome_trace=true",
+     "logger.monitor_gpus=true", *(f"logger.{name}_enabled=true" for name in TRACKERS)),
+    ("{}.reward_scaling.enabled=true", "{}.reward_shaping.enabled=true", "{}.reward_shaping.overlong_buffer_length=2",
+     "{}.reward_shaping.overlong_buffer_penalty=0.1", "{}.reward_shaping.max_response_length=3", "{}.use_dynamic_sampling=true",
+     "{}.batch_multiplier=1.5", "policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=false"),
+    ("{}.reward_shaping.enabled=true", "{}.reward_shaping.stop_properly_penalty_coef=0.5", "policy.sequence_packing.enabled=false",
+     "data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8", "policy.tokenizer.chat_template=default"),
+]  # fmt: skip
+ONLY_GRPO = [
+    ("grpo.adv_estimator.name=reinforce_plus_plus",),
+    ("grpo.adv_estimator.name=gdpo",),
+    ("++grpo.length_penalty={{profile_band:{{enabled:true,defaults:{{total:{{a:1.0,b:2.0,f:0.5}},reasoning:{{a:1.0,b:2.0,f:0.5}},"
+     "answer:{{a:1.0,b:2.0,f:0.5}}}}}},default:{{total_bonus:0.1,reasoning_bonus:0.1,answer_bonus:0.1,longest_total_penalty:0.1,"
+     "longest_reasoning_penalty:0.1,longest_answer_penalty:0.1,group_total_length_penalty_coeff:0.1,"
+     "group_reasoning_length_penalty_coeff:0.1,group_answer_length_penalty_coeff:0.1,total_zmad_threshold:1.0,total_zmad_penalty:0.1,"
+     "reasoning_zmad_threshold:1.0,reasoning_zmad_penalty:0.1,answer_zmad_threshold:1.0,answer_zmad_penalty:0.1,"
+     "profile_band_total:true,profile_band_reasoning:true,profile_band_answer:true,group_length_penalty_profile_gate:true}}}}",),
+]  # fmt: skip
+ONLY_PPO = [
+    ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0"),
+    ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
+]  # fmt: skip
+CHECKS = (
+    "/config/rules",
+    "/config/python_values.py",
+    "/config/fold.py",
+    "/config/sections.py",
+    "/config/given_values.py",
+    "/report/defaults.py",
+)
+PASSES_ON = ("/config/base.py", "/config/access.py", "/data/config_access.py")
+
+
+class Alternating(SingleTurnEnvironment):
+    """Every other response is right, so that each group has both; in two parts where an estimator wants them."""
+
+    def __init__(self, in_parts):
+        self.in_parts = in_parts
+
+    def step(self, message_log_batch, metadata):
+        answer = self._finish([row % 2 for row in range(len(metadata))], metadata)
+        return answer._replace(rewards={"a": answer.rewards, "b": 1 - answer.rewards}) if self.in_parts else answer
+
+
+class Reads:
+    """Dotted keys that code other than the checks reads, by the place of the first read."""
+
+    def __init__(self):
+        self.keys, self._paths, self._alive = {}, {}, []
+
+    def root(self, config):
+        self._paths[id(config)] = ""
+        self._alive.append(config)
+        return config
+
+    def attribute(self, section, name):
+        value = object.__getattribute__(section, name)
+        if name not in type(section).__pydantic_fields__:
+            return value
+        path = self._paths.get(id(section))
+        if path is not None:
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Section):
+                    self._paths[id(inner)] = f"{path}{name}."
+                    self._alive.append(inner)
+        key = path + name if path is not None else (type(section).__name__, name)
+        if key not in self.keys and (reader := self._reader()) is not None:
+            self.keys[key] = reader
+        return value
+
+    def whole(self, section):
+        """A section that a tracker gets as it is."""
+        if (reader := self._reader()) is not None and reader.startswith("loggers/backends.py"):
+            self.keys.update(((type(section).__name__, name), reader) for name in type(section).model_fields)
+
+    @staticmethod
+    def _reader():
+        frame, found = sys._getframe(3), None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if any(part in file for part in CHECKS):
+                return None
+            if found is None and "/nemo_rl_cpp/" in file and not file.endswith(PASSES_ON):
+                found = f"{file.partition('/nemo_rl_cpp/')[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return found
+
+    def sees(self, dotted, owner, name):
+        return dotted in self.keys or (owner.__name__, name) in self.keys
+
+
+def keys_of(model):
+    """dotted key -> (section, attribute, field)."""
+    found = {}
+
+    def walk(section, prefix):
+        names = {info.alias or name: name for name, info in section.model_fields.items()}
+        for name, info in fields_of(section):
+            inner = section_type(info.annotation)
+            if inner is None:
+                found[prefix + name] = (section, names[name], info)
+            else:
+                walk(inner, f"{prefix}{name}.")
+
+    walk(model, "")
+    return found
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory):
+    """What the runs of SHAPES read."""
+    patch, watch = pytest.MonkeyPatch(), Reads()
+    dump, check = Section.model_dump, build._checked
+
+    def model_dump(section, **options):
+        watch.whole(section)
+        return dump(section, **options)
+
+    find_spec = importlib.util.find_spec
+    patch.setattr(
+        importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find_spec(name, *more)
+    )
+    patch.setattr(TrackerLogger, "package", staticmethod(lambda name: MagicMock()))
+    patch.setattr(build, "_checked", lambda config: watch.root(check(config)))
+    patch.setattr(Section, "model_dump", model_dump)
+    patch.setattr(Section, "__getattribute__", lambda section, name: watch.attribute(section, name), raising=False)
+    small = {
+        "grpo": (*tiny.SMALL, "grpo.max_num_steps=2"),
+        "ppo": ("ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
+                "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0", "ppo.max_num_steps=2"),
+    }  # fmt: skip
+    try:
+        for section, more in (("grpo", ONLY_GRPO), ("ppo", ONLY_PPO)):
+            for shape in [*SHAPES, *more]:
+                options = [override.format(section) for override in shape]
+                run = tiny.make(
+                    tmp_path_factory.mktemp(section), *small[section], *options, config=f"{section}_tiny.yaml",
+                    environment=Alternating("gdpo" in shape[0]) if shape in ONLY_GRPO else None,
+                )  # fmt: skip
+                with run:
+                    run.train()
+        make_tokenizer(watch.root(load_grpo_config("grpo_arithmetic_smollm2.yaml")).policy)
+    finally:
+        patch.undo()
+    return watch
+
+
+LOAD = {"grpo": load_grpo_config, "ppo": load_ppo_config}
+SIZES = {
+    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
+    "megatron_cfg": (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_tensor_parallel_size",
+        "expert_model_parallel_size",
+    ),
+    "generation.vllm_cfg": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size"),
+}  # fmt: skip
+PROMPTED = ("data.default.processor=math_hf_data_processor",)
+
+
+def changes(kind):
+    """What no run reads: key -> (overrides before, the override that changes it)."""
+    models = ["policy"] + (["value"] if kind == "ppo" else [])
+    two = ("cluster.gpus_per_node=2",)  # a size that several devices are cut by
+    found = {
+        f"{model}.{backend}.{name}": ((f"{model}.{backend}.enabled=true", *two) if "cfg" in backend[:12] else two, "2")
+        for model in models for backend, names in SIZES.items() for name in names if not (model == "value" and "vllm" in backend)
+    }  # fmt: skip
+    found |= {f"{model}.dtensor_cfg.enabled": ((f"{model}.megatron_cfg.enabled=true",), "true") for model in models}
+    found |= {
+        "policy.backend": ((), "hf"),
+        "policy.generation.backend": ((), "vllm"),
+        "policy.generation.vllm_cfg.kv_cache_dtype": ((), "fp8"),
+        "policy.generation.colocated.enabled": ((), "false"),
+        "cluster.gpus_per_node": ((), "8"),
+        "cluster.num_nodes": ((), "4"),
+        "cluster.strict_sizes": (two, "true"),
+        "cluster.executor": ((), "ray"),
+        f"{kind}.skip_reference_policy_logprobs_calculation": (("loss_fn.reference_policy_kl_penalty=0.1", f"{kind}.skip_reference_policy_logprobs_calculation=false"), "true"),
+        "data.use_multiple_dataloader": (("data.num_prompts_per_dataloader=32",), "true"),
+        "data.default.dataset_name": (("~data.train.dataset_name", "~data.train.num_digits", "data.default.dataset_name=reverse_digits"), "arithmetic"),
+        "data.default.env_name": (("env.arithmetic={}",), "arithmetic"),
+        "data.default.processor": ((), "math_hf_data_processor"),
+        "data.default.prompt_file": (PROMPTED, "PROMPT"),
+        "data.default.system_prompt_file": (PROMPTED, "PROMPT"),
+    }  # fmt: skip
+    if kind == "grpo":
+        found["grpo.normalize_rewards"] = ((), "false")
+    for side in ("train", "validation"):
+        found |= {
+            f"data.{side}.dataset_name": ((f"~data.{side}.num_digits",), "arithmetic"),
+            f"data.{side}.env_name": (("env.arithmetic={}",), "arithmetic"),
+            f"data.{side}.processor": ((), "math_hf_data_processor"),
+            f"data.{side}.prompt_file": (PROMPTED, "PROMPT"),
+            f"data.{side}.system_prompt_file": (PROMPTED, "PROMPT"),
+            f"data.{side}.split_validation_size": ((), "3"),
+            f"data.{side}.seed": ((f"data.{side}.seed=1",), "2"),
+        }
+    return found
+
+
+def observed(kind, key, overrides):
+    """All that a configuration says but `key` itself: other keys, the line about sizes, data and environments; or why it is refused."""
+    try:
+        config = LOAD[kind](f"{kind}_tiny.yaml", [f"++{o}" if o[0] != "~" else o for o in overrides])
+        said = {name: value for name, value in flat(config.model_dump()).items() if name != key}
+        if not key.startswith("data."):
+            return json.dumps([said, fold_text(config)], default=str)
+        made = make_data(config, make_tokenizer(config.policy))
+    except ValueError as error:
+        return f"refused: {str(error).partition(': ')[2]}"
+    data = {
+        side: [(name, len(rows), [row["message_log"] for row in (rows[0], rows[1])]) for name, rows in several.items()]
+        for side, several in (
+            ("train", made.train if isinstance(made.train, dict) else {"": made.train}), ("validation", {"": made.validation}),
+        )
+    }  # fmt: skip
+    environments = [
+        [(task, repr(env)) for task, env in side.items()]
+        for side in (made.environments.train, made.environments.validation)
+    ]
+    made.environments.close()
+    return json.dumps([said, repr(data), re.sub("0x[0-9a-f]+", "", repr(environments))], default=str)
+
+
+def flat(tree, prefix=""):
+    return {
+        key: value
+        for name, item in tree.items()
+        for key, value in (
+            flat(item, f"{prefix}{name}.").items() if isinstance(item, dict) else [(prefix + name, item)]
+        )
+    }
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
+    (tmp_path / "prompt.txt").write_text("0{}0")
+    by_change, idle = changes(kind), []
+    for key, (section, name, info) in keys_of(MASTERS[kind]).items():
+        if status_of(info) != "effective" or reads.sees(key, section, name):
+            continue
+        if key not in by_change:
+            idle.append(key)
+            continue
+        before, value = by_change[key]
+        changed = f"{key}={value.replace('PROMPT', str(tmp_path / 'prompt.txt'))}"
+        if observed(kind, key, before) == observed(kind, key, [*before, changed]):
+            idle.append(key)
+    assert idle == [], " ".join(idle)
+
+
+@pytest.mark.parametrize("kind", MASTERS)
+def test_keys_that_runs_read_are_not_called_without_effect(reads, kind):
+    keys = keys_of(MASTERS[kind])
+    wrong = {
+        key: reads.keys[key]
+        for key, (_, _, info) in keys.items()
+        if status_of(info) == "without effect" and key in reads.keys
+    }
+    assert wrong == {}

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Int, Positive, Section, key, no_effect, only, section
+from .base import Int, Positive, Section, key, only, section
 from .tables import Entry, Table
 
 
@@ -168,7 +168,8 @@ class DataConfig(Section):
     use_multiple_dataloader: bool = key(False, "a loader of its own for each data set")
     num_prompts_per_dataloader: Positive | None = key(None, "prompts from each loader when there are several")
     custom_dataloader: str | None = key(
-        None, "with use_multiple_dataloader: function module.name that gives the next prompts; null: each loader in turn"
+        None,
+        "with use_multiple_dataloader: function module.name that gives the next prompts; null: each loader in turn",
     )
     prompt_file: str | None = only(None, why="it is read in data.default and in each data set")
     system_prompt_file: str | None = only(None, why="it is read in data.default and in each data set")

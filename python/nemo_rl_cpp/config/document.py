@@ -12,7 +12,7 @@ from .aliases import SPELLINGS
 from .base import Section
 from .data import dataset_keys
 from .env import environment_sections
-from .keys import fields_of, section_type
+from .keys import fields_of, section_type, status_of
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from .messages import shown
 from .tables import OneOf
@@ -56,7 +56,7 @@ changes an element of a list. `\\,` is a literal comma.
 Unknown keys, wrong types, values out of range and combinations that cannot work are all reported at once, each with file
 and line, before anything heavy is loaded. Keys marked *switched off* belong to features of NeMo RL that are not supported:
 they are accepted at the value shown and rejected otherwise (in a backend section that is not enabled they are not looked
-at). Keys marked *no effect* are accepted with any value of their type.
+at). Keys marked *one value* are accepted at that value alone. Keys marked *no effect* are accepted with any value of their type.
 """
 
 
@@ -100,6 +100,8 @@ def _row(name: str, info: Any) -> str:
         meaning = f"*switched off*: {meaning}"
     elif mark.get("no_effect"):
         meaning = f"*no effect*: {meaning}"
+    elif status_of(info) == "refused":
+        meaning = f"*one value*: {meaning}"
     cells = (f"`{name}`", _marked_type(info), _default(info), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

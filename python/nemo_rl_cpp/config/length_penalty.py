@@ -18,8 +18,8 @@ class LengthPenaltyParams(Section):
 
     enabled: bool = key(True, "apply these")
     length_type: Literal["tokens", "chars"] = key("tokens", "unit of lengths")
-    top_percentile: Fraction = key(
-        0.5, "share of the right responses that the bonuses and longest_* look at, by reward"
+    top_percentile: Fraction = no_effect(
+        0.5, "rewards are 0 or 1, so bonuses and longest_* look at all right responses"
     )
     reasoning_bonus: NonNegative = key(0.0, "to the right response with the shortest reasoning")
     answer_bonus: NonNegative = key(0.0, "to the one with the shortest answer")

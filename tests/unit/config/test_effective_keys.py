@@ -17,6 +17,7 @@ from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.document import document
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.keys import fields_of, section_type, status_of
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
@@ -38,7 +39,7 @@ SHAPES = [  # {}: the section, grpo or ppo
 ONLY_GRPO = [
     ("grpo.adv_estimator.name=reinforce_plus_plus",),
     ("grpo.adv_estimator.name=gdpo",),
-    ("++grpo.length_penalty={{profile_band:{{enabled:true,defaults:{{total:{{a:1.0,b:2.0,f:0.5}},reasoning:{{a:1.0,b:2.0,f:0.5}},"
+    ("++grpo.length_penalty={{profile_band:{{enabled:true,defaults:{{total:{{a:1.0,b:2.0,f:0.5}},reasoning:{{a:-2.0,b:-1.0,f:0.5}},"
      "answer:{{a:1.0,b:2.0,f:0.5}}}}}},default:{{total_bonus:0.1,reasoning_bonus:0.1,answer_bonus:0.1,longest_total_penalty:0.1,"
      "longest_reasoning_penalty:0.1,longest_answer_penalty:0.1,group_total_length_penalty_coeff:0.1,"
      "group_reasoning_length_penalty_coeff:0.1,group_answer_length_penalty_coeff:0.1,total_zmad_threshold:1.0,total_zmad_penalty:0.1,"
@@ -183,7 +184,15 @@ SIZES = {
     ),
     "generation.vllm_cfg": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size"),
 }  # fmt: skip
+FEW = ("++data.train.num_samples=20", "++data.validation.num_samples=20")
 PROMPTED = ("data.default.processor=math_hf_data_processor",)
+
+
+def alone(model, backend):
+    """The overrides that leave this of NeMo RL's backends as the only one."""
+    other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}.get(backend)
+    optimizer = f"{model}.optimizer={{kwargs:{{lr:1e-3}}}}"
+    return (f"{model}.{backend}.enabled=true", f"{model}.{other}.enabled=false", optimizer) if other else ()
 
 
 def changes(kind):
@@ -191,10 +200,13 @@ def changes(kind):
     models = ["policy"] + (["value"] if kind == "ppo" else [])
     two = ("cluster.gpus_per_node=2",)  # a size that several devices are cut by
     found = {
-        f"{model}.{backend}.{name}": ((f"{model}.{backend}.enabled=true", *two) if "cfg" in backend[:12] else two, "2")
-        for model in models for backend, names in SIZES.items() for name in names if not (model == "value" and "vllm" in backend)
-    }  # fmt: skip
-    found |= {f"{model}.dtensor_cfg.enabled": ((f"{model}.megatron_cfg.enabled=true",), "true") for model in models}
+        f"{model}.{backend}.{name}": ((*alone(model, backend), *two), "2")
+        for model in models
+        for backend, names in SIZES.items()
+        for name in names
+        if model == "policy" or backend != "generation.vllm_cfg"
+    }
+    found |= {f"{model}.dtensor_cfg.enabled": (alone(model, "megatron_cfg"), "true") for model in models}
     found |= {
         "policy.backend": ((), "hf"),
         "policy.generation.backend": ((), "vllm"),
@@ -208,7 +220,7 @@ def changes(kind):
         "data.use_multiple_dataloader": (("data.num_prompts_per_dataloader=32",), "true"),
         "data.default.dataset_name": (("~data.train.dataset_name", "~data.train.num_digits", "data.default.dataset_name=reverse_digits"), "arithmetic"),
         "data.default.env_name": (("env.arithmetic={}",), "arithmetic"),
-        "data.default.processor": ((), "math_hf_data_processor"),
+        "data.default.processor": ((), "math_data_processor"),
         "data.default.prompt_file": (PROMPTED, "PROMPT"),
         "data.default.system_prompt_file": (PROMPTED, "PROMPT"),
     }  # fmt: skip
@@ -218,7 +230,7 @@ def changes(kind):
         found |= {
             f"data.{side}.dataset_name": ((f"~data.{side}.num_digits",), "arithmetic"),
             f"data.{side}.env_name": (("env.arithmetic={}",), "arithmetic"),
-            f"data.{side}.processor": ((), "math_hf_data_processor"),
+            f"data.{side}.processor": ((), "math_data_processor"),
             f"data.{side}.prompt_file": (PROMPTED, "PROMPT"),
             f"data.{side}.system_prompt_file": (PROMPTED, "PROMPT"),
             f"data.{side}.split_validation_size": ((), "3"),
@@ -230,7 +242,7 @@ def changes(kind):
 def observed(kind, key, overrides):
     """All that a configuration says but `key` itself: other keys, the line about sizes, data and environments; or why it is refused."""
     try:
-        config = LOAD[kind](f"{kind}_tiny.yaml", [f"++{o}" if o[0] != "~" else o for o in overrides])
+        config = LOAD[kind](f"{kind}_tiny.yaml", [*FEW, *(f"++{o}" if o[0] != "~" else o for o in overrides)])
         said = {name: value for name, value in flat(config.model_dump()).items() if name != key}
         if not key.startswith("data."):
             return json.dumps([said, fold_text(config)], default=str)
@@ -272,7 +284,9 @@ def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
             idle.append(key)
             continue
         before, value = by_change[key]
-        changed = f"{key}={value.replace('PROMPT', str(tmp_path / 'prompt.txt'))}"
+        *before, changed = [
+            text.replace("PROMPT", str(tmp_path / "prompt.txt")) for text in (*before, f"{key}={value}")
+        ]
         if observed(kind, key, before) == observed(kind, key, [*before, changed]):
             idle.append(key)
     assert idle == [], " ".join(idle)
@@ -287,3 +301,16 @@ def test_keys_that_runs_read_are_not_called_without_effect(reads, kind):
         if status_of(info) == "without effect" and key in reads.keys
     }
     assert wrong == {}
+
+
+def test_the_page_says_of_every_key_which_kind_it_is():
+    page = document()
+    for master in MASTERS.values():
+        for key, (_, _, info) in keys_of(master).items():
+            if key == "env":  # which stands there section by section
+                continue
+            rows = re.findall(rf"^\| `{re.escape(key.rpartition('.')[2])}` \|.* \| ([^|]*) \|$", page, re.M)
+            marks = {"refused": ("*switched off*", "*one value*"), "without effect": ("*no effect*",)}.get(
+                status_of(info)
+            )
+            assert any(row.startswith(marks) if marks else not row.startswith("*") for row in rows), key

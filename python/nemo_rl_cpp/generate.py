@@ -46,12 +46,17 @@ class TextGenerator:
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
         from nemo_rl_cpp.models.model_folder import read_model_folder
-        from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
+        from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 
         if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         if num_threads is not None:
             num_threads = whole_number("num_threads", num_threads, 1, _MOST_THREADS)
+        if model_name(model) == TINY_RANDOM:
+            raise ValueError(
+                f"'{TINY_RANDOM}' is a model of random weights that a run makes for itself: give the checkpoints of such a run, "
+                "or a model, for example smollm2-135m-instruct"
+            )
         folder = resolve_model(find_policy_weights(model_name(model)), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_sequence_length(opened.config)

@@ -59,7 +59,7 @@ without `configs/` or `examples/configs/` before it.
 | a value | example |
 |---|---|
 | number, `true`, `false`, `null` | `1e-6` |
-| text; in quotes where it holds other characters than letters, digits and `/-\\+.$%*@?\|:` | `"a, b"` |
+| text; in quotes where it holds other characters than letters, digits and `/-\\+.$%*@?\\|:` | `"a, b"` |
 | list, which replaces the list | `[1,2]` |
 | mapping, which is merged | `{c: 9}` |
 | value of another key | `${x.y}` |

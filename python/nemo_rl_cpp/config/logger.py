@@ -82,7 +82,7 @@ class LoggerConfig(Section):
     mlflow_enabled: bool = key(False, "log to MLflow (needs the extra `mlflow`)")
     swanlab_enabled: bool = key(False, "log to SwanLab (needs the extra `swanlab`)")
     trackio_enabled: bool = key(False, "log to Trackio (needs the extra `trackio`)")
-    monitor_gpus: bool = key(True, "sample the GPUs' use, where there are GPUs")
+    monitor_gpus: bool = key(True, "sample how much the GPUs are used, if there are any")
     wandb: WandbConfig = section(WandbConfig, "Weights & Biases")
     tensorboard: TensorboardConfig = section(TensorboardConfig, "TensorBoard")
     mlflow: MLflowConfig = section(MLflowConfig, "MLflow")

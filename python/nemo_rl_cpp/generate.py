@@ -1,4 +1,5 @@
-"""Text from a model or a checkpoint of a run, on the CPU, without torch's Python side: the first token comes within a second or two.
+"""Generates text from a model or a run's checkpoint on the CPU. It does not load torch's Python package, so the first token
+comes within a second or two.
 
 nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
 python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"

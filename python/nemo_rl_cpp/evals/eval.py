@@ -91,7 +91,7 @@ def setup(
 
 
 def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
-    """The native engine on weights of its own: there is no trainer, so nothing else is kept of the model.
+    """The native engine with its own copy of the weights. There is no trainer, so nothing else of the model is loaded.
 
     A length that the configuration leaves out is bounded by the model's."""
     from nemo_rl_cpp._native import C

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: a table, and every sample as JSON."""
+"""The results of an evaluation: a table, and every sample as JSON."""
 
 import json
 import math

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from .base import Int, Real, Section, key, no_effect, only, section
+from .estimators import GRPOEstimator
 from .length_penalty import LengthPenaltyConfig
 from .loop import LoopConfig
 
@@ -14,7 +15,7 @@ from .loop import LoopConfig
 class AdvEstimatorConfig(Section):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = key(
+    name: GRPOEstimator = key(
         "grpo",
         "grpo: against the group's mean; gdpo: that for each part of the reward, their weighted sum whitened; "
         "reinforce_plus_plus: whitened over the batch's tokens",

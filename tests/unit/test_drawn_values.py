@@ -15,8 +15,8 @@ import torch
 from nemo_rl_cpp import argument_checks, quick
 from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.base import Section
-from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS
-from nemo_rl_cpp.config.messages import section_type
+from nemo_rl_cpp.config.env import environment_sections
+from nemo_rl_cpp.config.keys import section_type
 from nemo_rl_cpp.config.python_values import plain
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models import sources
@@ -323,7 +323,7 @@ def sections():
                 if (inner := section_type(info.annotation)) is not None:
                     walk(inner)
 
-    for master in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig, *KNOWN_ENVIRONMENTS.values()):
+    for master in (GRPOMasterConfig, PPOMasterConfig, EvalMasterConfig, *environment_sections().values()):
         walk(master)
     return [section for section in found if section.model_fields]
 

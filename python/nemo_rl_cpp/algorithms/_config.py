@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_cpp.config.sections import as_model, check_names
+from nemo_rl_cpp.config.sections import as_model, check_keys
 
-__all__ = ["MissingSetting", "as_model", "check_names", "setting"]
+__all__ = ["MissingSetting", "as_model", "check_keys", "setting"]
 
 
 def setting(config: Any, name: str, *default: Any) -> Any:

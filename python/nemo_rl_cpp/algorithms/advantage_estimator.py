@@ -1,25 +1,33 @@
-"""Advantage estimators, over the native ops. One class and one line in ADVANTAGE_ESTIMATORS add another.
+"""Advantage estimators, over the native ops. One class and one line in
+`config/estimators.py`, or `register_estimator`, add another.
 
 compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) gives advantages [B, S], or (advantages, returns) from
 the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or by `group_id` [B] where that is given.
 `last_metrics` of each estimator holds `advantage/degenerate_whitening` = 1.0 when too few tokens were valid to whiten.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp import ops
-from nemo_rl_cpp.algorithms._config import check_names, setting
+from nemo_rl_cpp.algorithms._config import check_keys, setting
+from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
 from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
+from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 
 
 def _check(estimator_config: Any) -> None:
     """ConfigError for a key that no estimator knows; NeMo RL hands every estimator the whole section."""
-    check_names(estimator_config, AdvEstimatorConfig, GAEConfig)
+    check_keys(estimator_config, "", AdvEstimatorConfig, GAEConfig)
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
@@ -204,11 +212,32 @@ class OPDAdvantageEstimator:
         return advantages
 
 
-ADVANTAGE_ESTIMATORS: dict[str, type] = {
-    "grpo": GRPOAdvantageEstimator,
-    "gdpo": GDPOAdvantageEstimator,
-    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
-    "raw_reward": RawRewardAdvantageEstimator,
-    "gae": GeneralizedAdvantageEstimator,
-    "opd": OPDAdvantageEstimator,
-}
+def make_estimator(
+    algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
+) -> AdvantageEstimator:
+    """The estimator of `<algorithm>.adv_estimator`; ValueError for a name that the algorithm has none for."""
+    return ADVANTAGE_ESTIMATORS[checked_name(algorithm, settings.name)](settings, loss)
+
+
+def register_estimator(
+    name: str,
+    cls: Callable[[AdvEstimatorConfig, ClippedPGLossConfig], AdvantageEstimator],
+    keys: type[Section] | None = None,
+    algorithm: str = "grpo",
+) -> None:
+    """Lets configurations choose an estimator of one's own by `<algorithm>.adv_estimator.name`.
+
+    The fields of `keys` become keys of the section `adv_estimator`; where it has such a key, the one that it has is kept.
+    ValueError when the name is taken.
+    """
+    section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
+    ADVANTAGE_ESTIMATORS.add(
+        name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
+    )
+
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS", "AdvEstimatorConfig", "GDPOAdvantageEstimator", "GRPOAdvantageEstimator", "GeneralizedAdvantageEstimator",
+    "OPDAdvantageEstimator", "RawRewardAdvantageEstimator", "ReinforcePlusPlusAdvantageEstimator", "make_estimator",
+    "register_estimator",
+]  # fmt: skip

@@ -71,6 +71,13 @@ class Parts:
     checkpoints: CheckpointManager | None
     state: TrainState
 
+    def release(self) -> None:
+        """Gives logs and checkpoint folder free, of parts that become no run."""
+        if self.logger is not None:
+            self.logger.finish()
+        if self.checkpoints is not None:
+            self.checkpoints.shutdown()
+
 
 def build_run(
     config: TrainMasterConfig | Mapping[str, Any],
@@ -94,9 +101,13 @@ def build_run(
     set_seed(config.loop.seed)
     tokenizer = make_tokenizer(config.policy)
     made = data(config, tokenizer)
+    parts = None
     try:
-        return assemble(config, make_parts(config, tokenizer, made, policy_factory))
+        parts = make_parts(config, tokenizer, made, policy_factory)
+        return assemble(config, parts)
     except BaseException as error:
+        if parts is not None:
+            parts.release()
         made.environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
         raise
 
@@ -246,20 +257,25 @@ def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
     new one. The folder is this run's until the logger's `finish`."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
+    logger = None
     try:
         make_folder(Path(config.logger.log_dir), "logger.log_dir")
         folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
-        logger = Logger({**config.logger.model_dump(), "log_dir": folder})
+        logger = Logger(config.logger.model_copy(update={"log_dir": folder}))
         logger.claim(home if saves else None)
         if state.log_dir is not None:
             logger.truncate_after(state.step)
-    except OSError as error:
+        state.log_dir = folder
+        logger.log_hyperparams(config)
+        return logger
+    except BaseException as error:
+        if logger is not None:
+            logger.finish()
+        if not isinstance(error, OSError):
+            raise
         raise FolderError(
             f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})"
         ) from error
-    state.log_dir = folder
-    logger.log_hyperparams(config)
-    return logger
 
 
 def make_services(config: TrainMasterConfig, parts: Parts) -> RunServices:

@@ -1,6 +1,6 @@
 """GRPO, DAPO and ProRLv2: what is theirs. The loop is `algorithms/loop.py`, the same as PPO's."""
 
-from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, ReinforcePlusPlusAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantage_estimator import ReinforcePlusPlusAdvantageEstimator, make_estimator
 from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loop import train_loop as grpo_train
@@ -16,11 +16,7 @@ MasterConfig = GRPOMasterConfig
 
 def make_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
     """By `grpo.adv_estimator.name`; ValueError for a name that GRPO has no estimator for."""
-    settings = config.grpo.adv_estimator
-    known = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
-    if settings.name not in known:
-        raise ValueError(f"grpo.adv_estimator.name is {settings.name!r}; expected one of {', '.join(known)}")
-    return GroupAdvantages(ADVANTAGE_ESTIMATORS[settings.name](settings, config.loss_fn), config.grpo)
+    return GroupAdvantages(make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn), config.grpo)
 
 
 ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=sampled_by_policy, needs_tokens=False)

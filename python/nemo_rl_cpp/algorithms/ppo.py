@@ -1,6 +1,6 @@
 """PPO: what is its own. The loop is `algorithms/loop.py`, the same as GRPO's; the critic is `algorithms/critic.py`."""
 
-from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
+from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
 from nemo_rl_cpp.algorithms.advantages import TokenAdvantages
 from nemo_rl_cpp.algorithms.loop import train_loop as ppo_train
 from nemo_rl_cpp.algorithms.run import Algorithm
@@ -15,11 +15,7 @@ MasterConfig = PPOMasterConfig
 
 def make_advantages(config: PPOMasterConfig) -> TokenAdvantages:
     """By `ppo.adv_estimator.name`; ValueError for a name that PPO has no estimator for."""
-    settings = config.ppo.adv_estimator
-    known = ("gae", "raw_reward")
-    if settings.name not in known:
-        raise ValueError(f"ppo.adv_estimator.name is {settings.name!r}; expected {' or '.join(known)}")
-    return TokenAdvantages(ADVANTAGE_ESTIMATORS[settings.name](settings, config.loss_fn))
+    return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
 
 
 ALGORITHM = Algorithm(make_advantages=make_advantages, is_trained=spoken_by_assistant, needs_tokens=True)

@@ -51,7 +51,7 @@ class CheckpointManager:
 
     def __init__(self, config: Any) -> None:
         """`config`: the `checkpointing` section, a mapping or a model. ValueError for unknown keys and for values that cannot work."""
-        check_keys(config, CheckpointingConfig, "checkpointing")
+        check_keys(config, "checkpointing", CheckpointingConfig)
         self.enabled = bool(cfg_get(config, "enabled", True))
         directory = cfg_get(config, "checkpoint_dir")
         if not directory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -17,32 +18,57 @@ from pydantic import (
 )
 
 from .base import Int, Positive, Section, key, no_effect, only, section
+from .tables import Entry, Table
 
-# Keys of each data set beyond the common ones; a name with a dot is a class of the user's and takes any keys.
+
+@dataclass(frozen=True)
+class DatasetEntry(Entry):
+    """A data set: its class, and the keys that it takes beyond the common ones."""
+
+    keys: tuple[str, ...] = ()
+
+
+def _dataset(target: str, *keys: str) -> DatasetEntry:
+    return DatasetEntry(f"nemo_rl_cpp.data.datasets.response_datasets.{target}", keys)
+
+
 _HUB = ("split", "repeat")
 _GENERATED = ("split", "num_samples")
-DATASET_KEYS: dict[str, tuple[str, ...]] = {
-    "OpenMathInstruct-2": (*_HUB, "output_key"),
-    "DAPOMath17K": _HUB,
-    "DAPOMathAIME2024": _HUB,
-    "DeepScaler": _HUB,
-    "AIME2024": _HUB,
-    "AIME2025": _HUB,
-    "AIME2026": _HUB,
-    "GSM8K": _HUB,
-    "math": _HUB,
-    "math500": _HUB,
-    "gpqa": _HUB,
-    "gpqa_diamond": _HUB,
-    "mmlu": _HUB,
-    "mmlu_pro": _HUB,
-    "ResponseDataset": ("data_path", "input_key", "output_key", "subset", "split"),
-    "arithmetic": (*_GENERATED, "max_number", "num_shots"),
-    "reverse_digits": (*_GENERATED, "num_digits"),
-    "python_functions": (*_GENERATED, "num_shots"),
-    "guess_number": (*_GENERATED, "min_number", "max_number", "prompt", "stop_strings"),
-    "reasoning_gym": (*_GENERATED, "task", "task_options", "num_shots"),
-}
+DATASET_REGISTRY: Table[DatasetEntry] = Table(
+    "data set",
+    {
+        "OpenMathInstruct-2": _dataset("hub_math:OpenMathInstruct2Dataset", *_HUB, "output_key"),
+        "DAPOMath17K": _dataset("hub_math:DAPOMath17KDataset", *_HUB),
+        "DAPOMathAIME2024": _dataset("hub_math:DAPOMathAIME2024Dataset", *_HUB),
+        "DeepScaler": _dataset("hub_math:DeepScalerDataset", *_HUB),
+        "AIME2024": _dataset("hub_math:AIME2024Dataset", *_HUB),
+        "AIME2025": _dataset("hub_math:AIME2025Dataset", *_HUB),
+        "AIME2026": _dataset("hub_math:AIME2026Dataset", *_HUB),
+        "GSM8K": _dataset("hub_math:GSM8KDataset", *_HUB),
+        "math": _dataset("hub_math:MathDataset", *_HUB),
+        "math500": _dataset("hub_math:Math500Dataset", *_HUB),
+        "gpqa": _dataset("hub_multichoice:GPQADataset", *_HUB),
+        "gpqa_diamond": _dataset("hub_multichoice:GPQADiamondDataset", *_HUB),
+        "mmlu": _dataset("hub_multichoice:MMLUDataset", *_HUB),
+        "mmlu_pro": _dataset("hub_multichoice:MMLUProDataset", *_HUB),
+        "ResponseDataset": _dataset(
+            "response_dataset:ResponseDataset", "data_path", "input_key", "output_key", "subset", "split"
+        ),
+        "arithmetic": _dataset("generated:ArithmeticDataset", *_GENERATED, "max_number", "num_shots"),
+        "reverse_digits": _dataset("generated:ReverseDigitsDataset", *_GENERATED, "num_digits"),
+        "python_functions": _dataset("code:PythonFunctionsDataset", *_GENERATED, "num_shots"),
+        "guess_number": _dataset(
+            "games:GuessNumberDataset", *_GENERATED, "min_number", "max_number", "prompt", "stop_strings"
+        ),
+        "reasoning_gym": _dataset("generated:ReasoningGymDataset", *_GENERATED, "task", "task_options", "num_shots"),
+    },
+)
+"""The table of data sets: name -> class. A name with a dot is a class of the user's and takes any keys."""
+
+
+def dataset_keys() -> dict[str, tuple[str, ...]]:
+    """The keys of each data set beyond the common ones."""
+    return {name: entry.keys for name, entry in DATASET_REGISTRY.entries.items()}
 
 
 DATASET_ALIASES = {
@@ -62,7 +88,7 @@ def is_class_name(dataset_name: str) -> bool:
 
 def takes(dataset_name: str, key: str) -> bool:
     """Whether a data set reads a key beyond the common ones; a class of the user's reads any."""
-    return is_class_name(dataset_name) or key in DATASET_KEYS.get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
+    return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
 def defaults_for(section: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:

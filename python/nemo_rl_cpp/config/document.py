@@ -10,10 +10,12 @@ from pydantic_core import PydanticUndefined
 
 from .aliases import SPELLINGS
 from .base import Section
-from .data import DATASET_KEYS
-from .env import KNOWN_ENVIRONMENTS
+from .data import dataset_keys
+from .env import environment_sections
+from .keys import fields_of, section_type
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
-from .messages import fields_of, section_type, shown
+from .messages import shown
+from .tables import OneOf
 
 _INTRODUCTION = """# Configuration
 
@@ -117,7 +119,8 @@ NeMo RL has these keys, and they are accepted so that its files load.
 def _type_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_name(arguments[0])
+        table = next((mark for mark in arguments[1:] if isinstance(mark, OneOf)), None)
+        return " or ".join(table.names()) if table is not None else _type_name(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else _type_name(part) for part in arguments)
     if origin is typing.Literal:
@@ -140,6 +143,12 @@ def _default(info: Any) -> str:
     return f"`{shown(value)}`"
 
 
+def _marked_type(info: Any) -> str:
+    """The type of a field; pydantic keeps the marks of an annotation apart from it."""
+    table = next((mark for mark in info.metadata if isinstance(mark, OneOf)), None)
+    return " or ".join(table.names()) if table is not None else _type_name(info.annotation)
+
+
 def _row(name: str, info: Any) -> str:
     mark = info.json_schema_extra or {}
     meaning = info.description or ""
@@ -147,7 +156,7 @@ def _row(name: str, info: Any) -> str:
         meaning = f"*switched off*: {meaning}"
     elif mark.get("no_effect"):
         meaning = f"*no effect*: {meaning}"
-    cells = (f"`{name}`", _type_name(info.annotation), _default(info), meaning)
+    cells = (f"`{name}`", _marked_type(info), _default(info), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -225,7 +234,7 @@ def document() -> str:
 
 def _environments(lines: list[str], idle: list[str]) -> None:
     lines += ["### `env`", "", "One section an environment. An environment of your own takes any keys.", ""]
-    for name, model in KNOWN_ENVIRONMENTS.items():
+    for name, model in environment_sections().items():
         _section(model, f"env.{name}", lines, idle)
 
 
@@ -238,7 +247,7 @@ def _datasets(lines: list[str]) -> None:
         "| dataset_name | keys |",
         "|---|---|",
     ]
-    lines += [f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} |" for name, keys in DATASET_KEYS.items()] + [""]
+    lines += [f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} |" for name, keys in dataset_keys().items()] + [""]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
 from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
 
@@ -74,16 +74,35 @@ class GuessNumberEnvConfig(Section):
     stop_strings: StopStrings | None = key(None, "texts that end the next guess; null: those of the generation")
 
 
-# Environments of this package; others (registered or by dotted class name) take any keys.
-KNOWN_ENVIRONMENTS: dict[str, type[Section]] = {
-    "math": MathEnvConfig,
-    "math_default": MathEnvConfig,
-    "math_multi_reward": MultiRewardEnvConfig,
-    "arithmetic": PlainEnvConfig,
-    "reverse_digits": PlainEnvConfig,
-    "reasoning_gym": ReasoningGymEnvConfig,
-    "code": CodeEnvConfig,
-    "guess_number": GuessNumberEnvConfig,
+class EnvironmentEntry(TypedDict, total=False):
+    """What a name of `env` stands for: the dotted name of its class and, where its keys are known, its section."""
+
+    actor_class_fqn: Required[str]
+    section: type[Section]
+
+
+def _ours(target: str, section: type[Section] | None = None) -> EnvironmentEntry:
+    entry: EnvironmentEntry = {"actor_class_fqn": f"nemo_rl_cpp.environments.{target}"}
+    return entry if section is None else {**entry, "section": section}
+
+
+ENV_REGISTRY: dict[str, EnvironmentEntry] = {
+    "math": _ours("math_environment.MathEnvironment", MathEnvConfig),
+    "math_default": _ours("math_environment.MathEnvironment", MathEnvConfig),
+    "math_multi_reward": _ours("multi_reward.MathMultiRewardEnvironment", MultiRewardEnvConfig),
+    "arithmetic": _ours("arithmetic_environment.ArithmeticEnvironment", PlainEnvConfig),
+    "reverse_digits": _ours("reverse_digits_environment.ReverseDigitsEnvironment", PlainEnvConfig),
+    "reasoning_gym": _ours("reasoning_gym_environment.ReasoningGymEnvironment", ReasoningGymEnvConfig),
+    "code": _ours("code_environment.CodeEnvironment", CodeEnvConfig),
+    "guess_number": _ours("games.guess_number.GuessNumberEnv", GuessNumberEnvConfig),
+    "reward_functions": _ours("reward_environment.RewardFunctionEnvironment"),
 }
+"""The table of environments. `register_env` adds one at run time; one without a section takes any keys."""
+
+
+def environment_sections() -> dict[str, type[Section]]:
+    """The sections of the environments whose keys are known."""
+    return {name: entry["section"] for name, entry in ENV_REGISTRY.items() if "section" in entry}
+
 
 EnvConfigs = dict[str, Any]

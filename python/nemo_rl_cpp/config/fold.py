@@ -15,8 +15,8 @@ from typing import Any
 from .backends import PARALLEL_SIZES
 from .base import Section
 from .engines import FOREIGN_ENGINES
+from .keys import fields_of
 from .memory import forecast_summary
-from .messages import fields_of
 
 _ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
 _CUTS_A_MODEL = ("tensor", "pipeline", "context")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from .base import Section
-from .messages import fields_of, section_type
+from .keys import fields_of, section_type
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:

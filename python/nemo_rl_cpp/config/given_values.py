@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from .aliases import ALIASES
 from .base import Section
 from .errors import ConfigError, Problem
-from .messages import fields_of, known_keys, section_type, unknown_key
+from .keys import fields_of, section_type
+from .messages import known_keys, unknown_key
 from .python_values import mistakes, plain
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from .base import Int, Real, Section, key, no_effect, only, section
+from .estimators import GRPOEstimator
 from .length_penalty import LengthPenaltyConfig
 from .loop import LoopConfig
 
@@ -14,7 +15,7 @@ from .loop import LoopConfig
 class AdvEstimatorConfig(Section):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = key(
+    name: GRPOEstimator = key(
         "grpo",
         "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
         "reinforce_plus_plus: whitened over the batch's tokens",

@@ -14,7 +14,7 @@ from nemo_rl_cpp import _config
 from . import rules
 from .aliases import ALIASES
 from .base import Section
-from .env import KNOWN_ENVIRONMENTS
+from .env import environment_sections
 from .environment import environment_values
 from .errors import ConfigError, Problem, Report
 from .free_keys import additions
@@ -154,7 +154,7 @@ def _with_plus(where: str) -> str:
 def _validate(data: dict[str, Any], model: type[Master], report: Report) -> Master | None:
     """The typed configuration; of a file with mistakes, what is left without them, so that the rest is checked too."""
     if isinstance(data.get("env"), dict):
-        for name, inner in KNOWN_ENVIRONMENTS.items():
+        for name, inner in environment_sections().items():
             if isinstance(data["env"].get(name), dict):
                 checked = _validate_part(data["env"][name], inner, ("env", name), model, report)
                 data["env"][name] = checked.model_dump(exclude_unset=True) if checked is not None else {}

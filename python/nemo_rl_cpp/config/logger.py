@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
 
 from .base import Count, Real, Section, key, no_effect, section
+from .tables import Entry, Table
 
 
 class WandbConfig(Section):
@@ -69,7 +73,10 @@ class GPUMonitoringConfig(Section):
 
 
 class LoggerConfig(Section):
-    """Where a run writes what it measures: metrics.jsonl always, the others when enabled."""
+    """Where a run writes what it measures: metrics.jsonl always, the others when enabled.
+
+    Each back end of the table has the keys NAME_enabled and NAME, its section.
+    """
 
     log_dir: str = key("logs", "folder; each run makes exp_NNN in it")
     num_val_samples_to_print: Count = key(0, "validation samples shown in the terminal")
@@ -77,15 +84,57 @@ class LoggerConfig(Section):
     chrome_trace: bool = key(
         False, "write the stages of every step as a timeline for chrome://tracing and ui.perfetto.dev"
     )
-    tensorboard_enabled: bool = key(True, "write TensorBoard events")
-    wandb_enabled: bool = key(False, "log to Weights & Biases (needs the extra `wandb`)")
-    mlflow_enabled: bool = key(False, "log to MLflow (needs the extra `mlflow`)")
-    swanlab_enabled: bool = key(False, "log to SwanLab (needs the extra `swanlab`)")
-    trackio_enabled: bool = key(False, "log to Trackio (needs the extra `trackio`)")
     monitor_gpus: bool = key(True, "sample how much the GPUs are used, if there are any")
-    wandb: WandbConfig = section(WandbConfig, "Weights & Biases")
-    tensorboard: TensorboardConfig = section(TensorboardConfig, "TensorBoard")
-    mlflow: MLflowConfig = section(MLflowConfig, "MLflow")
-    swanlab: SwanlabConfig = section(SwanlabConfig, "SwanLab")
-    trackio: TrackioConfig = section(TrackioConfig, "Trackio")
     gpu_monitoring: GPUMonitoringConfig = section(GPUMonitoringConfig, "sampling of the GPUs' use")
+
+
+@dataclass(frozen=True)
+class LoggerEntry(Entry):
+    """A logger back end: its class, the section that it is made from, and what its switch means."""
+
+    section: type[Section] = Section
+    doc: str = ""
+    enabled: bool = False
+
+    def keys(self, name: str) -> dict[str, FieldInfo]:
+        """The keys of `logger` that belong to it."""
+        switch, own = key(self.enabled, self.doc), section(self.section, self.doc)
+        return {
+            f"{name}_enabled": FieldInfo.from_annotated_attribute(bool, switch),
+            name: FieldInfo.from_annotated_attribute(self.section, own),
+        }
+
+
+def _tracker(cls: str, section: type[Section], title: str, name: str) -> LoggerEntry:
+    return LoggerEntry(f"nemo_rl_cpp.loggers.backends:{cls}", section, f"log to {title} (needs the extra `{name}`)")
+
+
+LOGGER_BACKENDS: Table[LoggerEntry] = Table(
+    "logger back end",
+    {
+        "wandb": _tracker("WandbLogger", WandbConfig, "Weights & Biases", "wandb"),
+        "swanlab": _tracker("SwanlabLogger", SwanlabConfig, "SwanLab", "swanlab"),
+        "tensorboard": LoggerEntry(
+            "nemo_rl_cpp.loggers.files:TensorboardLogger", TensorboardConfig, "write TensorBoard events", True
+        ),
+        "mlflow": _tracker("MLflowLogger", MLflowConfig, "MLflow", "mlflow"),
+        "trackio": _tracker("TrackioLogger", TrackioConfig, "Trackio", "trackio"),
+    },
+)
+"""The table of logger back ends, in the order in which they are made: name -> class."""
+
+for _name, _entry in LOGGER_BACKENDS.entries.items():
+    LoggerConfig.model_fields.update(_entry.keys(_name))
+
+
+def register_logger(
+    name: str, cls: Any, keys: type[Section] = Section, doc: str = "log by a back end of one's own"
+) -> None:
+    """Gives the section `logger` a back end of one's own, by the keys NAME_enabled and NAME; `keys` are those of its section.
+
+    `cls(section, log_dir=folder)` makes it, a `nemo_rl_cpp.loggers.interface.LoggerInterface`. ValueError when the name is taken.
+    """
+    entry = LoggerEntry(cls, keys, doc)
+    if name in LoggerConfig.model_fields:
+        raise ValueError(f"logger has a key {name} already: choose another name")
+    LOGGER_BACKENDS.add(name, entry, LoggerConfig, entry.keys(name))

@@ -3,60 +3,34 @@
 from __future__ import annotations
 
 import difflib
-import types
-import typing
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
 from .aliases import ALIASES
 from .base import Section
-from .data import DATASET_KEYS
+from .data import dataset_keys
 from .dead_keys import dead_key
-from .env import KNOWN_ENVIRONMENTS
+from .env import environment_sections
 from .foreign_names import own_name
+from .keys import fields_of, own_keys, section_type
 from .written import quotes_advice
 
 _UNION_TAGS = {"one", "many"}  # of data.py; they appear in pydantic's locations
 
 
-def section_type(annotation: Any) -> type[Section] | None:
-    """The section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
-        for argument in typing.get_args(annotation):
-            if (found := section_type(argument)) is not None:
-                return found
-    return None
-
-
-def fields_of(model: type[Section]) -> Iterator[tuple[str, Any]]:
-    """(name as in YAML, field info) of a section."""
-    for name, info in model.model_fields.items():
-        yield info.alias or name, info
-
-
-@cache
 def known_keys(model: type[Section]) -> frozenset[str]:
-    """Every dotted key of the schema, sections included."""
-    found: set[str] = set()
-
-    def walk(section: type[Section], prefix: str) -> None:
-        for name, info in fields_of(section):
-            found.add(prefix + name)
-            if (inner := section_type(info.annotation)) is not None:
-                walk(inner, f"{prefix}{name}.")
-
-    walk(model, "")
+    """Every dotted key of the schema, sections included, and those of the tables of environments and data sets."""
+    found = set(own_keys(model))
     if "env" in model.model_fields:
-        for name, inner in KNOWN_ENVIRONMENTS.items():
-            walk(inner, f"env.{name}.")
+        for name, inner in environment_sections().items():
+            found.update(f"env.{name}.{key}" for key in own_keys(inner))
     if "grpo" in model.model_fields or "ppo" in model.model_fields:
         found.update(
-            f"data.{split}.{key}" for split in ("train", "validation") for keys in DATASET_KEYS.values() for key in keys
+            f"data.{split}.{key}"
+            for split in ("train", "validation")
+            for keys in dataset_keys().values()
+            for key in keys
         )
     return frozenset(found)
 
@@ -105,7 +79,7 @@ def takes_own_keys(dotted: str, model: type[Section]) -> bool:
     if info is None or not rest:
         return model.model_config.get("extra") == "allow"
     if name == "env" and "env" in model.model_fields:
-        return rest.partition(".")[0] not in KNOWN_ENVIRONMENTS
+        return rest.partition(".")[0] not in environment_sections()
     inner = section_type(info.annotation)
     return takes_own_keys(rest, inner) if inner is not None else True
 

@@ -21,6 +21,7 @@ from .optimizer import (
     torch_optimizer,
     torch_schedule,
 )
+from .tables import Entry, OneOf, Table
 
 
 def _precision(value: Any) -> Any:
@@ -35,16 +36,25 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
+PACKERS: Table[Entry] = Table(
+    "packer",
+    {
+        "concatenative": Entry("nemo_rl_cpp._native:C.pack_concatenative"),
+        "first_fit_decreasing": Entry("nemo_rl_cpp._native:C.pack_first_fit_decreasing"),
+        "first_fit_shuffle": Entry("nemo_rl_cpp.models.policy.bins:pack_shuffled"),
+        "modified_first_fit_decreasing": Entry("nemo_rl_cpp._native:C.pack_modified_first_fit_decreasing"),
+    },
+)
+"""name -> function (costs, capacity) -> indices by bin."""
+
+
 def _packing(value: Any) -> Any:
     return (
         "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
     )  # the name of older recipes
 
 
-PackingAlgorithm = Annotated[
-    Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
-    BeforeValidator(_packing),
-]
+PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(_as_list)]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, no_effect, only, section
+from .estimators import PPOEstimator
 from .loop import LoopConfig, other_default
 
 
 class GAEConfig(Section):
     """Generalised advantage estimation, or raw rewards as advantages."""
 
-    name: Literal["gae", "raw_reward"] = key(
-        "gae", "gae: uses a value model; raw_reward: uses none, and the reward is the advantage"
-    )
+    name: PPOEstimator = key("gae", "gae: uses a value model; raw_reward: uses none, and the reward is the advantage")
     gae_lambda: Fraction = key(0.95, "lambda: 0 is one-step TD, 1 is Monte Carlo")
     gae_gamma: Fraction = key(1.0, "discount a token")
     normalize_advantages: bool = key(True, "whiten advantages over the batch's valid tokens")

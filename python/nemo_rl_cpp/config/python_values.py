@@ -136,9 +136,9 @@ def checked(config: Any, model: type[MasterConfig]) -> Any:
 
 def _check_whole(config: Any, report: Report) -> None:
     from . import rules
-    from .env import KNOWN_ENVIRONMENTS
+    from .env import environment_sections
 
-    for name, section in KNOWN_ENVIRONMENTS.items():
+    for name, section in environment_sections().items():
         if isinstance(config.env.get(name), dict):
             try:
                 section.model_validate(config.env[name])
@@ -209,8 +209,8 @@ def _walk(data: dict[str, Any], dotted: str, make_sections: bool = False) -> tup
 def aliases_of(cls: type[Section]) -> tuple[tuple[str, str], ...]:
     """(spelling, canonical) of the keys in a section of this class, wherever it stands in a whole configuration."""
     from .aliases import ALIASES
+    from .keys import fields_of, section_type
     from .master import EvalMasterConfig, GRPOMasterConfig, MasterConfig, PPOMasterConfig
-    from .messages import fields_of, section_type
 
     found: dict[str, str] = {}
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from .data import (
     DATASET_ALIASES,
-    DATASET_KEYS,
+    DATASET_REGISTRY,
     DataConfig,
     DatasetConfig,
     DatasetDefaults,
     EvalDataConfig,
+    dataset_keys,
     datasets_of,
     is_class_name,
     takes,
@@ -76,7 +77,7 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
     if not _is_known(name, "data.default" if inherits else dotted, report) or is_class_name(name):
         return
     name = DATASET_ALIASES.get(name, name)
-    _check_extra_keys(dataset, dotted, DATASET_KEYS[name], report)
+    _check_extra_keys(dataset, dotted, DATASET_REGISTRY.entries[name].keys, report)
     given = {*(dataset.model_extra or {}), *((default.model_extra or {}) if default is not None else ())}
     if name == "ResponseDataset" and "data_path" not in given:
         report.add(
@@ -88,12 +89,12 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
     """Whether there is such a data set; reports a name that is neither known nor a class."""
-    if name in DATASET_KEYS or name in DATASET_ALIASES or is_class_name(name):
+    if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
-    names = [*DATASET_KEYS, *DATASET_ALIASES]
+    names = [*DATASET_REGISTRY, *DATASET_ALIASES]
     same = [known for known in names if known.lower() == name.lower()]
     near = same or difflib.get_close_matches(name, names, 1, 0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_KEYS)}"
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DATASET_REGISTRY)}"
     report.add(
         f"{dotted}.dataset_name",
         f"{name} is unknown; {hint} (a data set of the hub is read by dataset_name: ResponseDataset with data_path: OWNER/NAME, "
@@ -107,7 +108,7 @@ def _check_default(default: DatasetDefaults, report: Report) -> None:
     name = default.dataset_name
     if name is not None and (not _is_known(name, "data.default", report) or is_class_name(name)):
         return
-    _check_extra_keys(default, "data.default", tuple({key for keys in DATASET_KEYS.values() for key in keys}), report)
+    _check_extra_keys(default, "data.default", tuple({key for keys in dataset_keys().values() for key in keys}), report)
 
 
 def _check_extra_keys(dataset: DatasetDefaults, dotted: str, allowed: tuple[str, ...], report: Report) -> None:

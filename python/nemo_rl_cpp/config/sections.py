@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
 from .base import Section
 from .errors import ConfigError, Problem
-from .messages import fields_of, known_keys, section_type, takes_own_keys, unknown_key
+from .keys import fields_of, section_type
+from .messages import known_keys, takes_own_keys, unknown_key
 
 M = TypeVar("M", bound=Section)
 
@@ -31,44 +31,38 @@ def as_model(config: Any, model: type[M], section: str = "") -> M:
     raise ConfigError(where)
 
 
-def check_names(config: Any, *models: type[Section]) -> None:
-    """ConfigError for a name in `config` that none of `models` has, with the nearest that one has."""
-    if isinstance(config, models):
+def check_keys(given: Any, name: str, *models: type[Section]) -> None:
+    """ConfigError for a key of a section made by hand that none of `models` has, with the nearest one.
+
+    `given` is a mapping or an object; a section was checked when it was made, and None stands for one without keys. `name` is
+    its place in a file ("policy.generation"), for messages.
+    """
+    if given is None or isinstance(given, Section):
         return
-    known = sorted({name for model in models for name in model.model_fields})
+    known = frozenset().union(*(known_keys(model) for model in models))
     problems = []
-    for name in _values(config, *models):
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.55)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            problems.append(Problem(models[0].__name__, name, f"is unknown; {hint}"))
+    for key in _dotted_keys(_values(given, *models), models, ""):
+        if key not in known and not any(takes_own_keys(key, model) for model in models):
+            said = [unknown_key(key, model) for model in models]
+            nearest = next((text for text in said if "did you mean" in text), said[0])
+            where = Problem("", f"{name}.{key}", nearest) if name else Problem(models[0].__name__, key, nearest)
+            problems.append(where)
     if problems:
         raise ConfigError(problems)
 
 
-def check_keys(given: Any, model: type[Section], name: str) -> None:
-    """ConfigError for a key of a section made by hand that the schema does not have, with the nearest one.
-
-    `given` is the section `name` as a plain mapping; everything else was checked when it was made, and passes.
-    """
-    known = known_keys(model)
-    unknown = [key for key in _dotted_keys(given, model, "") if key not in known and not takes_own_keys(key, model)]
-    if unknown:
-        raise ConfigError([Problem("", f"{name}.{key}", unknown_key(key, model)) for key in unknown])
-
-
-def _dotted_keys(given: Any, model: type[Section], prefix: str) -> Iterator[str]:
+def _dotted_keys(given: Any, models: Iterable[type[Section]], prefix: str) -> Iterator[str]:
     """Keys of a mapping, those in the sections that it holds as mappings included. What the program itself writes
     (`_pad_token_id`) is none of them."""
     if not isinstance(given, Mapping):
         return
-    sections = {name: section_type(info.annotation) for name, info in fields_of(model)}
+    sections = {name: section_type(info.annotation) for model in models for name, info in fields_of(model)}
     for key, value in given.items():
-        if key in (model.__private_attributes__ or ()):
+        if any(key in (model.__private_attributes__ or ()) for model in models):
             continue
         yield f"{prefix}{key}"
         if (inner := sections.get(str(key))) is not None:
-            yield from _dotted_keys(value, inner, f"{prefix}{key}.")
+            yield from _dotted_keys(value, (inner,), f"{prefix}{key}.")
 
 
 def _values(config: Any, *models: type[Section]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl_cpp.distributed.futures import get
+from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import call_remote
 
 
@@ -19,8 +19,8 @@ class Environments:
         owned: whether `close` ends them; those that a caller brought go on.
     """
 
-    train: Mapping[str, Any]
-    validation: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Environment]
+    validation: Mapping[str, Environment] = field(default_factory=dict)
     owned: bool = True
 
     def close(self, patience: float | None = None) -> None:

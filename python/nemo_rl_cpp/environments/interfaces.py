@@ -1,7 +1,7 @@
 """What the rollout asks of an environment."""
 
 import abc
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from nemo_rl_cpp.environments.remote import Remotable
 
@@ -60,16 +60,41 @@ def checked_return(answer: Any, size: int, task: str) -> EnvironmentReturn:
     return checked
 
 
+class Environment(Protocol):
+    """What a run asks of an environment: these four names and no others.
+
+    A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. Then the run starts the call, works on,
+    and waits for the result later; the calls of one environment never overlap. What a method raises ends the run, with the
+    environment's name in the message.
+    """
+
+    scores_rows_alone: bool
+    """Whether a conversation's answer depends on that conversation only. True lets rollouts call `step` with some of a
+    batch's rows while the others are still generated."""
+
+    def step(self, message_log_batch: "list[LLMMessageLogType]", metadata: list[Any]) -> EnvironmentReturn[Any]:
+        """One turn for B conversations, of which each ends with a message of the model.
+
+        Before: `metadata` holds for each conversation what the data set gave, or what the last `step` returned. After: the
+        answer has one entry a conversation in every field, in their order; a plain sequence of the same six things will do.
+        """
+
+    def pop_metrics(self) -> dict[str, Any]:
+        """Numbers gathered since the last call, for the logs of the step; called once after the rollouts of a step."""
+
+    def shutdown(self) -> None:
+        """Ends the environment's processes. Nothing is called afterwards but `shutdown` itself, which then does nothing."""
+
+
 class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
-    """Receives conversations, returns observations and rewards.
+    """The base class of environments: an `Environment` with NeMo RL's further method. Receives conversations, returns
+    observations and rewards.
 
     `Environment.remote(...)` gives a handle whose methods can be started beside the caller:
     `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. An object made directly works in its place.
     """
 
     scores_rows_alone: bool = False
-    """Whether a conversation's answer depends on that conversation only. True lets rollouts call `step` with some of a
-    batch's rows while the others are still generated."""
 
     @abc.abstractmethod
     def step(
@@ -79,7 +104,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
 
     @abc.abstractmethod
     def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
-        """Finishes a whole batch of rollouts and gives its metrics."""
+        """Finishes a whole batch of rollouts and gives its metrics. A run does not call it: NeMo RL's validation does."""
 
     def pop_metrics(self) -> dict[str, Any]:
         """Metrics gathered over the steps since the last call, which they are logged with; none by default."""

@@ -13,25 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.config.env import ENV_REGISTRY, EnvironmentEntry
 from nemo_rl_cpp.errors import in_user_code, one_sentence
 
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 DATASET_BASE = "nemo_rl_cpp.data.datasets.RawDataset"
-
-ENV_REGISTRY: dict[str, dict[str, str]] = {
-    "math": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
-    "math_default": {"actor_class_fqn": "nemo_rl_cpp.environments.math_environment.MathEnvironment"},
-    "math_multi_reward": {"actor_class_fqn": "nemo_rl_cpp.environments.multi_reward.MathMultiRewardEnvironment"},
-    "arithmetic": {"actor_class_fqn": "nemo_rl_cpp.environments.arithmetic_environment.ArithmeticEnvironment"},
-    "reverse_digits": {
-        "actor_class_fqn": "nemo_rl_cpp.environments.reverse_digits_environment.ReverseDigitsEnvironment"
-    },
-    "reasoning_gym": {"actor_class_fqn": "nemo_rl_cpp.environments.reasoning_gym_environment.ReasoningGymEnvironment"},
-    "reward_functions": {"actor_class_fqn": "nemo_rl_cpp.environments.reward_environment.RewardFunctionEnvironment"},
-    "guess_number": {"actor_class_fqn": "nemo_rl_cpp.environments.games.guess_number.GuessNumberEnv"},
-    "code": {"actor_class_fqn": "nemo_rl_cpp.environments.code_environment.CodeEnvironment"},
-}
-"""Environment name -> {"actor_class_fqn": dotted name of its class}. `register_env` adds one at run time."""
 
 _searched: list[str] = []  # folders that `search_for_modules` was given last
 
@@ -108,7 +94,7 @@ def _no_attribute(name: str, what: str, owner: Any, attribute: str) -> str:
     return f"{what} {in_a_line(name)}: {module} has no {attribute}{hint}"
 
 
-def environment_target(name: str, registry: Mapping[str, Mapping[str, str]] = ENV_REGISTRY) -> str:
+def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> str:
     """The dotted name of the class that an environment's name stands for; LoadingError for a name of nothing."""
     if name in registry:
         return registry[name]["actor_class_fqn"]
@@ -121,7 +107,7 @@ def environment_target(name: str, registry: Mapping[str, Mapping[str, str]] = EN
     return name
 
 
-def environment_class(name: str, registry: Mapping[str, Mapping[str, str]] = ENV_REGISTRY) -> Any:
+def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> Any:
     """The class of a registered name or of a dotted one, imported, with the interface that rollouts need."""
     found = import_object(environment_target(name, registry), "environment")
     check_environment_class(found, name)

@@ -3,18 +3,25 @@
 from typing import Any
 
 from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
-from nemo_rl_cpp.environments.loading import ENV_REGISTRY, environment_class
+from nemo_rl_cpp.environments.loading import environment_class
 from nemo_rl_cpp.errors import user_code
 
 __all__ = ["ENV_REGISTRY", "create_env", "register_env"]
 
 
-def register_env(env_name: str, actor_class_fqn: str) -> None:
-    """Makes `create_env` know a class by its dotted name. Raises ValueError when the name is taken."""
+def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
+    """Makes `create_env` and configurations know a class by its dotted name.
+
+    `section` lists the keys of `env.<env_name>`; without it the environment takes any. Raises ValueError when the name is taken.
+    """
     if env_name in ENV_REGISTRY:
         raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
     ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
+    if section is not None:
+        ENV_REGISTRY[env_name]["section"] = section
 
 
 def create_env(env_name: str, env_config: dict[str, Any] | None = None) -> EnvironmentInterface:

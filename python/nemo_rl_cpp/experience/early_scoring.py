@@ -7,7 +7,7 @@ from nemo_rl_cpp.environments.remote import call_remote
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
-    from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+    from nemo_rl_cpp.environments.interfaces import Environment
 
 
 class EarlyScoring:
@@ -18,7 +18,7 @@ class EarlyScoring:
     """
 
     def __init__(
-        self, active: BatchedDataDict, tokenizer: "TokenizerType", task_to_env: "dict[str, EnvironmentInterface]"
+        self, active: BatchedDataDict, tokenizer: "TokenizerType", task_to_env: "dict[str, Environment]"
     ) -> None:
         self._active = active
         self._tokenizer = tokenizer

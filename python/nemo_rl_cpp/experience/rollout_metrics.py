@@ -1,9 +1,11 @@
 """What is counted of each rollout, and NeMo RL's metrics of a batch of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_cpp.distributed.futures import get
+from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import call_remote
 
 
@@ -54,12 +56,12 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, Any]:
     }
 
 
-def environment_metrics(task_to_env: dict[str, Any]) -> dict[str, Any]:
+def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, Any]:
     """What the environments counted since the last call (`pop_metrics`).
 
     Under plain names for one environment; for several, `task/name`, and `verifier_timeouts` also as their sum.
     """
-    environments: dict[int, tuple[str, Any]] = {}
+    environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))
     counting = {

@@ -16,7 +16,7 @@ from nemo_rl_cpp.experience.turns import append_observation, attach_responses, c
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-    from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
+    from nemo_rl_cpp.environments.interfaces import Environment
     from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 
 __all__ = [
@@ -56,7 +56,7 @@ def run_multi_turn_rollout(
     policy_generation: "GenerationInterface",
     input_batch: "BatchedDataDict[DatumSpec]",
     tokenizer: "TokenizerType",
-    task_to_env: "dict[str, EnvironmentInterface]",
+    task_to_env: "dict[str, Environment]",
     max_seq_len: int,
     max_rollout_turns: int = 999999,
     greedy: bool = False,

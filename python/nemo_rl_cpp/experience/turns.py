@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import get
-from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, checked_return
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, checked_return
 from nemo_rl_cpp.environments.remote import call_remote
 from nemo_rl_cpp.experience.early_scoring import visible
 from nemo_rl_cpp.models.generation.interfaces import Responses
@@ -66,7 +66,7 @@ def attach_responses(
 
 def calculate_rewards(
     batch: "BatchedDataDict[DatumSpec]",
-    task_to_env: dict[str, EnvironmentInterface],
+    task_to_env: dict[str, Environment],
     begun: Sequence[tuple[list[int], Any]] = (),
 ) -> EnvironmentReturn:
     """Lets every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.

@@ -2,13 +2,48 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl_cpp.config.access import to_plain
 
 
+class LoggerBackend(Protocol):
+    """What the run's `Logger` asks of one place that metrics go to: these six methods and no others.
+
+    Steps count from 1 and do not go back, except after `truncate_after`. An exception of a back end that is no file of the run
+    is shown once as a warning, and the run goes on without it.
+    """
+
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Logs `prefix/name` for every entry: numbers, and texts or lists that a back end may leave out. It is called several
+        times a step. `step_metric` names an entry that is the x axis instead of `step`; `step_finished` says that nothing more
+        of this step follows."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Logs the configuration as nested plain values, without its secrets; called once, before the first step."""
+
+    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+        """Logs a distribution of values, which need not be finite."""
+
+    def flush(self) -> None:
+        """Brings everything logged so far to its file; called before a checkpoint is published."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets everything of later steps, where the back end can; called before the first step of a run that resumes."""
+
+    def finish(self) -> None:
+        """Closes the back end; called at the end, perhaps twice."""
+
+
 class LoggerInterface(ABC):
-    """One place that metrics go to."""
+    """The base class of logger back ends, under NeMo RL's name: a `LoggerBackend` that writes nothing to files."""
 
     @abstractmethod
     def log_metrics(

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_cpp.config.access import cfg_get, to_json, to_plain, written
-from nemo_rl_cpp.config.logger import LoggerConfig
+from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.files.folder_lock import FolderLock
-from nemo_rl_cpp.loggers.backends import MLflowLogger, SwanlabLogger, TrackioLogger, WandbLogger
-from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
-from nemo_rl_cpp.loggers.interface import LoggerInterface
+from nemo_rl_cpp.loggers.files import JsonlLogger
+from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
 
@@ -31,18 +30,19 @@ class Logger(LoggerInterface):
 
     def __init__(self, cfg: Any) -> None:
         """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
-        check_keys(cfg, LoggerConfig, "logger")
+        if isinstance(cfg, Mapping):
+            check_keys(cfg, "logger", LoggerConfig)
         log_dir = cfg_get(cfg, "log_dir")
         if not log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
         self.base_log_dir = str(log_dir)
         self.log_dir = Path(log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.loggers: list[LoggerInterface] = []
-        self.wandb_logger: LoggerInterface | None = None
-        self.swanlab_logger: LoggerInterface | None = None
+        self.loggers: list[LoggerBackend] = []
+        self.wandb_logger: Any = None
+        self.swanlab_logger: LoggerBackend | None = None
         self._failed: set[str] = set()
-        self._files: list[LoggerInterface] = []
+        self._files: list[LoggerBackend] = []
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
         if cfg_get(cfg, "metrics_jsonl_enabled", True):
@@ -59,15 +59,9 @@ class Logger(LoggerInterface):
         self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
 
     @staticmethod
-    def backends() -> dict[str, Callable[..., LoggerInterface]]:
+    def backends() -> dict[str, Callable[..., LoggerBackend]]:
         """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
-        return {
-            "wandb": WandbLogger,
-            "swanlab": SwanlabLogger,
-            "tensorboard": TensorboardLogger,
-            "mlflow": MLflowLogger,
-            "trackio": TrackioLogger,
-        }
+        return dict(LOGGER_BACKENDS)
 
     @staticmethod
     def new_monitor(**options: Any) -> RayGpuMonitorLogger:
@@ -192,7 +186,7 @@ class Logger(LoggerInterface):
             self._lock.close()
             self._lock = None
 
-    def _each(self, action: Callable[[LoggerInterface], None]) -> None:
+    def _each(self, action: Callable[[LoggerBackend], None]) -> None:
         for logger in dict.fromkeys([*self._files, *self.loggers]):
             try:
                 action(logger)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.rope import (
     check_rope,
     lay_rope_over,
@@ -29,54 +30,6 @@ TINY_CONFIG = {
 }  # fmt: skip
 
 
-class Architecture(NamedTuple):
-    """A model_type: its name in transformers, what its layers are made of, and what config.json may leave out.
-
-    `norms` names the norms of a layer by their place: before or after attention and MLP (csrc/model/config.h). `qk_norm` is
-    "none", "head" or "whole". `biases` are those that it may have: "qkv" always, "attention" by attention_bias, "mlp" by mlp_bias.
-    """
-
-    title: str
-    defaults: dict[str, Any]
-    biases: tuple[str, ...] = ("attention",)
-    qk_norm: str = "none"
-    norms: Mapping[str, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-
-
-# What transformers 5 takes for a key that config.json leaves out.
-_EVERY = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_QWEN = {
-    **_EVERY, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
-_LLAMA = {
-    **_EVERY,
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL = {
-    **_EVERY, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
-}  # fmt: skip
-_OLMO2 = {
-    **_EVERY, "vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
-}  # fmt: skip
-SUPPORTED_ARCHITECTURES = {
-    "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
-    "mistral": Architecture("Mistral", _MISTRAL, biases=()),
-    "olmo2": Architecture(
-        "Olmo2", _OLMO2, qk_norm="whole",
-        norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
-    ),
-    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",)),
-    "qwen3": Architecture("Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
-}  # fmt: skip
-"""model_type -> what it is. Another dense architecture is an entry here."""
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
@@ -231,9 +184,10 @@ def _check(form: Mapping[str, Any]) -> None:
 
 
 def _check_layers(form: Mapping[str, Any]) -> None:
-    if form["model_type"] in ("llama", "olmo2"):  # which have one kind of layer, whatever other keys say
+    windows = _windows(form)
+    if windows == "none":
         return
-    if form["model_type"] == "mistral":
+    if windows == "all":
         window = form["sliding_window"]
         if window is not None and not _is_size(window):
             raise ModelFolderError(f"sliding_window is {window!r}, but a whole number from 1 was expected")
@@ -264,9 +218,9 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
     `config` is in the one form. The rule is that of transformers 5: `layer_types`, else the layers from `max_window_layers` on.
     """
-    if config.get("sliding_window") is None or config["model_type"] in ("llama", "olmo2"):
+    if config.get("sliding_window") is None or _windows(config) == "none":
         return None
-    if config["model_type"] == "mistral":  # all layers, by this key alone
+    if _windows(config) == "all":
         return config["sliding_window"]
     if not config["use_sliding_window"]:
         return None
@@ -279,7 +233,11 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _full_attention(config: Mapping[str, Any]) -> str:
     """The override that switches a model's windows off."""
-    return "sliding_window=null" if config["model_type"] == "mistral" else "use_sliding_window=false"
+    return "sliding_window=null" if _windows(config) == "all" else "use_sliding_window=false"
+
+
+def _windows(config: Mapping[str, Any]) -> str:
+    return SUPPORTED_ARCHITECTURES[config["model_type"]].windows
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl_cpp.config.data import datasets_of
+from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.environments.loading import (
-    ENV_REGISTRY,
     LoadingError,
     check_reward_section,
     environment_class,

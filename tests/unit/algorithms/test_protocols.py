@@ -1,4 +1,5 @@
-"""The Protocols of policy, critic, generation and weight synchroniser: what is declared is called, and is implemented.
+"""The Protocols of policy, critic, generation, weight synchroniser, environment and logger back end: what is declared is called,
+and is implemented.
 
 A fake policy and a fake engine, written against the Protocols alone, run the whole loop.
 """
@@ -8,7 +9,14 @@ import inspect
 import pytest
 import tiny
 import torch
+from nemo_rl_cpp.config.env import ENV_REGISTRY
+from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, TensorboardConfig, register_logger
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.environments.interfaces import Environment
+from nemo_rl_cpp.environments.loading import environment_class
+from nemo_rl_cpp.environments.utils import create_env
+from nemo_rl_cpp.loggers.files import JsonlLogger, TensorboardLogger
+from nemo_rl_cpp.loggers.interface import LoggerBackend
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, ValueInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -17,16 +25,23 @@ from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 from nemo_rl_cpp.weight_sync.shared import SharedWeights
 
 NATIVE = {
-    PolicyInterface: Policy,
-    ValueInterface: Value,
-    GenerationInterface: NativeGeneration,
-    WeightSynchronizer: SharedWeights,
+    PolicyInterface: [Policy],
+    ValueInterface: [Value],
+    GenerationInterface: [NativeGeneration],
+    WeightSynchronizer: [SharedWeights],
+    Environment: [environment_class(name) for name in ENV_REGISTRY],
+    LoggerBackend: [JsonlLogger, *LOGGER_BACKENDS.values()],
 }
 
 
 def declared(protocol):
     """The names of a Protocol, those that it inherits included."""
-    return {name for cls in protocol.__mro__ for name in vars(cls) if not name.startswith("_")}
+    return {
+        name
+        for cls in protocol.__mro__
+        for name in [*vars(cls), *inspect.get_annotations(cls)]
+        if not name.startswith("_")
+    }
 
 
 class Recorder:
@@ -50,26 +65,43 @@ def asked(tmp_path_factory):
     names = {protocol: set() for protocol in NATIVE}
     watched = (
         "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null",
-        "loss_fn.reference_policy_kl_penalty=0.1", "policy.reuse_generation_logprobs=never",
+        "loss_fn.reference_policy_kl_penalty=0.1", "policy.reuse_generation_logprobs=never", "++logger.watched_enabled=true",
     )  # fmt: skip
-    for config, options in (("grpo_tiny.yaml", tiny.SMALL), ("ppo_tiny.yaml", PPO)):
-        section = config.partition("_")[0]
-        kl = f"{section}.skip_reference_policy_logprobs_calculation=false"
-        run = tiny.make(
-            tmp_path_factory.mktemp(section), *options, *watched, kl, f"{section}.max_num_steps=2", config=config,
-            policy_factory=lambda **given: Recorder(Policy(**given), names[PolicyInterface]),
-        )  # fmt: skip
-        run.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
-        run.refit._generation = run.generation
-        run.refit = Recorder(run.refit, names[WeightSynchronizer])
-        if "value" in run.models:
-            run.critic.model = Recorder(run.critic.model, names[ValueInterface])
-            run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `assemble` has done before
-        run.services.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
-        run.train()
-        for model in run.models.values():
-            assert model.learning_rate > 0  # which only the message about weights that are not finite asks
+    register_logger(
+        "watched",
+        lambda *given, **more: Recorder(TensorboardLogger(*given, **more), names[LoggerBackend]),
+        TensorboardConfig,
+    )
+    try:
+        for config, options in (("grpo_tiny.yaml", tiny.SMALL), ("ppo_tiny.yaml", PPO)):
+            section = config.partition("_")[0]
+            kl = f"{section}.skip_reference_policy_logprobs_calculation=false"
+            folder = tmp_path_factory.mktemp(section)
+            for steps in (2, 3) if section == "grpo" else (2,):  # the second run resumes the first
+                run = tiny.make(
+                    folder, *options, *watched, kl, f"{section}.max_num_steps={steps}", config=config,
+                    policy_factory=lambda **given: Recorder(Policy(**given), names[PolicyInterface]),
+                    environment=Recorder(create_env("reverse_digits"), names[Environment]),
+                )  # fmt: skip
+                with run:
+                    watch(run, names)
+                    run.train()
+                    for model in run.models.values():
+                        assert model.learning_rate > 0  # which only the message about weights that are not finite asks
+    finally:
+        LOGGER_BACKENDS.remove("watched")
     return names
+
+
+def watch(run, names):
+    """Puts recorders before what is made while a run is built."""
+    run.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
+    run.refit._generation = run.generation
+    run.refit = Recorder(run.refit, names[WeightSynchronizer])
+    if "value" in run.models:
+        run.critic.model = Recorder(run.critic.model, names[ValueInterface])
+        run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `assemble` has done before
+    run.services.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
 
 
 PPO = (
@@ -83,13 +115,15 @@ def test_what_is_declared_is_what_is_called(asked, protocol):
     assert {name for name in asked[protocol] if not name.startswith("_")} == declared(protocol)
 
 
-@pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
-def test_what_is_declared_is_implemented_with_its_parameters(protocol):
-    native = NATIVE[protocol]
+PAIRS = [(protocol, native) for protocol, natives in NATIVE.items() for native in natives]
+
+
+@pytest.mark.parametrize(("protocol", "native"), PAIRS, ids=lambda cls: cls.__name__)
+def test_what_is_declared_is_implemented_with_its_parameters(protocol, native):
     for name in declared(protocol):
         own = next(vars(cls)[name] for cls in native.__mro__ if name in vars(cls))
-        assert own is not inspect.getattr_static(protocol, name), f"{native.__name__} does not implement {name}"
-        promised = inspect.getattr_static(protocol, name)
+        promised = inspect.getattr_static(protocol, name, None)
+        assert promised is None or own is not promised, f"{native.__name__} does not implement {name}"
         if inspect.isfunction(promised):
             parameters = inspect.signature(own).parameters
             missing = [
@@ -103,7 +137,7 @@ def test_what_is_declared_is_implemented_with_its_parameters(protocol):
 @pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
 def test_every_call_is_documented(protocol):
     for name in declared(protocol):
-        if callable(found := inspect.getattr_static(protocol, name)) or isinstance(found, property):
+        if callable(found := inspect.getattr_static(protocol, name, None)) or isinstance(found, property):
             assert (found.__doc__ or "").strip(), name
 
 

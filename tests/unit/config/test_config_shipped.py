@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config import find_config, find_prompt, load_eval_config, load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.data import DATASET_KEYS
+from nemo_rl_cpp.config.data import DATASET_REGISTRY
 from nemo_rl_cpp.config.document import document
-from nemo_rl_cpp.config.env import KNOWN_ENVIRONMENTS
+from nemo_rl_cpp.config.env import ENV_REGISTRY, environment_sections
 from nemo_rl_cpp.config.loader import kind_of
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
+from nemo_rl_cpp.environments.loading import environment_class
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -234,10 +235,10 @@ def test_lax_values_as_in_nemo_rl(tmp_path, monkeypatch):
 
 
 def test_data_sets_and_their_keys_are_those_of_the_data_sets():
-    from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY, check_dataset_config
+    from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
 
-    assert set(DATASET_KEYS) == set(DATASET_REGISTRY)
-    for name, keys in DATASET_KEYS.items():
+    for name, entry in DATASET_REGISTRY.entries.items():
+        keys = entry.keys
         check_dataset_config({"dataset_name": name} | dict.fromkeys(keys))
         with pytest.raises(ValueError, match="Known are ") as caught:
             check_dataset_config({"dataset_name": name, "nothing": 1})
@@ -255,9 +256,9 @@ def test_data_sets_and_their_keys_are_those_of_the_data_sets():
 
 
 def test_environments_are_those_of_the_registry():
-    from nemo_rl_cpp.environments.utils import ENV_REGISTRY
-
-    assert set(KNOWN_ENVIRONMENTS) <= set(ENV_REGISTRY)
+    assert {name for name in ENV_REGISTRY if name not in environment_sections()} == {"reward_functions"}
+    for name in ENV_REGISTRY:
+        environment_class(name)
 
 
 @pytest.mark.parametrize("parent", ["grpo_tiny.yaml", "configs/grpo_tiny.yaml", "[grpo_math_1B.yaml, grpo_tiny.yaml]"])

@@ -51,4 +51,4 @@ def test_unknown_keys_are_refused(tmp_path, monkeypatch, make, section, said):
     ],
 )  # fmt: skip
 def test_known_keys_pass(section):
-    check_keys(section, EvalGenerationConfig, "policy.generation")
+    check_keys(section, "policy.generation", EvalGenerationConfig)

@@ -1,14 +1,12 @@
 """Micro-batches are what policy.sequence_packing and policy.dynamic_batching say."""
 
 import random
-from typing import get_args
 
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.policy import PackingAlgorithm
+from nemo_rl_cpp.config.policy import PACKERS, SequencePackingConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.policy.bins import PACKERS
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 
 
@@ -29,7 +27,10 @@ def micro_batches(data, **batching):
 
 
 def test_the_schema_allows_the_packers_of_the_table():
-    assert set(get_args(get_args(PackingAlgorithm)[0])) == set(PACKERS)
+    for name in PACKERS:
+        assert SequencePackingConfig(algorithm=name).algorithm == name
+    with pytest.raises(ValueError, match="must be one of " + ", ".join(PACKERS)):
+        SequencePackingConfig(algorithm="nothing")
 
 
 # Capacity 10. First fit decreasing: 7+3, 6+4, 2. Concatenative: 3+6, 7+2, 4.

@@ -153,8 +153,8 @@ class Logger(house.Logger, LoggerInterface):
 
     @staticmethod
     def backends() -> dict[str, Callable[..., log_interface.LoggerInterface]]:
-        """The classes that this module holds."""
-        return {
+        """The classes that this module holds, and those that were registered."""
+        return house.Logger.backends() | {
             "wandb": WandbLogger,
             "swanlab": SwanlabLogger,
             "tensorboard": TensorboardLogger,

@@ -74,7 +74,7 @@ class NativeGeneration(GenerationInterface):
         seed: int = 42,
         digest: Callable[[], str] | None = None,
     ) -> None:
-        check_keys(config, EvalGenerationConfig, "policy.generation")
+        check_keys(config, "policy.generation", EvalGenerationConfig)
         self.config = config
         self.tokenizer = tokenizer
         self.seed = int(seed) & 0xFFFFFFFF

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.policy import PACKERS
 
 Bins = list[list[int]]
 
 
-def _shuffled(costs: Sequence[int], capacity: int) -> Bins:
+def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
+    """First fit in an order that is the same for each number of costs."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # of its own, so that a resumed run packs as the whole one did
     return C.pack_first_fit(costs, order, capacity)
-
-
-PACKERS: dict[str, Callable[[Sequence[int], int], Bins]] = {
-    "concatenative": C.pack_concatenative,
-    "first_fit_decreasing": C.pack_first_fit_decreasing,
-    "first_fit_shuffle": _shuffled,
-    "modified_first_fit_decreasing": C.pack_modified_first_fit_decreasing,
-}
-"""Costs and a capacity -> indices by bin; the allowed values of `sequence_packing.algorithm`."""
 
 
 class Prompts(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.hf_config import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError, TrainingPass, evaluate_value_loss
 from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics, in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface

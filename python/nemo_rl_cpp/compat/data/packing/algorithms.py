@@ -7,15 +7,10 @@ from abc import ABC, abstractmethod
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.compat.data.packing.metrics import PackingMetrics
+from nemo_rl_cpp.config.policy import PACKERS
 
-
-class PackingAlgorithm(enum.Enum):
-    """Names of the packers."""
-
-    CONCATENATIVE = "concatenative"
-    FIRST_FIT_DECREASING = "first_fit_decreasing"
-    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
-    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+PackingAlgorithm = enum.Enum("PackingAlgorithm", {name.upper(): name for name in PACKERS})
+"""Names of the packers, those of the house's table."""
 
 
 class SequencePacker(ABC):
@@ -88,6 +83,8 @@ class SequencePacker(ABC):
 class ConcatenativePacker(SequencePacker):
     """Sequences in their order; a new bin where the next one would overflow."""
 
+    algorithm = "concatenative"
+
     max_sequences_per_bin = -1
     """most sequences in a bin; -1: no limit"""
 
@@ -110,15 +107,19 @@ class FirstFitPacker(SequencePacker):
 class FirstFitDecreasingPacker(FirstFitPacker):
     """First fit, longest first; among equal lengths the larger index first."""
 
+    algorithm = "first_fit_decreasing"
+
     def _prepare_sequences(self, sequence_lengths: list[int]) -> list[tuple[int, int]]:
         return sorted(((length, i) for i, length in enumerate(sequence_lengths)), reverse=True)
 
     def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
-        return C.pack_first_fit_decreasing(sequence_lengths, self.bin_capacity)
+        return PACKERS[self.algorithm](sequence_lengths, self.bin_capacity)
 
 
 class FirstFitShufflePacker(FirstFitPacker):
     """First fit in the order that Python's `random.shuffle` gives (seed it with `random.seed`)."""
+
+    algorithm = "first_fit_shuffle"
 
     def _prepare_sequences(self, sequence_lengths: list[int]) -> list[tuple[int, int]]:
         pairs = [(length, i) for i, length in enumerate(sequence_lengths)]
@@ -129,15 +130,15 @@ class FirstFitShufflePacker(FirstFitPacker):
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Modified first fit decreasing (Johnson and Garey, 1985): near-optimal fill; lengths must be positive."""
 
+    algorithm = "modified_first_fit_decreasing"
+
     def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
-        return C.pack_modified_first_fit_decreasing(sequence_lengths, self.bin_capacity)
+        return PACKERS[self.algorithm](sequence_lengths, self.bin_capacity)
 
 
-_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
-    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
-    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
-    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
-    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+_CLASSES = {
+    cls.algorithm: cls
+    for cls in (ConcatenativePacker, FirstFitDecreasingPacker, FirstFitShufflePacker, ModifiedFirstFitDecreasingPacker)
 }
 
 
@@ -150,7 +151,7 @@ def get_packer(
 ) -> SequencePacker:
     """The packer of that name (any case). Raises ValueError for an unknown one."""
     known = PackingAlgorithm.__members__.get(algorithm.upper()) if isinstance(algorithm, str) else algorithm
-    if known not in _PACKERS:
+    if not isinstance(known, PackingAlgorithm):
         names = ", ".join(member.value for member in PackingAlgorithm)
         raise ValueError(f"sequence_packing.algorithm is {algorithm!r}; it must be one of {names}")
-    return _PACKERS[known](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    return _CLASSES[known.value](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)

@@ -6,60 +6,11 @@ import difflib
 import inspect
 from typing import Any
 
-from nemo_rl_cpp.config.data import DATASET_ALIASES, is_class_name
+from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetEntry, is_class_name
 from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.response_datasets.code import PythonFunctionsDataset
-from nemo_rl_cpp.data.datasets.response_datasets.games import GuessNumberDataset
-from nemo_rl_cpp.data.datasets.response_datasets.generated import (
-    ArithmeticDataset,
-    ReasoningGymDataset,
-    ReverseDigitsDataset,
-)
-from nemo_rl_cpp.data.datasets.response_datasets.hub_math import (
-    AIME2024Dataset,
-    AIME2025Dataset,
-    AIME2026Dataset,
-    DAPOMath17KDataset,
-    DAPOMathAIME2024Dataset,
-    DeepScalerDataset,
-    GSM8KDataset,
-    Math500Dataset,
-    MathDataset,
-    OpenMathInstruct2Dataset,
-)
-from nemo_rl_cpp.data.datasets.response_datasets.hub_multichoice import (
-    GPQADataset,
-    GPQADiamondDataset,
-    MMLUDataset,
-    MMLUProDataset,
-)
-from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import ResponseDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
 from nemo_rl_cpp.environments.loading import own_dataset_class
-
-DATASET_REGISTRY: dict[str, type[RawDataset]] = {
-    "AIME2024": AIME2024Dataset,
-    "AIME2025": AIME2025Dataset,
-    "AIME2026": AIME2026Dataset,
-    "DAPOMath17K": DAPOMath17KDataset,
-    "DAPOMathAIME2024": DAPOMathAIME2024Dataset,
-    "DeepScaler": DeepScalerDataset,
-    "GSM8K": GSM8KDataset,
-    "OpenMathInstruct-2": OpenMathInstruct2Dataset,
-    "ResponseDataset": ResponseDataset,
-    "arithmetic": ArithmeticDataset,
-    "gpqa": GPQADataset,
-    "gpqa_diamond": GPQADiamondDataset,
-    "guess_number": GuessNumberDataset,
-    "math": MathDataset,
-    "math500": Math500Dataset,
-    "mmlu": MMLUDataset,
-    "mmlu_pro": MMLUProDataset,
-    "python_functions": PythonFunctionsDataset,
-    "reasoning_gym": ReasoningGymDataset,
-    "reverse_digits": ReverseDigitsDataset,
-}
 
 _FOR_EVERY_DATASET = {
     "dataset_name",
@@ -71,6 +22,12 @@ _FOR_EVERY_DATASET = {
     "split_validation_size",
 }
 _OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers", "repeat"}
+
+
+def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
+    """Makes configurations know a data set by a name; `keys` are those that it takes beyond the common ones. ValueError when
+    the name is taken."""
+    DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
@@ -106,7 +63,8 @@ def check_dataset_config(data_config: dict[str, Any], further: set[str] = frozen
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
     cls = dataset_class(data_config["dataset_name"])
-    if cls not in DATASET_REGISTRY.values():
+    name = DATASET_ALIASES.get(data_config["dataset_name"], data_config["dataset_name"])
+    if name not in DATASET_REGISTRY:
         return cls
     known = _accepted(cls) | _FOR_EVERY_DATASET | further
     for key in data_config:

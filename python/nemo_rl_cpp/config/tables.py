@@ -1,0 +1,116 @@
+"""Tables of what a configuration chooses by a name.
+
+A table is the one place that says what a name stands for. The values that the schema allows, the keys that it knows and the page
+docs/configuration.md follow from it, also for an entry that a program adds while it runs.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+from .base import Section
+from .keys import forget_keys, section_type
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a name stands for.
+
+    Attributes:
+        target: `package.module:Name`, imported when it is first asked for, or the object itself.
+    """
+
+    target: Any
+
+    def load(self) -> Any:
+        return pkgutil.resolve_name(self.target) if isinstance(self.target, str) else self.target
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Table(Mapping[str, Any], Generic[E]):
+    """name -> the object that it stands for, imported when it is asked for. `entries` says the rest without an import."""
+
+    def __init__(self, what: str, entries: Mapping[str, E]) -> None:
+        self.what = what
+        self.entries = dict(entries)
+        self._keys: dict[str, list[tuple[type[BaseModel], str]]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.entries[name].load()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(
+        self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, Any] | None = None
+    ) -> None:
+        """A further entry; `section` takes `keys` (name -> field) from here on. ValueError where the name is taken."""
+        if name in self.entries:
+            raise ValueError(f"the {self.what} {name} is there already: choose another name")
+        self.entries[name] = entry
+        self._keys[name] = [] if section is None else [(section, key) for key in add_keys(section, keys or {})]
+
+    def remove(self, name: str) -> None:
+        """Takes an entry away that `add` made, and its keys."""
+        for section, key in self._keys.pop(name):
+            del section.model_fields[key]
+            rebuild(section)
+        del self.entries[name]
+
+
+class OneOf:
+    """The mark of a text that must be a name of `names()`, as a Literal of what these are at the time of the check."""
+
+    def __init__(self, names: Callable[[], list[str]]) -> None:
+        self.names = names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def _checked(self, value: Any) -> str:
+        names = self.names()
+        if not isinstance(value, str) or value not in names:
+            raise PydanticKnownError("literal_error", {"expected": ", ".join(repr(name) for name in names)})
+        return value
+
+
+def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> list[str]:
+    """Gives a section further keys; the names of those that it did not have. Whole configurations take them, too."""
+    new = {name: info for name, info in keys.items() if name not in section.model_fields}
+    section.model_fields.update(new)
+    rebuild(section)
+    return list(new)
+
+
+def rebuild(section: type[BaseModel]) -> None:
+    """Has pydantic read the keys of a section again, and of every section that holds it."""
+    forget_keys()
+    level = {section}
+    while level:
+        for each in level:
+            each.model_rebuild(force=True)
+        holders = _below(Section)
+        level = {
+            each
+            for each in holders
+            if any(section_type(info.annotation) in level for info in each.model_fields.values())
+        }
+
+
+def _below(cls: type[Any]) -> set[type[Any]]:
+    return {cls}.union(*(_below(each) for each in cls.__subclasses__()))

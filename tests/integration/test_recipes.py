@@ -1,0 +1,103 @@
+"""The recipes of CONTRIBUTING.md: what tests/recipes adds, in one file and one registration each, works in a run of GRPO."""
+
+import importlib
+import sys
+
+import pytest
+import tiny
+from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.data import DATASET_REGISTRY
+from nemo_rl_cpp.config.document import document
+from nemo_rl_cpp.config.env import ENV_REGISTRY
+from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS
+from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, register_logger
+
+ADDED = {
+    "best_of_group": ADVANTAGE_ESTIMATORS.remove,
+    "even_digits": ENV_REGISTRY.pop,
+    "count_down": DATASET_REGISTRY.remove,
+    "csv": LOGGER_BACKENDS.remove,
+}
+FILES = ("best_of_group", "even_digits", "count_down", "csv_logger")
+
+
+@pytest.fixture
+def recipes():
+    """The four modules, freshly imported; nothing of them is left afterwards."""
+    modules = {name: importlib.import_module(f"recipes.{name}") for name in FILES}
+    yield modules
+    for name, remove in ADDED.items():
+        remove(name)
+    for name in FILES:
+        del sys.modules[f"recipes.{name}"]
+
+
+CHOSEN = (
+    "grpo.adv_estimator.name=best_of_group", "++grpo.adv_estimator.num_best=2",
+    "data.train={dataset_name:count_down,last:2}", "~data.train.num_digits", "data.validation=null", "data.default.env_name=even_digits",
+    "++env.even_digits.weight=0.5", "++logger.csv_enabled=true", "++logger.csv.file=numbers.csv",
+)  # fmt: skip
+
+
+def test_an_estimator_an_environment_a_data_set_and_a_logger_of_ones_own(recipes, tmp_path):
+    run = tiny.make(tmp_path, *tiny.SMALL, *CHOSEN, "grpo.max_num_steps=2")
+    with run:
+        run.train()
+    first, second = run.history
+    assert first["advantage/counted"] == second["advantage/counted"] == 0.5  # two of each four
+    assert first["calls_of_even_digits"] > 0 and 0 < first["reward"] <= 0.5
+    prompts = {row["messages"][0]["content"] for row in recipes["count_down"].CountDown(last=2).dataset}
+    assert prompts == {f"{n}=" for n in range(2, 10)} and run.config.data.train.dataset_name == "count_down"
+    lines = [line.split(",") for line in (run.log_dir / "csv" / "numbers.csv").read_text().splitlines()]
+    logged = {(int(step), name): float(value) for step, name, value in lines}
+    assert logged[1, "train/reward"] == first["reward"] and logged[2, "train/loss"] == second["loss"]
+    assert (run.log_dir / "csv" / "numbers.algorithm").read_text() == "best_of_group"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("++grpo.adv_estimator.num_bests=2", "num_bests is unknown; did you mean num_best?"),
+        ("++grpo.adv_estimator.num_best=0", "num_best must be at least 1, not 0"),
+        ("++env.even_digits.wait=1", "env.even_digits.wait is unknown; did you mean weight?"),
+        ("++data.train.lost=1", "data.train.lost is unknown; did you mean last?"),
+        ("++logger.csv.fil=x", "logger.csv.fil is unknown; did you mean file?"),
+        ("++logger.csv_enabled=2", "logger.csv_enabled must be true or false, not 2"),
+        ("grpo.adv_estimator.name=best_of_groups", "did you mean best_of_group?"),
+    ],
+)
+def test_their_keys_are_checked_as_the_schemas_own(recipes, override, said):
+    load_grpo_config("grpo_tiny.yaml", [*CHOSEN, "grpo.max_num_steps=1"])
+    with pytest.raises(ConfigError) as refused:
+        load_grpo_config("grpo_tiny.yaml", [*CHOSEN, override])
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_they_are_documented_and_leave_no_trace(recipes):
+    page = document()
+    for text in (
+        "or best_of_group |",
+        "`num_best`",
+        "### `env.even_digits`",
+        "| `count_down` | `last` |",
+        "`csv_enabled`",
+        "### `logger.csv`",
+    ):
+        assert text in page
+    with pytest.raises(ConfigError, match="adv_estimator.name must be one of gae, raw_reward, not 'best_of_group'"):
+        load_ppo_config("ppo_tiny.yaml", ["ppo.adv_estimator.name=best_of_group"])  # it is GRPO's
+    with pytest.raises(ValueError, match="the logger back end csv is there already|logger has a key csv already"):
+        register_logger("csv", None)
+    with pytest.raises(ValueError, match="logger has a key report already"):
+        register_logger("report", None)
+
+
+def test_without_them_nothing_of_them_is_known():
+    assert not any(
+        name in table
+        for table in (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)
+        for name in ADDED
+    )
+    assert "csv" not in LoggerConfig.model_fields and "best_of_group" not in document()
+    with pytest.raises(ConfigError, match=r"logger\.csv_enabled is unknown"):
+        load_grpo_config("grpo_tiny.yaml", ["++logger.csv_enabled=true"])

@@ -1,5 +1,5 @@
-// Who holds which cache block. Blocks are counted by reference, so that the generations of one prompt read the same
-// blocks; no tensor is touched here.
+// Keeps track of who holds which cache block. Blocks have reference counts, so that the generations of one prompt read
+// the same blocks. No tensor is touched here.
 #pragma once
 #include <cstdint>
 #include <vector>

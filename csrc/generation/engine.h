@@ -1,8 +1,8 @@
 // The generation engine: continuous batching of requests over a ModelRunner. A step is schedule, forward, sample,
 // append.
 //
-// What a request yields depends on its prompt, its parameters and its random key alone: never on the other requests,
-// the batch size, chunk sizes, preemptions or the number of threads.
+// The result of a request depends only on its prompt, its parameters and its random key. It never depends on other
+// requests, the batch size, chunk sizes, preemptions or the number of threads.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -51,7 +51,7 @@ struct EngineMetrics {
   double sampling_seconds = 0;
 };
 
-/// The interrupt callback returned true; all requests were given up.
+/// Thrown when the interrupt callback returned true. All requests were given up.
 class GenerationInterrupted : public std::runtime_error {
  public:
   GenerationInterrupted() : std::runtime_error("generation was interrupted") {}

@@ -1,4 +1,4 @@
-// Which rows of the engine's steps are kept for training (model/kept_activations.h).
+// Chooses the rows of the engine's steps that are kept for training (model/kept_activations.h).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,16 +8,16 @@
 
 namespace nemo_rl::generation {
 
-/// Follows the tokens in the cache: a step's new token is kept behind the one whose keys and values lie before its own.
-/// Where memory runs out, the sequence that comes last in the step is given up, so that those before it are kept whole.
+/// Follows the tokens in the cache. A step's new token is kept after the token whose keys and values lie before its
+/// own. If memory runs out, the last sequence of the step is given up, so that the sequences before it are kept whole.
 class KeptRows {
  public:
   using Node = model::KeptActivations::Node;
   explicit KeptRows(std::int64_t block_size) : block_size_(block_size) {}
 
-  /// Of a cache of so many blocks; what was known of it is forgotten.
+  /// Begins with a cache of so many blocks, and forgets all earlier tokens.
   void begin(std::int64_t num_blocks);
-  /// For every row of the step: the node to put its activations at; kNone where they are kept already, or cannot be.
+  /// For every row of the step, the node for its activations. kNone: they are kept already, or cannot be kept.
   const std::vector<Node>& plan(const ForwardBatch& batch, model::KeptActivations& kept);
 
  private:

@@ -1,4 +1,4 @@
-// What the engine asks of a model: one forward pass over the new tokens of several sequences.
+// The interface between engine and model: one forward pass over the new tokens of several sequences.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,5 +1,5 @@
-// What a thread block of the CUDA attention kernels is asked to do. Plain values, so that the core library can make the
-// lists without knowing CUDA.
+// The work of one thread block of the CUDA attention kernels. The values are plain, so that the core library can make
+// the lists without CUDA.
 #pragma once
 #include "kernels/attention.h"
 

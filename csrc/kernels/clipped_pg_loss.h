@@ -240,6 +240,19 @@ NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T wei
   return {select(inside, weight, replaced), select(inside, T(0), T(1))};
 }
 
+/// Which token made a row's ratio what it is where that is not finite: the first valid one whose log ratio is not, else the
+/// first valid one.
+template <class T>
+NRL_INLINE std::int64_t first_bad_ratio(const T* curr, const T* prev, const T* token_mask, std::int64_t num_tokens) {
+  std::int64_t first = -1;
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    if (token_mask[t] == T(0)) continue;
+    if (!is_finite(curr[t] - prev[t])) return t;
+    if (first < 0) first = t;
+  }
+  return first < 0 ? 0 : first;
+}
+
 NRL_INLINE RowMerge clipped_pg_merge(int column) {
   if (column < kRatioMin) return RowMerge::sum;
   return column == kRatioMax || column == kClampedMax ? RowMerge::max : RowMerge::min;

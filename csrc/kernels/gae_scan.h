@@ -5,12 +5,12 @@
 
 namespace nemo_rl::kernels {
 
-/// What is known to the right of a token: V of the next valid token and the advantages of the two passes there.
+/// The state to the right of a token: V of the next valid token, and the advantages of both passes there.
 struct GaeState {
   double value, advantage, value_advantage;
 };
 
-/// What a run of tokens makes of the state to its right:
+/// The map from the state at the right of a run of tokens to the state at its left:
 ///   value' = has_value ? value : value_in
 ///   advantage' = decay * advantage_in + from_value * value_in + offset       (and with _v for the returns' pass)
 struct GaeRun {

@@ -1,5 +1,5 @@
-// The backward products: c (+)= a · b, block of terms by block of terms. A block of b is packed for all threads, rows
-// of a by the thread that multiplies them. What a tile yields does not depend on the others.
+// The backward products c (+)= a · b, one block of terms after another. A block of b is packed once for all threads.
+// Each thread packs the rows of a that it multiplies. The result of a tile does not depend on other tiles.
 #pragma once
 #include <cstdint>
 
@@ -9,13 +9,13 @@
 namespace nemo_rl::kernels {
 
 inline constexpr std::int64_t kGemmTerms =
-    1024;  ///< terms of a block: so many are summed in registers between two visits of c
+    1024;  ///< terms of a block: that many are summed in registers before c is updated
 inline constexpr std::int64_t kGemmTileM =
     96;  ///< rows: once packed they stay in the second-level cache beside a tile's columns
 inline constexpr std::int64_t kGemmTileN =
     96;  ///< columns: as many as the register tile of any capability, or a multiple
 inline constexpr std::int64_t kGemmPackTerms =
-    32;  ///< rows of b that are packed together, whole: memory gives most in the order in which it lies
+    32;  ///< whole rows of b that are packed together: reading memory in the order of its addresses is fastest
 
 /// a[i, k] = a_data[i * row_stride_a + k * col_stride_a], where one of the strides is 1; b is row-major with unit
 /// stride along N.

@@ -1,6 +1,6 @@
-// Matrix products. The forward product is exact in the sense that matters here: y[m, n] is one chain of multiply-adds
-// along K over row m of x and row n of w, so its bits do not depend on how many rows there are, on the tiling or on
-// threads. (A library's product does not promise that: its kernels change with M.)
+// Matrix products. In the forward product, y[m, n] is one chain of multiply-adds along K over row m of x and row n of
+// w. So its bits do not depend on the number of rows, on the tiling or on threads. (A library does not promise that:
+// its kernels change with M.)
 #pragma once
 #include <cstdint>
 
@@ -9,8 +9,8 @@
 
 namespace nemo_rl::kernels {
 
-/// x[M, K], row-major with unit stride along K, and where it lies packed: linear_pack writes that before the tiles are
-/// computed.
+/// x[M, K], row-major with unit stride along K, and the place of its packed copy, which linear_pack writes before the
+/// tiles are computed.
 template <class T>
 struct LinearInput {
   const T* x;
@@ -51,8 +51,9 @@ struct LinearTiles {
   std::int64_t row(std::int64_t t) const { return t / steps / strips * block_rows + t % steps * kLinearTileM; }
 };
 
-/// Where rows are many, w is packed as well ("wide"): it costs what some dozen rows do, and then sums are formed as in
-/// the backward products. A chunk of rows of x is packed by the thread that multiplies it, strips of w for all threads.
+/// With many rows, w is packed as well ("wide"). The packing costs as much as multiplying some dozen rows. Then sums
+/// are formed as in the backward products. Each thread packs the chunks of x that it multiplies; strips of w are packed
+/// for all threads.
 inline constexpr std::int64_t kLinearWideRows = 96;  ///< of a chunk
 struct LinearWideTile {
   std::int64_t m0;                      ///< rows [m0, m0 + kLinearWideRows), as far as they exist

@@ -1,10 +1,10 @@
-// bfloat16 weights in twelve bits each, without loss. A step of few rows takes as long as memory takes to bring the
-// weights, so three quarters of the bytes are nearly three quarters of the time; a product gives the same bits as one
-// that reads the weights themselves.
+// bfloat16 weights in twelve bits each, without loss. A step of few rows takes as long as reading the weights from
+// memory. Three quarters of the bytes take nearly three quarters of the time. A product gives the same bits as one that
+// reads the weights themselves.
 //
-// The exponents of a strip of rows lie close together: four bits tell which of the fifteen highest a weight has, or
-// that it is zero (or subnormal). Sign and mantissa take the other eight. A weight smaller than that, one of some
-// thousands, is put in as it is: a patch.
+// The exponents of a strip of rows lie close together. Four bits say which of the fifteen highest exponents a weight
+// has, or that it is zero (or subnormal). Sign and mantissa take the other eight bits. About one weight in some
+// thousands is smaller than that; it is stored as it is, as a patch.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,8 +18,8 @@ inline constexpr std::int64_t kPackedTerms = 8;   ///< K is a multiple of these
 inline constexpr std::int64_t kPackedMostTerms = std::int64_t{4} * 0xffff;
 inline constexpr std::int64_t kPackedMostRows = 12;  ///< of x, in any capability: their sums fit in registers
 
-/// A pair of weights of one row as they are, and where: in which block of four words of a strip, and in which word and
-/// row of that.
+/// A pair of weights of one row as they are, and their place: the block of four words in the strip, and the word and
+/// row in the block.
 struct PackedPatch {
   std::uint16_t block, place;
   std::uint32_t pair;
@@ -35,11 +35,11 @@ struct PackedMatrix {
 inline std::int64_t packed_strip_bytes(std::int64_t K) { return kPackedStrip * K * 3 / 2; }
 inline std::int64_t packed_patches(std::int64_t K) { return K / 4 + 2; }
 
-/// Packs 32 rows of w as strip `strip`; false where there is no room for all patches.
+/// Packs 32 rows of w as strip `strip`. Returns false if there is no room for all patches.
 using PackedWeightsPack = bool(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed, std::int64_t strip);
 NRL_DECLARE_CPU_KERNEL(packed_weights_pack, PackedWeightsPack);
 
-/// Up to how many rows of x this capability multiplies packed weights faster than others; 0: it has no such kernels.
+/// The most rows of x for which packed weights are faster on this capability. 0: it has no such kernels.
 using PackedWeightsRows = std::int64_t();
 NRL_DECLARE_CPU_KERNEL(packed_weights_rows, PackedWeightsRows);
 

@@ -1,5 +1,5 @@
 // Digest of a weight buffer: FNV-1a over its 8-byte words in four chains a block, then over the blocks in order. Equal
-// digests, equal weights, on whatever device they lie.
+// weights have equal digests on every device.
 #pragma once
 #include <cstdint>
 

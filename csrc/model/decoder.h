@@ -1,7 +1,7 @@
-// The decoder on packed tokens: T tokens of many sequences, no padding. One forward serves training, scoring and
-// generation; only where keys and values come from (the Attention callback) and what is kept of the layers (the
-// ActivationSink) differ. What a layer is made of stands in ModelConfig (norms, biases, activation) and
-// LayerParameters.
+// The decoder on packed tokens: T tokens of many sequences, without padding. One forward serves training, scoring and
+// generation. Only two things differ: the Attention callback says where keys and values come from, and the
+// ActivationSink says what is kept of the layers. ModelConfig (norms, biases, activation) and LayerParameters describe
+// a layer.
 //
 // Letters: T packed tokens, D hidden, I intermediate, N heads, K key/value heads, H head size. Types: S is the compute
 // type (float32, bfloat16, float64), A its accumulation type (float32, float32, float64). The residual stream is A.
@@ -37,17 +37,18 @@ class Decoder {
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
-  /// Whether gate and up are one product that reads its weights in pairs of rows (silu); else an ordinary one.
+  /// Whether gate and up are one product that reads its weights in pairs of rows (silu), or an ordinary product.
   bool has_gated_product() const { return config_.activation == kernels::Gate::silu; }
 
-  /// For positions up to `count` that a forward will get on the device.
+  /// Reserves angles for positions up to `count`, which a forward will get on the device.
   void reserve_positions(std::int64_t count) { rope_.reserve(count); }
-  /// Where the angles of positions lie; it changes as more are reserved.
+  /// Address of the angles of positions. It changes when more are reserved.
   const void* rope_place() const { return rope_.cos().defined() ? rope_.cos().const_data_ptr() : nullptr; }
 
-  /// Residual stream [R, D] after the last layer of the R rows that are wanted. token_ids and positions are int64 [T]
-  /// on the CPU, wherever the parameters are; or on their device, where ids are checked and positions are reserved
-  /// already. Where `sink` keeps nothing, the other rows stop once the last layer has their keys and values.
+  /// Residual stream [R, D] after the last layer, for the R rows that are wanted. token_ids and positions are int64 [T]
+  /// on the CPU, for parameters on any device. They may lie on the parameters' device if the ids are checked and the
+  /// positions reserved already. If `sink` keeps nothing, the other rows stop once the last layer has their keys and
+  /// values.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const Attention& attention,
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace);
 
@@ -60,7 +61,7 @@ class Decoder {
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
 
  private:
-  /// What a layer's forward writes and nobody reads later; all layers share it.
+  /// Buffers that a layer's forward writes and nobody reads later. All layers share them.
   struct Scratch {
     at::Tensor normed;      ///< [T, D] S: what a branch reads
     at::Tensor act;         ///< [T, I] S

@@ -1,9 +1,9 @@
-// What generation computed, kept for training. While the weights have not changed, the engine's forward pass is the
-// trainer's bit for bit, so the first update after a rollout finds its forward pass done: only the backward is left.
+// Keeps generation's activations for training. While the weights have not changed, the engine's forward pass equals the
+// trainer's bit for bit. So the first update after a rollout needs no forward pass, only the backward.
 //
-// A token is found by itself and by all tokens before it, whoever computed it: the tokens form a tree whose nodes are
-// the kept rows. Rows that are not there (memory was short, a token never went through the model) cost a forward pass
-// of their micro-batch and nothing else: the results are the same bits.
+// A row is found by its token and all tokens before it. The tokens form a tree whose nodes are the kept rows. A row may
+// be missing, because memory was short or because the token never went through the model. Then its micro-batch makes a
+// forward pass, which gives the same bits.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -23,7 +23,7 @@ class KeptActivations {
   /// `layer_bytes`: of one token's LayerActivations; `last_bytes`: of its residual stream after the last layer.
   KeptActivations(std::int64_t num_layers, std::int64_t layer_bytes, std::int64_t last_bytes);
 
-  /// Keeps up to so many bytes of rows from now on; 0 (as at first): none, and all memory is given back.
+  /// Keeps up to so many bytes of rows from this call on. 0 (the value at first) keeps none and returns all memory.
   void set_max_bytes(std::int64_t bytes);
   std::int64_t max_bytes() const { return max_rows_ * row_bytes_; }
   std::int64_t bytes_per_token() const { return row_bytes_; }
@@ -31,24 +31,24 @@ class KeptActivations {
   std::int64_t tokens() const { return static_cast<std::int64_t>(rows_.size() - free_.size()); }
   bool enabled() const { return max_rows_ > 0; }
   bool empty() const { return tokens() == 0; }
-  /// Forgets all tokens, as the weights have changed; memory stays for the next ones.
+  /// Forgets all tokens. Call it when the weights have changed. The memory stays for the next tokens.
   void clear();
 
-  /// The node of `token` behind `parent`; kNone if there is none (or no parent).
+  /// The node of `token` after `parent`; kNone if there is no such node, or no parent.
   Node find(Node parent, std::int64_t token) const;
   struct Added {
     Node node = kNone;    ///< kNone: no room, or no parent
-    bool is_new = false;  ///< its rows are to be put
+    bool is_new = false;  ///< the caller must store its rows
   };
   Added add(Node parent, std::int64_t token);
   bool full() const { return free_.empty() && static_cast<std::int64_t>(rows_.size()) >= max_rows_; }
-  /// Forgets `leaf` and what leads to it alone; whether that made room.
+  /// Forgets `leaf` and the nodes that lead only to it. Returns whether that made room.
   bool drop(Node leaf);
 
-  /// Row t of a layer's activations becomes that of nodes[t]; rows of kNone are passed over. Behind the last layer,
-  /// `layer` = num_layers, there is h_in alone.
+  /// Stores row t of a layer's activations for nodes[t], and skips rows of kNone. After the last layer
+  /// (`layer` = num_layers) there is only h_in.
   void put(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes);
-  /// The same back into `a`; every node is a kept one.
+  /// Reads the same rows back into `a`. Every node must be a kept one.
   void get(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes) const;
 
  private:
@@ -58,7 +58,7 @@ class KeptActivations {
     std::int64_t token = 0;
     std::int64_t children = 0;
     std::uint32_t use =
-        0;  ///< number of the row's present use, part of its node; 0: none. So nodes of earlier uses are known as such
+        0;  ///< number of the row's present use; 0: none. A node contains it, so nodes of earlier uses are recognised
   };
   struct Edge {
     Node parent;
@@ -82,7 +82,7 @@ class KeptActivations {
   std::int64_t num_layers_, layer_bytes_, row_bytes_;
   std::int64_t max_rows_ = 0;
   std::vector<Row> rows_;
-  std::vector<std::size_t> free_;  ///< rows out of use
+  std::vector<std::size_t> free_;  ///< unused rows
   std::uint32_t uses_ = 0;
   std::unordered_map<Edge, Node, EdgeHash> children_;
   std::vector<at::Tensor> slabs_;  ///< [kSlabRows, row_bytes] bytes each

@@ -29,7 +29,7 @@ class PackedRows {
     return ++products;
   }
   void* memory(std::size_t bytes) { return memory_.get(bytes); }
-  /// Whether the rows are this chunk's of this product; from now on they are.
+  /// Marks the rows as those of this chunk of this product. Returns whether they already were.
   bool are(std::uint64_t product, std::int64_t chunk) {
     const bool same = product == product_ && chunk == chunk_;
     product_ = product, chunk_ = chunk;
@@ -42,16 +42,16 @@ class PackedRows {
   std::int64_t chunk_ = -1;
 };
 
-/// Some strips of a chunk of rows, and where a thread has, or keeps, its rows packed. `more`: it will most likely go on
-/// with what follows.
+/// Some strips of a chunk of rows, and the place of the thread's packed rows. `more`: the thread will most likely
+/// continue with the following strips.
 struct ChunkTile {
   std::int64_t chunk, strip_begin, strip_end;
   void* packed_rows;
   bool is_packed, more;
 };
 
-/// Calls f(ChunkTile) for all strips of all chunks. Tiles go through a chunk's strips, then chunk by chunk, so that a
-/// thread packs a chunk's rows, which take so many bytes, once and multiplies them as often as its tiles ask for.
+/// Calls f(ChunkTile) for all strips of all chunks. The order is strip by strip within a chunk, then chunk by chunk. So
+/// a thread packs a chunk's rows (of so many bytes) once and multiplies them for all of its tiles.
 template <class F>
 void parallel_chunks(std::int64_t chunks, std::int64_t strips, std::int64_t at_least, std::size_t bytes, const F& f) {
   const std::uint64_t product = PackedRows::next_product();

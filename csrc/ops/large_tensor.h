@@ -11,8 +11,8 @@ at::Tensor empty_large(at::IntArrayRef sizes, const at::TensorOptions& options, 
 /// The same, zero.
 at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-/// Clears a contiguous tensor, each thread one long stretch of it: with those memset does not read memory before it
-/// writes it, as the stores of zero_ do.
+/// Clears a contiguous tensor. Each thread clears one long range: there memset does not read memory before it writes,
+/// while the stores of zero_ do.
 void clear(const at::Tensor& tensor);
 
 }  // namespace nemo_rl::ops

@@ -22,20 +22,20 @@ class PackedWeights {
     std::int64_t bytes() const { return N / kernels::kPackedStrip * kernels::packed_strip_bytes(K); }
   };
 
-  /// Up to how many rows products are faster with packed weights; 0: not on this machine, whose processor lacks
-  /// AVX-512.
+  /// The most rows for which products are faster with packed weights. 0: never on this machine, because its processor
+  /// lacks AVX-512.
   static std::int64_t most_rows() { return kernels::packed_weights_rows(); }
 
-  /// Packs w [N, K] on LibTorch's threads. Left as they are: weights that are not bfloat16 on the CPU, whose N (of
-  /// `gated` N/2) is no multiple of 32 or K of 8, or whose exponents lie too far apart.
+  /// Packs w [N, K] on LibTorch's threads. It does not pack weights that are not bfloat16 on the CPU, whose N (of
+  /// `gated` N/2) is no multiple of 32, whose K is no multiple of 8, or whose exponents lie too far apart.
   void pack(const at::Tensor& w, bool gated);
-  /// The weights have changed. The memory stays, for the next time.
+  /// Marks the copy as outdated, because the weights have changed. The memory stays for the next copy.
   void clear();
   bool holds(const at::Tensor& w) const { return find(w) != nullptr; }
   /// Memory that the copy takes.
   std::int64_t bytes() const;
 
-  /// While this lives, products on this thread read `weights`, if any, wherever they hold the matrix.
+  /// While this object lives, products on this thread read `weights` (if any) for every matrix that they hold.
   class Use {
    public:
     explicit Use(const PackedWeights* weights) : before_(current_) { current_ = weights; }
@@ -46,7 +46,8 @@ class PackedWeights {
    private:
     const PackedWeights* before_;
   };
-  /// Of w as the gated product reads it, or the other one, for so many rows; nullptr: the product reads w itself.
+  /// The packed w for so many rows, in the order of the gated product or of the ordinary one. nullptr: the product
+  /// reads w itself.
   static const Matrix* in_use(const at::Tensor& w, std::int64_t rows, bool gated);
 
  private:

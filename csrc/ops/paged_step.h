@@ -1,4 +1,4 @@
-// One step over a blocked cache: its tokens and where each finds its keys, made once for all layers.
+// One step over a blocked cache: its tokens and the place of each token's keys. It is made once for all layers.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -18,9 +18,9 @@ struct PagedArrays {
   const std::int32_t* block_tables = nullptr;
 };
 
-/// On a CUDA device everything lies in one buffer, which one copy fills. Two steps of as many rows with one token a
-/// slice keep their arrays at the same addresses while place() is the same, so that work recorded with the one serves
-/// the other.
+/// On a CUDA device everything lies in one buffer, which one copy fills. Take two steps with the same number of rows
+/// and one token a slice. While place() is the same, their arrays have the same addresses. So work that was recorded
+/// with one step serves the other.
 class PagedStep {
  public:
   PagedStep(const AttentionHeads& heads, at::Device device) : heads_(heads), device_(device) {}

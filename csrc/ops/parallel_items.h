@@ -1,5 +1,5 @@
-// Work on LibTorch's threads that goes to whoever is free: items of uneven cost, and tiles of even cost on cores that
-// are not equally fast. For work whose result does not depend on who does it.
+// Shares work among LibTorch's threads: each piece goes to the next free thread. It serves items of uneven cost, and
+// tiles of even cost on cores of uneven speed. The result of a piece must not depend on the thread that computes it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -14,14 +14,14 @@
 
 namespace nemo_rl::ops {
 
-/// How many threads can work here side by side.
+/// Number of threads that can work here at the same time.
 inline int threads_at_hand() {
   if (const Team* team = Team::current()) return team->threads();
   return at::in_parallel_region() ? 1 : at::get_num_threads();
 }
 
-/// Calls f(worker) for workers of [0, count), each on a thread of its own. Of a team not all may come, so f takes from
-/// what is there until nothing is left, be it others' part.
+/// Calls f(worker) for workers of [0, count), each on a thread of its own. Some threads of a team may not come. So f
+/// must take work until none is left, also the part of other workers.
 template <class F>
 void parallel_workers(std::int64_t count, const F& f) {
   if (Team* team = Team::current()) {
@@ -34,7 +34,7 @@ void parallel_workers(std::int64_t count, const F& f) {
   });
 }
 
-/// Calls f(i) for i in [0, count), in about ascending order; on this thread alone unless `parallel`.
+/// Calls f(i) for i in [0, count), in about ascending order. Without `parallel` it uses this thread alone.
 template <class F>
 void parallel_items(std::int64_t count, bool parallel, const F& f) {
   const std::int64_t workers = std::min<std::int64_t>(threads_at_hand(), count);
@@ -48,12 +48,12 @@ void parallel_items(std::int64_t count, bool parallel, const F& f) {
   });
 }
 
-/// A stretch of tiles: its owner takes from the front, others from the back.
+/// A range of tiles. Its owner takes tiles from the front, other threads from the back.
 class alignas(64) TileRange {
  public:
   void set(std::int64_t begin, std::int64_t end) { both_.store(pack(begin, end), std::memory_order_relaxed); }
 
-  /// Up to `count` tiles as [begin, end), and how many are left; begin == end when there were none.
+  /// Takes up to `count` tiles. Gives them as [begin, end), and how many are left; begin == end when there were none.
   struct Taken {
     std::int64_t begin, end, left;
   };
@@ -77,14 +77,14 @@ class alignas(64) TileRange {
   std::atomic<std::uint64_t> both_{0};
 };
 
-/// How many tiles of so many multiply-adds a thread should have at least: waking one costs some microseconds.
+/// The least number of tiles, of so many multiply-adds each, for one thread: waking a thread costs some microseconds.
 inline std::int64_t tiles_at_least(std::int64_t work) {
   return std::max<std::int64_t>(1, 200'000 / std::max<std::int64_t>(1, work));
 }
 
-/// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time: every thread walks
-/// through a stretch of its own, and then helps the others from their ends, so that none waits for a slower core.
-/// `more`: the caller will most likely go on with tile `end`. count < 2^31.
+/// Calls f(begin, end, more) until tiles [0, count) are done, at least `at_least` of them at a time. Every thread works
+/// through a range of its own. Then it takes tiles from the ends of other ranges, so that no thread waits for a slower
+/// core. `more`: the caller will most likely continue with tile `end`. count < 2^31.
 template <class F>
 void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
   const std::int64_t workers = std::min<std::int64_t>(threads_at_hand(), (count + at_least - 1) / at_least);
@@ -104,8 +104,8 @@ void parallel_tiles(std::int64_t count, std::int64_t at_least, const F& f) {
   });
 }
 
-/// Calls f(begin, end) until [0, count) is done, about `grain` or more at a time: at::parallel_for that finds a team's
-/// threads as well.
+/// Calls f(begin, end) until [0, count) is done, about `grain` or more at a time. It is at::parallel_for that also uses
+/// the threads of a team.
 template <class F>
 void parallel_rows(std::int64_t count, std::int64_t grain, const F& f) {
   if (Team::current() == nullptr) return at::parallel_for(0, count, grain, f);
@@ -115,11 +115,11 @@ void parallel_rows(std::int64_t count, std::int64_t grain, const F& f) {
                  [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
 }
 
-/// Scratch memory, 64-byte aligned, that grows and is kept: fresh big blocks would cost page faults. Above kSmall it
-/// comes in huge pages.
+/// Scratch memory, 64-byte aligned. It grows and is kept, because fresh big blocks would cost page faults. Above kSmall
+/// it comes in huge pages.
 class ScratchMemory {
  public:
-  /// What the last call gave no longer holds where this one needs more.
+  /// May allocate again: then the pointer that the previous call returned is invalid.
   std::byte* get(std::size_t bytes) {
     if (bytes > size_) {
       if (bytes > kSmall) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
@@ -136,7 +136,7 @@ class ScratchMemory {
   std::size_t size_ = 0;
 };
 
-/// This thread's scratch memory, until the thread's next call.
+/// This thread's scratch memory. It is valid until the thread's next call.
 inline std::byte* thread_workspace(std::size_t bytes) {
   thread_local ScratchMemory memory;
   return memory.get(bytes);

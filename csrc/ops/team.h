@@ -1,7 +1,6 @@
-// LibTorch's threads kept at hand through a stretch of small pieces of work, such as a decode step of few rows. Waking
-// them for every product costs some microseconds, and between products only one thread has work: here the others wait
-// in one parallel region, and meanwhile read the weights of the next product into their caches, so that memory is never
-// idle.
+// A team keeps LibTorch's threads together while many small pieces of work follow each other, such as a decode step of
+// few rows. Waking threads for every product costs some microseconds. Between products only one thread has work. The
+// others wait in one parallel region, and read the weights of the next product into their caches meanwhile.
 #pragma once
 #include <ATen/Parallel.h>
 
@@ -14,7 +13,7 @@
 
 namespace nemo_rl::ops {
 
-/// A stretch of memory whose i-th of n equal parts thread i will read first.
+/// A range of memory in n equal parts. Thread i will read part i first.
 struct Ahead {
   const void* at = nullptr;
   std::int64_t bytes = 0;
@@ -24,8 +23,8 @@ class Team {
  public:
   static constexpr int kStretches = 2;
 
-  /// Calls f() on this thread; what ops/parallel_items.h has inside it finds the other threads at hand. Whatever else
-  /// would run in parallel inside f runs on this thread alone.
+  /// Calls f() on this thread. Inside f, the functions of ops/parallel_items.h use the team's threads. Any other
+  /// parallel code inside f runs on this thread alone.
   template <class F>
   static void lead(const F& f) {
     if (at::get_num_threads() < 2 || at::in_parallel_region()) return f();
@@ -35,7 +34,7 @@ class Team {
   }
 
   explicit Team(int threads) : threads_(threads) {}
-  /// f() on this thread, which is thread 0; then those who help may go.
+  /// Calls f() on this thread, which is thread 0. Then the helpers may leave.
   template <class F>
   void lead_here(const F& f) {
     struct Leading {
@@ -48,15 +47,15 @@ class Team {
     } leading(*this);
     f();
   }
-  /// Takes part as thread 1 or above, until thread 0 has led to the end.
+  /// Helps as thread 1 or above until thread 0 has finished.
   void help(std::int64_t thread);
 
   /// The team that this thread leads; nullptr: none.
   static Team* current() { return current_; }
   int threads() const { return threads_; }
 
-  /// Calls work(thread) on this thread, which is 0, and on all others that come before this one is done with it; so
-  /// work takes from what is there until nothing is left. Returns when all who began have ended.
+  /// Calls work(thread) on this thread, which is 0, and on every other thread that comes before thread 0 is done. So
+  /// `work` must take pieces until none is left. Returns when every thread that began has ended.
   template <class F>
   void share(const F& work) {
     const auto call = [&](std::int64_t thread) { attempt([&] { work(thread); }); };
@@ -66,12 +65,12 @@ class Team {
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
-  /// What is read next: two stretches side by side, or one and an empty one.
+  /// The memory that is read next: two ranges at the same time, or one and an empty one.
   void ask_ahead(const std::array<Ahead, kStretches>& stretches);
 
  private:
   using Call = void (*)(const void* context, std::int64_t thread);
-  /// How much of what is asked ahead a helper has read.
+  /// How much of the next memory a helper has read.
   struct Reading;
 
   /// Keeps what f throws, if it is the first to.

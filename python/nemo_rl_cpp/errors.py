@@ -1,4 +1,4 @@
-"""How an exception becomes one sentence, and where its traceback goes.
+"""Turns an exception into one sentence, and saves its traceback to a file.
 
 A command line prints the sentence and the name of a file with the traceback; with `--debug` the traceback too. From Python
 an exception stays an exception; one from a user's own code says, with its own type, which function of which file and line.
@@ -74,7 +74,7 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
 
 def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
-    """From here on, `save_traceback` writes into this folder: the log folder of a run."""
+    """Sets the folder into which `save_traceback` writes: the log folder of a run."""
     global _folder
     _folder = None if folder is None else Path(folder)
 
@@ -204,7 +204,7 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """What a user is told about an exception, in one line."""
+    """The message for the user about an exception, in one line."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
             "out of memory; `--dry-run` shows what each phase needs: lower policy.train_micro_batch_size, "
@@ -233,7 +233,7 @@ def _package_sentence(name: str, place: Place | None) -> str:
 
 
 def install_command(package: str) -> str:
-    """What installs a package that is imported under this name."""
+    """The command that installs the package that is imported under this name."""
     return f"pip install {_INSTALLED_AS.get(package, package)}"
 
 

@@ -1,4 +1,5 @@
-"""Text from a model or a checkpoint of a run, on the CPU, without torch's Python side: the first token comes within a second or two.
+"""Generates text from a model or a run's checkpoint on the CPU. It does not load torch's Python package, so the first token
+comes within a second or two.
 
 nemo-rl-cpp generate --model results/grpo/step_10 "12 + 30 ="
 python -m nemo_rl_cpp.generate --model smollm2-135m-instruct --chat "Why is the sky blue?"
@@ -46,12 +47,17 @@ class TextGenerator:
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
         from nemo_rl_cpp.models.model_folder import read_model_folder
-        from nemo_rl_cpp.models.sources import find_policy_weights, resolve_model
+        from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
 
         if not isinstance(precision, str) or precision not in ("bfloat16", "float32"):
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         if num_threads is not None:
             num_threads = whole_number("num_threads", num_threads, 1, _MOST_THREADS)
+        if model_name(model) == TINY_RANDOM:
+            raise ValueError(
+                f"'{TINY_RANDOM}' is a model of random weights that a run makes for itself: give the checkpoints of such a run, "
+                "or a model, for example smollm2-135m-instruct"
+            )
         folder = resolve_model(find_policy_weights(model_name(model)), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_sequence_length(opened.config)

@@ -1,4 +1,4 @@
-"""Further keywords of `train_grpo` as keys of the configuration, and what was meant by those that are none."""
+"""Turns further keywords of `train_grpo` into keys of the configuration, and suggests a key for an unknown keyword."""
 
 import difflib
 import inspect

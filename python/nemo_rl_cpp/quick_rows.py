@@ -1,4 +1,4 @@
-"""Prompts in every form that a caller brings, as rows with the key `prompt`; what is no rows is refused in one sentence."""
+"""Turns every form of prompts into rows with the key `prompt`. Anything else is refused in one sentence."""
 
 import io
 import os

@@ -252,8 +252,10 @@ class RowWorker {
     if (grouped_ratio(c_)) add_lanes(sums_.slope, s.slope);
     sums_.ratio_min = select(s.ratio_min < sums_.ratio_min, s.ratio_min, sums_.ratio_min);
     sums_.ratio_max = select(s.ratio_max > sums_.ratio_max, s.ratio_max, sums_.ratio_max);
-    if (all_of(is_finite(s.check + s.actor + s.kl + s.nll)) || out_[kFirstBad] < HUGE_VAL) return;
-    const std::int64_t bad = first_nonfinite(row_, c_, start, end);
+    // the entropy's sum tells of a log-probability of -inf, beside which loss and gradient may be finite
+    if (all_of(is_finite(s.check + s.actor + s.kl + s.nll + s.entropy)) || out_[kFirstBad] < HUGE_VAL) return;
+    const bool by_ratio = grouped_ratio(c_) && !is_finite(row_.known.ratio);
+    const std::int64_t bad = by_ratio ? bad_ratio_token() : first_nonfinite(row_, c_, start, end);
     if (bad >= 0) out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + bad);
   }
 
@@ -286,12 +288,17 @@ class RowWorker {
       out_[kOutOfBounds] = (1.0 - known.kept) * row_.sample_mask;
   }
 
+  std::int64_t bad_ratio_token() const {
+    return first_bad_ratio(row_.curr, row_.prev, row_.token_mask, row_.num_tokens);
+  }
+
   /// GSPO: d(log R)/dx_t = token_mask_t / (length + 1e-8), the same slope for the whole row.
   void spread_row_gradient() {
     const T slope = static_cast<T>(total(sums_.slope) * row_.known.grad_weight * row_.known.inverse_length);
     const T* mask = row_.token_mask;
     for (std::int64_t t = 0; t < row_.num_tokens; ++t) row_.grad[t] += mask[t] != T(0) ? mask[t] * slope : T(0);
-    if (!is_finite(slope) && !(out_[kFirstBad] < HUGE_VAL)) out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens);
+    if (is_finite(slope) || out_[kFirstBad] < HUGE_VAL) return;
+    out_[kFirstBad] = static_cast<double>(b_ * a_.num_tokens + bad_ratio_token());
   }
 
   const ClippedPGArgs<T>& a_;

@@ -1,11 +1,10 @@
-// The forward product y = x · w^T without repacking w (the engine reads the trainer's storage). Every output is one
-// chain of multiply-adds along K in ascending order, so it does not matter which operand lies in the lanes:
-//   many rows of x: lanes are rows. x is packed with its rows side by side, and weights are read one at a time into all
-//   lanes; bfloat16
-//     without instructions for it in strips that are widened first, since a weight in all lanes costs as much again to
-//     widen as to read.
-//   few rows: lanes are rows of w, turned in registers as they pass by; a row of x costs its share, not that of a whole
-//   vector.
+// The forward product y = x · w^T without repacking w, because the engine reads the trainer's storage. Every output is
+// one chain of multiply-adds along K in ascending order. So the bits do not depend on the operand in the vector lanes:
+//   many rows of x: lanes hold rows of x. x is packed so that its rows lie side by side. One weight at a time is read
+//     into all lanes. Without bfloat16 instructions, strips of bfloat16 weights are widened first, because widening a
+//     weight in all lanes costs as much as reading it.
+//   few rows of x: lanes hold rows of w, which are transposed in registers. So one row of x does not cost as much as
+//     a whole vector of rows.
 #pragma once
 #include "kernels/cpu/linear_terms.h"
 #include "kernels/linear.h"
@@ -21,7 +20,7 @@ constexpr int kMostVectors = 2, kSums = 12;
 constexpr int kMostVectors = 1, kSums = 4;
 #endif
 
-/// Asks for the memory of n values that will be written: where a row ends within a line, storing would wait for the
+/// Asks for the memory of n values that will be written. If a row ends within a cache line, storing would wait for that
 /// line.
 template <class O>
 [[gnu::always_inline]] inline void ask_for_writing(O* values, int n) {
@@ -29,7 +28,7 @@ template <class O>
   __builtin_prefetch(values + n - 1, 1, 2);
 }
 
-/// Columns of a register tile of so many vectors of rows: never more than there are names for addresses.
+/// Columns of a register tile of so many vectors of rows. Never more than there are registers for addresses.
 constexpr int columns_of_tile(int vectors) { return vectors == 1 ? smaller(kSums, 12) : kSums / vectors; }
 static_assert(kLinearTileN % columns_of_tile(1) == 0 && kLinearTileN % columns_of_tile(kMostVectors) == 0);
 
@@ -38,13 +37,13 @@ template <class T>
 constexpr int kPanelRows = kMostVectors * Terms<T>::S::kLanes;
 static_assert(kLinearTileM % kPanelRows<float> == 0 && kLinearTileM % kPanelRows<double> == 0);
 
-/// A tile's rows of w, as addresses: with addresses computed inside the loops the compiler keeps their parts in vector
-/// registers, and the next sums' loads wait behind this one's products.
+/// Addresses of a tile's rows of w. If the loops computed the addresses, the compiler would keep parts of them in
+/// vector registers, and the loads for the next sums would wait for this one's products.
 template <class T, std::int64_t kTileN>
 struct Columns {
   static constexpr std::int64_t kWidth = kTileN;
   const T* w[kWidth];
-  int count;  ///< sums beyond it are not computed, or dropped; w there must be readable all the same
+  int count;  ///< sums beyond it are not computed or are dropped, but their rows of w must be readable
 
   /// w[first, first + n) = rows of a matrix; beyond `have` the last is repeated.
   void set(int first, int n, const T* rows, std::int64_t ldw, int have) {
@@ -52,9 +51,10 @@ struct Columns {
   }
 };
 
-/// Memory to ask for while a tile is computed, in the order in which it lies there: with few rows a tile takes little
-/// longer than its weights take from memory, and asking for each of its rows a little ahead gets two thirds of what a
-/// stream does. Evenly spread: a burst takes the line buffers that this tile's own loads need.
+/// Memory to prefetch while a tile is computed. With few rows, a tile takes little longer than reading its weights from
+/// memory. So memory is asked for in the order of its addresses: prefetching each row a little ahead reaches
+/// two thirds of that speed. The requests are spread evenly, because a burst takes the line buffers that this tile
+/// needs.
 struct Ahead {
   const char* at;
   std::int64_t step;  ///< bytes with every four words along K, or every turn
@@ -194,7 +194,7 @@ void tile_rows(const void* packed, std::int64_t M, std::int64_t K, std::int64_t 
   }
 }
 
-/// Whether strips of w are widened before many rows meet them: a lane's word is then one float32 either way.
+/// Whether strips of w are widened before the product with many rows. A lane's word is then always one float32.
 template <class T>
 constexpr bool kWidensStrips = false;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -202,7 +202,7 @@ template <>
 constexpr bool kWidensStrips<bfloat16> = true;
 #endif
 
-/// From one widened row to the next: rows that lie a multiple of 4 KiB apart would take each other's place in the
+/// Distance from one widened row to the next. Rows at a distance of a multiple of 4 KiB would evict each other from the
 /// first-level cache.
 constexpr std::int64_t widened_stride(std::int64_t K) { return (K + 15) / 16 * 16 + 16; }
 
@@ -224,8 +224,8 @@ Columns<float, kWidth> widened(const Columns<T, kWidth>& columns, std::int64_t K
   return out;
 }
 
-/// Tiles [begin, end) of p by columns_of(strip), and what becomes of their sums, store_of(strip). `more`: the caller
-/// means to go on with tile `end` and what follows.
+/// Computes tiles [begin, end) of p. columns_of(strip) gives the columns, store_of(strip) takes the sums. `more`: the
+/// caller means to continue with tile `end`.
 template <class T, class ColumnsOf, class StoreOf>
 void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t ldw, std::int64_t begin,
                std::int64_t end, bool more, const ColumnsOf& columns_of, const StoreOf& store_of) {

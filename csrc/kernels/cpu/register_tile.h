@@ -1,12 +1,13 @@
 // The innermost loop of large products on AVX-512: 8 rows by 48 columns of sums in registers. It is written in
-// assembler because all 32 registers are in use: what a compiler makes of the same loop in C++ keeps some of the sums
-// in memory. A step multiplies 32-bit words: one float32 of each operand, or a pair of bfloat16 where the processor
-// does.
+// assembler because all 32 registers are in use. From the same loop in C++, a compiler makes code that keeps some of
+// the sums in memory. A step multiplies 32-bit words: one float32 of each operand, or a pair of bfloat16 where the
+// processor does.
 //
-// Where two threads share a core, each gets about half of the instructions the core can issue, and those, not the
-// multiply-adds, limit it. So the loop has few besides its 24 multiply-adds a step: three loads of columns, five of
-// elements of a. The other three elements come with the multiply-add that uses them, which costs no instruction but
-// three loads; more of them would keep the load ports busy. Columns are loaded a step ahead, elements of a row ahead.
+// If two threads share a core, each gets about half of the instructions that the core can issue. These instructions
+// limit the speed, not the multiply-adds. So a step has few instructions beside its 24 multiply-adds: three loads of
+// columns and five loads of elements of a. The other three elements are read by the multiply-adds that use them. This
+// costs no instruction, only three loads each; more of them would keep the load ports busy. Columns are loaded one step
+// ahead, elements of a one row ahead.
 #pragma once
 #include <cstdint>
 
@@ -20,13 +21,13 @@ constexpr int kRegisterRows = 8, kRegisterColumns = 48;
 #if defined(__AVX512F__)
 constexpr bool kHasRegisterTile = true;
 
-/// What a step of register_tile multiplies: a float32 of each operand,
+/// A step of register_tile multiplies one float32 of each operand.
 struct MultiplyFloats {
   static constexpr bool kPairs = false;
   static __m512 add(__m512 a, __m512 b, __m512 sum) { return _mm512_fmadd_ps(a, b, sum); }
 };
 #if defined(__AVX512BF16__)
-/// or a pair of bfloat16.
+/// A step of register_tile multiplies a pair of bfloat16 of each operand.
 struct MultiplyPairs {
   static constexpr bool kPairs = true;
   static __m512 add(__m512 a, __m512 b, __m512 sum) {
@@ -35,7 +36,7 @@ struct MultiplyPairs {
 };
 #endif
 
-/// A vector of rows that are packed together: its halves belong to the same step of two panels of a.
+/// A vector of rows that are packed together. Its halves belong to the same step of two panels of a.
 [[gnu::always_inline]] inline void store_rows(__m512 rows, float* first, float* second) {
   _mm256_storeu_ps(first, _mm512_castps512_ps256(rows));
   _mm256_storeu_ps(second, _mm512_extractf32x8_ps(rows, 1));
@@ -43,7 +44,7 @@ struct MultiplyPairs {
 
 // clang-format off: the layout shows which registers are read
 #define NRL_MULTIPLY(op, a, x, sum) op " " a ", %%" x ", %%" sum "\n\t"
-/// One row of sums, its element of a in register w; then the element at `next` is on its way to register v.
+/// One row of sums. Register w holds its element of a. Then the element at `next` is loaded into register v.
 #define NRL_ROW(op, w, v, next, x0, x1, x2, s0, s1, s2) \
   "vbroadcastss " next "(%[a]), %%" v "\n\t" NRL_MULTIPLY(op, "%%" w, x0, s0) NRL_MULTIPLY(op, "%%" w, x1, s1) NRL_MULTIPLY(op, "%%" w, x2, s2)
 #define NRL_ROW_FROM_MEMORY(op, at, x0, x1, x2, s0, s1, s2) \
@@ -68,7 +69,7 @@ struct MultiplyPairs {
 #define NRL_LOAD(i, j, s) "vmovups %c[row]*" i "+64*" j "(%[sums]), %%" s "\n\t"
 #define NRL_STORE(i, j, s) "vmovups %%" s ", %c[row]*" i "+64*" j "(%[sums])\n\t"
 
-/// What register_tile is, with the instruction that multiplies and adds.
+/// The code of register_tile, for one instruction that multiplies and adds.
 #define NRL_TILE(op)                                                                                               \
   asm volatile(                                                                                                    \
       "test %k[goes_on], %k[goes_on]\n\t"                                                                          \

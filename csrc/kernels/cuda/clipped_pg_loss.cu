@@ -159,8 +159,11 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(ClippedPGArgs<T> a, Clip
       const T mask = a.token_mask.row(b)[t];
       if (mask != T(0)) a.grad[b * a.num_tokens + t] += mask * slope;
     }
-    if (!is_finite(slope))
-      sum[kFirstBad] = merge_rows(RowMerge::min, sum[kFirstBad], static_cast<double>(b * a.num_tokens));
+    const bool by_ratio = !is_finite(row.ratio) && sum[kFirstBad] < HUGE_VAL;
+    if (threadIdx.x == 0 && (by_ratio || (!is_finite(slope) && !(sum[kFirstBad] < HUGE_VAL)))) {
+      const std::int64_t t = first_bad_ratio(a.curr.row(b), a.prev.row(b), a.token_mask.row(b), a.num_tokens);
+      sum[kFirstBad] = static_cast<double>(b * a.num_tokens + t);
+    }
   }
   if (threadIdx.x != 0) return;
   sum[kActor] *= row.weight;

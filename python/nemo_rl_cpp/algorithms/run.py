@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
@@ -13,7 +13,7 @@ from nemo_rl_cpp.algorithms.observe import validate_now
 from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
-from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.prompt_source import PromptSource
@@ -23,6 +23,9 @@ from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.evals.report import EvalResult
+
 
 class Advantages(Protocol):
     """The stage of a step that turns rewards into advantages."""
@@ -31,7 +34,7 @@ class Advantages(Protocol):
     estimator: Any
 
     def add(self, batch: TrainBatch) -> None:
-        """`advantages` float32 [B, S] of the batch, and `returns` where a critic learns from them."""
+        """`advantages` of the batch, and `returns` where a critic learns from them."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,13 @@ class TrainingRun:
         if self.validator is None:
             raise ValueError("there is no validation data: set data.validation")
         return validate_now(self)
+
+    def evaluate(self, config: EvalMasterConfig) -> "EvalResult":
+        """Evaluates the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
+        sampling and metric. Model and tokenizer are this run's. Raises ConfigError."""
+        from nemo_rl_cpp.evals.eval import evaluate_policy
+
+        return evaluate_policy(self.policy, self.tokenizer, config)
 
     def close(self, patience: float | None = None) -> None:
         """Ends the environments' processes and gives logs and checkpoint folder free; may be called again. An environment that

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.evals.metrics import wilson_interval
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
@@ -22,24 +23,6 @@ class ValidationResult(NamedTuple):
 
 OWN_METRICS = ("accuracy", "avg_length", "num_samples", "accuracy_ci95_low", "accuracy_ci95_high", "pass_k")
 """what every validation may give, whatever its environments give besides"""
-
-
-class Interval(NamedTuple):
-    low: float
-    high: float
-
-
-def wilson_interval(share: float, count: int, z: float = 1.959963984540054) -> Interval:
-    """95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
-
-    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
-    """
-    if count == 0:
-        return Interval(0.0, 1.0)
-    center = share + z * z / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))
 
 
 class Validator:

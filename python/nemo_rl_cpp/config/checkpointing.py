@@ -14,19 +14,19 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = key("results/grpo", "folder of the run; the same folder resumes it")
     resume: Literal["auto", "never", "must"] = key(
         "auto",
-        "auto: go on from the newest whole checkpoint of checkpoint_dir, or begin; never: begin, and refuse a folder that holds "
+        "auto: resume from the newest whole checkpoint of checkpoint_dir, or begin; never: begin, and refuse a folder that holds "
         "checkpoints; must: refuse a folder that holds none",
     )
     metric_name: str | None = key(
-        "val:accuracy", "metric that ranks checkpoints, train:NAME or val:NAME; null: newest win"
+        "val:accuracy", "metric that ranks checkpoints, train:NAME or val:NAME; null: newer ones rank higher"
     )
     higher_is_better: bool = key(True, "direction of the metric")
-    keep_top_k: Positive | None = key(3, "checkpoints kept by rank (the latest always stays); null: all")
+    keep_top_k: Positive | None = key(3, "number of checkpoints to keep, by rank (the latest always stays); null: all")
     save_period: Positive = key(10, "steps between checkpoints")
     checkpoint_must_save_by: str | None = key(None, "DD:HH:MM:SS after which a checkpoint is written and the run ends")
     save_optimizer: bool = key(True, "write the optimizer's state (needed to resume)")
     ft_keep_latest_k: Positive | None = key(None, "further keep the newest k")
-    ft_save_period: Positive | None = key(None, "further save every this many steps")
+    ft_save_period: Positive | None = key(None, "steps between additional saves")
     model_save_format: Literal["safetensors"] | None = key("safetensors", "safetensors (null means the same)")
     save_consolidated: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
     pretrained_checkpoint: Any = only(None, why="start from another checkpoint by policy.model_name")

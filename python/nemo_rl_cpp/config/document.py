@@ -19,22 +19,32 @@ from .tables import OneOf
 
 _INTRODUCTION = """# Configuration
 
-This page is made from the schema (`python -m nemo_rl_cpp.config.document`). A run reads one YAML file:
+With this page you write the YAML file of a run and find every key. The page is made from the schema
+(`python -m nemo_rl_cpp.config.document`).
+
+## The keys to change first
+
+| key | default | what it sets |
+|---|---|---|
+@FIRST@
+
+In a PPO run the keys of `grpo` stand in the section `ppo`. Keys that change nothing stand [at the end](#keys-that-change-nothing).
 
     uv run examples/run_grpo_math.py --config configs/grpo_arithmetic_smollm2.yaml [overrides]
     nemo-rl-cpp check --config FILE [overrides]       # report every mistake, start nothing
     ... --dry-run                                     # show the resolved configuration and a memory forecast
 
-A file that is not found as given is looked for among the shipped configurations, with or without `configs/` or
-`examples/configs/` before it.
-
 ## Files
 
-- `defaults: parent.yaml` (or a list) names files that this one changes, relative to its own folder; a shipped file is found
-  by its name alone. Later parents win over earlier ones, the file wins over all. Mappings merge key by key; lists, numbers, texts and `null` replace.
-- `_override_: true` in a section at the top of a file throws the parent's section away first.
-- `${a.b}` is the value of another key, `${.x}` of a sibling, `${..x}` of a parent's sibling; it may stand inside a text
-  or stand for a whole section. `${mul:a,b}`, `add`, `sub`, `div`, `max` calculate; `${oc.env:NAME,default}` reads the
+A run reads one YAML file. If the file is not found as given, it is looked for among the shipped configurations, with or
+without `configs/` or `examples/configs/` before it.
+
+- `defaults: parent.yaml` (or a list) names files that this file changes. The paths are relative to the file's own folder.
+  A shipped file is found by its name alone. Later parents win over earlier ones, and the file wins over all of them.
+  Mappings are merged key by key. Lists, numbers, texts and `null` replace the parent's value.
+- `_override_: true` in a section at the top of a file removes the parent's section first.
+- `${a.b}` is the value of another key, `${.x}` of a sibling, and `${..x}` of a parent's sibling. It may stand inside a text
+  or stand for a whole section. `${mul:a,b}`, `add`, `sub`, `div`, `max` calculate. `${oc.env:NAME,default}` reads the
   environment.
 - Plain words are read as YAML 1.1: `1e-8` is a number, `yes`, `no`, `on`, `off` are true and false, `010` is 8.
 
@@ -46,17 +56,64 @@ A file that is not found as given is looked for among the shipped configurations
 | `+a.b=v` | add a key that the files do not set |
 | `++a.b=v` | add or change |
 | `~a.b`, `~a.b=v` | delete (if the value is v) |
+| `a.0=v` | change an element of a list |
 
-A value is a number, `true`, `false`, `null`, a text (quoted where it holds other characters than letters, digits and
-`/-\\+.$%*@?|:`), a list `[1,2]` (replaces), a mapping `{c: 9}` (merges), `${x.y}`, or a cast such as `str(5)`. `a.0=v`
-changes an element of a list. `\\,` is a literal comma.
+| a value | example |
+|---|---|
+| number, `true`, `false`, `null` | `1e-6` |
+| text; in quotes where it holds other characters than letters, digits and `/-\\+.$%*@?\\|:` | `"a, b"` |
+| list, which replaces the list | `[1,2]` |
+| mapping, which is merged | `{c: 9}` |
+| value of another key | `${x.y}` |
+| cast | `str(5)` |
+| literal comma | `\\,` |
 
 ## Mistakes
 
-Unknown keys, wrong types, values out of range and combinations that cannot work are all reported at once, each with file
-and line, before anything heavy is loaded. Keys marked *switched off* belong to features of NeMo RL that are not supported:
-they are accepted at the value shown and rejected otherwise (in a backend section that is not enabled they are not looked
-at). Keys marked *one value* are accepted at that value alone. Keys marked *no effect* are accepted with any value of their type.
+All mistakes are reported at once, each with file and line, before a model is loaded: unknown keys, wrong types, values
+out of range, and combinations that cannot work.
+
+## Two names of one key
+
+| also known as | key |
+|---|---|
+@SPELLINGS@
+"""
+
+_FIRST = (
+    ("policy.model_name", "the model"),
+    ("policy.tokenizer.chat_template", "how a prompt becomes a chat; `null` for plain text"),
+    ("policy.max_total_sequence_length", "the most tokens of a prompt and its response"),
+    ("policy.precision", "the number format of the model"),
+    ("policy.optimizer.kwargs.lr", "the learning rate"),
+    (
+        "policy.train_global_batch_size",
+        "samples for each optimizer step; prompts x responses of a step is a multiple of it",
+    ),
+    (
+        "policy.generation.max_new_tokens",
+        "the most tokens of a response; `null` for as many as the sequence has room for",
+    ),
+    ("data.train", "the training data: [keys of each data set](#keys-of-each-data-set)"),
+    ("data.default", "what all data sets share, such as `env_name`, the environment that scores them"),
+    ("grpo.num_prompts_per_step", "prompts in a step"),
+    ("grpo.num_generations_per_prompt", "responses to each prompt, which are compared with one another"),
+    ("grpo.max_num_steps", "steps of the run"),
+    ("grpo.val_period", "steps between validations"),
+    ("loss_fn.reference_policy_kl_penalty", "how strongly the policy is held near the model it began with"),
+    ("checkpointing.checkpoint_dir", "the run's folder; the same folder resumes the run"),
+)
+"""The fifteen keys that a newcomer changes, and what each sets."""
+
+_IDLE = """## Keys that change nothing
+
+NeMo RL has these keys, and they are accepted so that its files load.
+
+| mark | meaning |
+|---|---|
+| *no effect* | any value of the type is accepted |
+| *one value* | the value shown is accepted, any other is an error |
+| *switched off* | the feature is not supported. The value shown is accepted, any other is an error. In a backend's section that is not enabled the value is not checked |
 """
 
 
@@ -100,32 +157,57 @@ def _row(name: str, info: Any) -> str:
         meaning = f"*switched off*: {meaning}"
     elif mark.get("no_effect"):
         meaning = f"*no effect*: {meaning}"
-    elif status_of(info) == "refused":
+    elif _is_idle(info):
         meaning = f"*one value*: {meaning}"
     cells = (f"`{name}`", _marked_type(info), _default(info), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _section(model: type[Section], name: str, lines: list[str]) -> None:
-    lines += [f"### `{name}`", "", " ".join((model.__doc__ or "").split()), ""]
-    inner: list[tuple[str, type[Section]]] = []
-    rows = []
-    for key, info in fields_of(model):
-        if (found := section_type(info.annotation)) is not None:
-            inner.append((f"{name}.{key}", found))
-        else:
-            rows.append(_row(key, info))
-    if rows:
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
-    for dotted, found in inner:
-        _section(found, dotted, lines)
+def _is_idle(info: Any) -> bool:
+    """Whether a key changes nothing: it has no effect, or one value alone is accepted."""
+    return status_of(info) != "effective"
+
+
+_HEADER = ["| key | type | default | meaning |", "|---|---|---|---|"]
+
+
+def _section(model: type[Section], name: str, lines: list[str], idle: list[str]) -> None:
+    """Adds a section and those within it to `lines`, and what of them changes nothing to `idle`."""
+    title = [f"### `{name}`", "", " ".join((model.__doc__ or "").split()), ""]
+    inner = [(key, found) for key, info in fields_of(model) if (found := section_type(info.annotation)) is not None]
+    plain = [(key, info) for key, info in fields_of(model) if section_type(info.annotation) is None]
+    effective = [_row(key, info) for key, info in plain if not _is_idle(info)]
+    rest = [_row(key, info) for key, info in plain if _is_idle(info)]
+    if effective:
+        lines += [*title, *_HEADER, *effective, ""]
+    elif not rest:
+        lines += title
+    if rest:
+        idle += [f"### Of `{name}`", "", *([] if effective else title[2:]), *_HEADER, *rest, ""]
+    for key, found in inner:
+        _section(found, f"{name}.{key}", lines, idle)
+
+
+def _default_of(dotted: str) -> str:
+    """The default of a key of a GRPO run, as a cell."""
+    model: Any = GRPOMasterConfig
+    *sections, last = dotted.split(".")
+    for name in sections:
+        model = section_type(dict(fields_of(model))[name].annotation)
+    info = dict(fields_of(model))[last]
+    return "" if section_type(info.annotation) is not None or last in ("train", "default") else _default(info)
+
+
+def _introduction() -> list[str]:
+    first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in _FIRST)
+    spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in SPELLINGS)
+    return [_INTRODUCTION.replace("@FIRST@", first).replace("@SPELLINGS@", spellings)]
 
 
 def document() -> str:
     """The whole page."""
-    lines = [_INTRODUCTION, "Two names of one key:", "", "| also known as | key |", "|---|---|"]
-    lines += [f"| `{spelling}` | `{canonical}` |" for spelling, canonical in SPELLINGS]
-    lines += ["", "## A GRPO, DAPO or ProRLv2 run", ""]
+    lines = [*_introduction(), "## A GRPO, DAPO or ProRLv2 run", ""]
+    idle: list[str] = []
     shown_sections: set[str] = set()
     titles = (
         (GRPOMasterConfig, None),
@@ -142,27 +224,20 @@ def document() -> str:
             shown_sections.add(label)
             model = section_type(info.annotation)
             if model is not None:
-                _section(model, name, lines)
+                _section(model, name, lines, idle)
             elif name == "env":
-                _environments(lines)
+                _environments(lines, idle)
             else:
-                lines += [
-                    f"### `{name}`",
-                    "",
-                    "| key | type | default | meaning |",
-                    "|---|---|---|---|",
-                    _row(name, info),
-                    "",
-                ]
+                (idle if _is_idle(info) else lines).extend([f"### `{name}`", "", *_HEADER, _row(name, info), ""])
         if master is GRPOMasterConfig:
             _datasets(lines)
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, _IDLE, *idle]).rstrip() + "\n"
 
 
-def _environments(lines: list[str]) -> None:
+def _environments(lines: list[str], idle: list[str]) -> None:
     lines += ["### `env`", "", "One section an environment. An environment of your own takes any keys.", ""]
     for name, model in environment_sections().items():
-        _section(model, f"env.{name}", lines)
+        _section(model, f"env.{name}", lines, idle)
 
 
 def _datasets(lines: list[str]) -> None:

@@ -15,7 +15,7 @@ class VerifierPoolConfig(Section):
         5.0, "seconds for one response, after which its verifier is killed and it scores 0", gt=0
     )
     verifier_memory_mb: Positive | None = key(2048, "memory of a verifier process in MB; null: no limit")
-    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
+    max_answer_chars: Positive = key(1_000_000, "characters of the longest response that is read; longer ones score 0")
 
 
 class MathEnvConfig(VerifierPoolConfig):
@@ -38,7 +38,7 @@ class MultiRewardEnvConfig(Section):
         "hf_math_verify", "answers are compared letter for letter"
     )
     verifier_type: Literal["math"] | None = no_effect("math")
-    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
+    max_answer_chars: Positive = key(1_000_000, "characters of the longest response that is read; longer ones score 0")
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
@@ -62,7 +62,7 @@ class CodeEnvConfig(Section):
     max_processes: Positive = key(8, "processes and threads of a program at the same time")
     max_output_kb: Positive = key(1024, "what a program may print, in kB")
     folder_mb: Positive = key(32, "size of the program's folder in MB")
-    max_answer_chars: Positive = key(1_000_000, "longer responses score 0 unread")
+    max_answer_chars: Positive = key(1_000_000, "characters of the longest response that is read; longer ones score 0")
 
 
 class GuessNumberEnvConfig(Section):

@@ -28,29 +28,31 @@ class GenerationConfig(Section):
 
     backend: Literal["native", "vllm", "sglang", "megatron", "trtllm", "dynamo"] = key(
         "native",
-        "native: the engine that shares the trainer's weights; NeMo RL's engines are taken for it, with a notice",
+        "native: the engine that shares the trainer's weights; the names of NeMo RL's engines mean the same, with a notice",
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
     temperature: Temperature = key(
         1.0, "sampling temperature (also divides the training logits); 0: greedy, in evaluations only"
     )
-    top_p: TopP = key(1.0, "nucleus sampling, in training's log-probabilities too; 1: off")
+    top_p: TopP = key(1.0, "nucleus sampling; training's log-probabilities are filtered too; 1: off")
     top_k: Int | None = key(
-        None, "sample among the k likeliest tokens, in training's log-probabilities too; null or -1: off", ge=-1
+        None,
+        "sample among the k likeliest tokens; training's log-probabilities are filtered too; null or -1: off",
+        ge=-1,
     )
     val_temperature: Temperature | None = key(None, "temperature in validation; null: temperature")
     val_top_p: TopP | None = key(None, "top_p in validation; null: top_p")
     val_top_k: Int | None = key(None, "top_k in validation; null: top_k", ge=-1)
-    model_name: str | None = only(None, why="the policy's own model generates (policy.model_name)")
+    model_name: str | None = only(None, why="the policy itself generates: set policy.model_name")
     stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the end tokens of the model")
-    stop_strings: StopStrings | None = key(None, "texts that end a response; they stay in it")
+    stop_strings: StopStrings | None = key(None, "texts that end a response; the response keeps them")
     kv_cache_gb: Real | None = key(
         None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0
     )
     max_batch_size: Positive | None = key(
         None, "responses generated at the same time; null: as many as kv_cache_gb holds"
     )
-    prefill_chunk_tokens: Positive = key(2048, "prompt tokens that enter the model at once; smaller saves memory")
+    prefill_chunk_tokens: Positive = key(2048, "prompt tokens that the model computes at once; fewer save memory")
     packed_weights: Literal["off", "on", "auto"] = key(
         "auto",
         "on: steps of few texts (up to 12; 2 without bfloat16 instructions) read a copy of bfloat16 weights in 12 bits each, the same bits "
@@ -94,7 +96,7 @@ class EvalGenerationConfig(GenerationConfig):
 
     model_name: str = key(..., "folder, checkpoint of a run (step_N), packaged model or name on the hub")
     vllm_cfg: EvalVllmConfig = section(
-        EvalVllmConfig, "vLLM's settings; of these max_model_len, enforce_eager and precision are read"
+        EvalVllmConfig, "settings of vLLM; only max_model_len, enforce_eager and precision are read"
     )
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
     temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")

@@ -17,15 +17,15 @@ class AdvEstimatorConfig(Section):
 
     name: GRPOEstimator = key(
         "grpo",
-        "grpo: against the group's mean; gdpo: that for each part of the reward, their weighted sum whitened; "
+        "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
         "reinforce_plus_plus: whitened over the batch's tokens",
     )
     normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
     use_leave_one_out_baseline: bool = key(
-        True, "grpo, gdpo: a sample's baseline is the mean of the others of its group"
+        True, "grpo, gdpo: a sample's baseline is the mean reward of the other samples of its group"
     )
     reward_weights: list[Real] | None = key(
-        None, "gdpo: one factor a part of the reward, in the order of the parts' names; null: 1 each"
+        None, "gdpo: a factor for each part of the reward, in the order of the parts' names; null: 1 each"
     )
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
 
@@ -51,7 +51,7 @@ class GRPOConfig(LoopConfig):
     advantage_clip_high: Real | None = key(None, "upper bound of final advantages")
     masked_reward_policy: Literal["include", "exclude"] = key(
         "include",
-        "whether samples without a gradient (overlong_filtering, masked by the environment, prompts too long) vote in their group's "
+        "whether samples without a gradient (overlong_filtering, masked by the environment, prompts too long) count in their group's "
         "baseline and deviation, and in whether dynamic sampling keeps it",
     )
     length_penalty: LengthPenaltyConfig | None = key(

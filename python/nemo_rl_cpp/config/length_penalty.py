@@ -80,7 +80,7 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """The bands; one that is given here is switched on, unless `default` says otherwise."""
+    """The bands. A band that is given here is switched on, unless `default` says otherwise."""
 
     total: ProfileBandChannel | None = key(None, "of whole responses")
     reasoning: ProfileBandChannel | None = key(None, "of reasoning")
@@ -95,7 +95,7 @@ class ProfileBandConfig(Section):
 
 
 class LengthPenaltyConfig(Section):
-    """Rewards conciseness: NeMo RL's block for NeMo Gym, here for every environment."""
+    """Rewards short responses. NeMo RL has this section for NeMo Gym; here it works in every environment."""
 
     verbose: bool = key(False, "print what was done to each group")
     default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")

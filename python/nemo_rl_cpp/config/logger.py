@@ -88,7 +88,7 @@ class LoggerConfig(Section):
     chrome_trace: bool = key(
         False, "write the stages of every step as a timeline for chrome://tracing and ui.perfetto.dev"
     )
-    monitor_gpus: bool = key(True, "sample the GPUs' use, where there are GPUs")
+    monitor_gpus: bool = key(True, "sample how much the GPUs are used, if there are any")
     gpu_monitoring: GPUMonitoringConfig = section(GPUMonitoringConfig, "sampling of the GPUs' use")
 
 

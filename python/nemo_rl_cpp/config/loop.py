@@ -19,7 +19,7 @@ def other_default(name: str, default: Any) -> Any:
 class LoopConfig(Section):
     """The training loop: how many prompts, how long, when to validate, which samples count."""
 
-    num_prompts_per_step: Positive = key(32, "prompts a step")
+    num_prompts_per_step: Positive = key(32, "prompts in a step")
     num_generations_per_prompt: Positive = key(16, "responses to each prompt (G, one group)")
     max_rollout_turns: Positive = key(1, "turns of generation and environment (1 for math)")
     max_num_epochs: Positive = key(1, "passes over the data; training ends at this or at max_num_steps")

@@ -12,18 +12,22 @@ class ClippedPGLossConfig(Section):
 
     reference_policy_kl_penalty: NonNegative = key(0.01, "weight of the KL term; 0: no reference model is kept")
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = key("k3", "estimator of the KL divergence")
-    kl_input_clamp_value: Real | None = key(20.0, "bound of the log ratio that enters the KL; null: none", gt=0)
-    kl_output_clamp_value: Real | None = key(10.0, "bound of the KL of a token; null: none", gt=0)
+    kl_input_clamp_value: Real | None = key(20.0, "largest log ratio that enters the KL; null: no limit", gt=0)
+    kl_output_clamp_value: Real | None = key(10.0, "largest KL of a token; null: no limit", gt=0)
     use_kl_in_reward: bool = key(False, "subtract the KL from the reward instead of adding it to the loss")
-    ratio_clip_min: NonNegative = key(0.2, "the ratio is clipped below at 1 - this")
+    ratio_clip_min: NonNegative = key(0.2, "lower clip of the ratio: 1 - this")
     ratio_clip_max: NonNegative = key(
-        0.2, "the ratio is clipped above at 1 + this (larger than ratio_clip_min: clip higher)"
+        0.2, "upper clip of the ratio: 1 + this (larger than ratio_clip_min: clip higher)"
     )
     ratio_clip_c: Real | None = key(None, "dual clip for negative advantages, above 1 (usually 3); null: off")
-    token_level_loss: bool = key(True, "mean over tokens; false: mean over sequences of the mean over tokens")
+    token_level_loss: bool = key(
+        True, "true: mean over all tokens; false: mean over each sequence's tokens, then over sequences"
+    )
     sequence_level_importance_ratios: bool = key(False, "one ratio a sequence (GSPO); needs token_level_loss: false")
-    disable_ppo_ratio: bool = key(False, "plain policy gradient: log-probabilities in place of the ratio")
-    force_on_policy_ratio: bool = key(False, "the ratio is 1 in value; needs one optimizer step a batch")
+    disable_ppo_ratio: bool = key(False, "plain policy gradient: the loss uses log-probabilities instead of the ratio")
+    force_on_policy_ratio: bool = key(
+        False, "the ratio's value is 1, its gradient stays; needs one optimizer step a batch"
+    )
     use_cispo: bool = key(False, "CISPO: clipped ratio as a constant weight of the log-probability")
     use_on_policy_kl_approximation: bool = key(False, "importance weight on the KL term")
     use_importance_sampling_correction: bool = key(False, "weight tokens by training over generation probability")
@@ -39,4 +43,4 @@ class MseValueLossConfig(Section):
     """The critic's clipped squared error."""
 
     scale: NonNegative = key(1.0, "factor of the loss")
-    cliprange: NonNegative | None = key(None, "bound of the change of a value since the rollout; null or 0: none")
+    cliprange: NonNegative | None = key(None, "largest change of a value since the rollout; null or 0: no limit")

@@ -80,7 +80,7 @@ class DynamicBatchingConfig(Section):
     logprob_mb_tokens: Positive | None = key(
         None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
     )
-    sequence_length_round: Positive = key(64, "lengths count rounded up to a multiple of this")
+    sequence_length_round: Positive = key(64, "a length counts as rounded up to a multiple of this")
 
 
 class SequencePackingConfig(Section):
@@ -94,7 +94,7 @@ class SequencePackingConfig(Section):
         None, "tokens of a log-probability micro-batch; null: max_total_sequence_length x logprob_batch_size"
     )
     algorithm: PackingAlgorithm = key(
-        "modified_first_fit_decreasing", "how sequences (runs of a shared prompt) are put into bins"
+        "modified_first_fit_decreasing", "how sequences (with a shared prompt: groups of them) are put into bins"
     )
     microbatch_order: Literal["packer", "largest_first"] | None = key(
         "packer", "packer or null: bins by their first sequence; largest_first: bins with most tokens first"
@@ -137,7 +137,7 @@ class TrainedModelConfig(Section):
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
     train_global_batch_size: Positive | None = key(None, "samples an optimizer step")
     train_micro_batch_size: Positive | None = key(
-        None, "samples a micro-batch, where neither packing nor dynamic batching decides"
+        None, "samples in a micro-batch; packing and dynamic batching decide by tokens instead"
     )
     logprob_batch_size: Positive | None = key(
         None, "samples of a log-probability micro-batch; null: train_micro_batch_size"
@@ -146,15 +146,15 @@ class TrainedModelConfig(Section):
     precision: Precision = key("bfloat16", "float32, or bfloat16 (bf16 compute, fp32 master weights and optimizer)")
     make_sequence_length_divisible_by: Positive = key(1, "padded batches get a length divisible by this")
     max_grad_norm: NonNegative | None = key(
-        1.0, "bound of the gradient's global norm; null or 0: none (dtensor_cfg.enabled)"
+        1.0, "largest global norm of the gradient; null or 0: no limit (read with dtensor_cfg.enabled)"
     )
-    optimizer: OptimizerConfig | None = section(OptimizerConfig, "optimizer (dtensor_cfg.enabled)")
+    optimizer: OptimizerConfig | None = section(OptimizerConfig, "the optimizer (read with dtensor_cfg.enabled)")
     scheduler: Schedule | None = key(
-        None, "learning-rate schedules, one after another; null: constant (dtensor_cfg.enabled)"
+        None, "learning-rate schedules, one after another; null: constant (read with dtensor_cfg.enabled)"
     )
     dtensor_cfg: DTensorConfig = section(DTensorConfig, "NeMo RL's PyTorch backend")
     megatron_cfg: MegatronConfig = section(MegatronConfig, "NeMo RL's Megatron backend")
-    share_prompt_prefix: bool = key(True, "compute the prompt of a group once in training")
+    share_prompt_prefix: bool = key(True, "training computes the prompt of a group once")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
     sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")
 
@@ -214,27 +214,27 @@ class PolicyConfig(TrainedModelConfig):
 
     model_name: str = key(..., "folder, packaged model (smollm2-135m-instruct), tiny-random, or name on the hub")
     train_global_batch_size: Positive = key(
-        512, "samples an optimizer step; prompts x generations of a step is a multiple of it"
+        512, "samples in an optimizer step; prompts x generations of a step must be a multiple of it"
     )
     train_micro_batch_size: Positive = key(
-        4, "samples a micro-batch, where neither packing nor dynamic batching decides"
+        4, "samples in a micro-batch; packing and dynamic batching decide by tokens instead"
     )
     max_total_sequence_length: Positive = key(512, "longest sequence, prompt and response")
     backend: Literal["native", "hf"] = key(
         "native", "native: the C++ trainer (Llama, Mistral, OLMo 2, Qwen2, Qwen3); hf is not available yet"
     )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
-        "auto", "take the generation's log-probabilities as the old policy's; auto: while the two agree bit for bit"
+        "auto", "use generation's log-probabilities as the old policy's; auto: as long as both agree bit for bit"
     )
     kept_activations_gb: NonNegative | None = key(
         None,
-        "memory in GB for generation's activations, which save the first update's forward pass (CPU); null: a quarter of what is free, "
-        "where that holds a step's; 0: none",
+        "GB of memory to keep generation's activations, which save the first update's forward pass (CPU); null: a quarter of the free memory, "
+        "if a step fits into it; 0: keep none",
     )
     kept_activations_check_period: Count = key(
         20,
-        "every so many steps the first update makes its own forward pass all the same, and all of it is compared with generation's; "
-        "0: in the first step of a run alone",
+        "steps between two checks; in a check the first update makes its own forward pass, which is compared with generation's; "
+        "0: check only in the first step of a run",
     )
     generation_batch_size: Positive = no_effect(
         32, "the engine batches by itself; see policy.generation.max_batch_size"

@@ -10,7 +10,7 @@ from .loop import LoopConfig, other_default
 class GAEConfig(Section):
     """Generalised advantage estimation, or raw rewards as advantages."""
 
-    name: PPOEstimator = key("gae", "gae: with a value model; raw_reward: without, the reward is the advantage")
+    name: PPOEstimator = key("gae", "gae: uses a value model; raw_reward: uses none, and the reward is the advantage")
     gae_lambda: Fraction = key(0.95, "lambda: 0 is one-step TD, 1 is Monte Carlo")
     gae_gamma: Fraction = key(1.0, "discount a token")
     normalize_advantages: bool = key(True, "whiten advantages over the batch's valid tokens")
@@ -49,13 +49,13 @@ class PPOConfig(LoopConfig):
     val_at_start: bool = other_default("val_at_start", True)
     skip_reference_policy_logprobs_calculation: bool = other_default("skip_reference_policy_logprobs_calculation", True)
     ppo_epochs: Positive = key(
-        4, "passes of the actor, and of the critic unless critic_ppo_epochs says otherwise, over each rollout batch"
+        4, "passes of the actor over each rollout batch; those of the critic too, unless critic_ppo_epochs is set"
     )
     critic_ppo_epochs: Positive | None = key(None, "passes of the critic over each rollout batch; null: ppo_epochs")
-    policy_training_start_step: Count = key(0, "until this step only the critic is trained")
+    policy_training_start_step: Count = key(0, "number of first steps that train only the critic")
     warm_start_value_checkpoint: str | None = key(
         None,
-        "folder step_N of a run whose critic's weights a fresh run begins with; its optimizer and schedule begin anew; null: none",
+        "folder step_N of another run: a fresh run begins with its critic's weights, and a new optimizer and schedule; null: none",
     )
     adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
     async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "asynchronous training (not supported)")

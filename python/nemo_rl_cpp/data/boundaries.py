@@ -1,4 +1,4 @@
-"""Where a prompt begins and where a response ends: one rule for training, validation, evaluation, `generate` and the saved
+"""Says where a prompt begins and where a response ends. One rule for training, validation, evaluation, `generate` and the saved
 folder, and the rule of transformers.
 
 Beginnings: plain text gets the special tokens that the tokenizer puts around a text (a BOS token, where it has one). The

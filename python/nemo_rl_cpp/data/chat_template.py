@@ -1,7 +1,7 @@
 """Chat templates: the jinja programs that turn a list of messages into the text a model was trained on.
 
-They come with model folders, that is from strangers, so they run in jinja's sandbox and for a limited time: a template
-can read the messages and build text, and nothing else.
+They come with model folders, that is from strangers, so they run in a sandbox (`data/template_sandbox.py`) and for a limited
+time: a template can read the messages and build text, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.sandbox
 
+from nemo_rl_cpp.data.template_sandbox import Sandbox, begin_rendering
 from nemo_rl_cpp.data.time_limit import time_limit
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -25,7 +25,6 @@ PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}
 
 RENDER_SECONDS = 10.0
 """How long one conversation may take; templates need a few milliseconds."""
-_LONGEST_PRODUCT = 10_000_000  # characters, items or digits of what one `*` or `**` may make: it cannot be interrupted
 _REASONING = (
     "reasoning_content",
     "thinking",
@@ -48,29 +47,6 @@ class _GenerationBlock(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja's sandbox, in which no single operation runs for ever or takes all memory."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _size_of(operator, left, right) > _LONGEST_PRODUCT:
-            raise jinja2.exceptions.SecurityError(
-                f"{operator} would make a value of more than {_LONGEST_PRODUCT} characters"
-            )
-        return super().call_binop(context, operator, left, right)
-
-
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    """About how many digits, characters or items a product or power has."""
-    if isinstance(left, int) and isinstance(right, int):
-        return left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-    for sequence, times in ((left, right), (right, left)):
-        if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
-            return len(sequence) * times
-    return 0
-
-
 def _refuse(message: str) -> None:
     raise ChatTemplateError(f"the chat template refused the messages: {message}")
 
@@ -87,8 +63,8 @@ def _to_json(
 
 
 @lru_cache(maxsize=1)
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
+def _environment() -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
@@ -151,6 +127,7 @@ def render_chat_template(
             )
     seen = _as_templates_see_them(messages)
     compiled = _compile(template)
+    begin_rendering()
     text = _guarded(
         "the chat template failed on these messages",
         lambda: compiled.render(

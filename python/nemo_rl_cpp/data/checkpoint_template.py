@@ -1,4 +1,4 @@
-"""Which chat template a conversation with a checkpoint goes through: the model's own, which the run need not have used."""
+"""Chooses the chat template for a conversation with a checkpoint: the model's own, even if the run used another."""
 
 from __future__ import annotations
 

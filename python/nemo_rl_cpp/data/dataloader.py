@@ -1,4 +1,4 @@
-"""The loader that feeds prompts to the training loop, in an order that is known from a seed and a position alone."""
+"""The loader that feeds prompts to the training loop. Its order depends on a seed and a position alone."""
 
 from __future__ import annotations
 

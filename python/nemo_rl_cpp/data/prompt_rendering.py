@@ -1,4 +1,4 @@
-"""A conversation as the text of a prompt, checked: what the template loses, the model never sees."""
+"""Turns a conversation into the text of a prompt, and checks that the template lost no message."""
 
 from __future__ import annotations
 

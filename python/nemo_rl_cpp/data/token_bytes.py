@@ -1,4 +1,4 @@
-"""The bytes a token stands for. Stop strings are matched on bytes, since one character may span several tokens."""
+"""The bytes of a token. Stop strings are matched on bytes, because one character may span several tokens."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Whether the program was no Python: the interpreter says what is wrong with it, and has no line to trace back to."""
+    """Whether the program is not valid Python. The interpreter then reports an error without a traceback line."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no pattern: a program may write a megabyte that takes one for ever
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)

@@ -1,4 +1,4 @@
-"""The environments of a run, and how they end."""
+"""The environments of a run, and the end of their processes."""
 
 import sys
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Environments:
     owned: bool = True
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the processes of all environments, each once; one that does not answer for `patience` seconds is left behind."""
+        """Ends the processes of every environment once. An environment that does not answer for `patience` seconds is left behind."""
         if not self.owned:
             return
         self.owned = False

@@ -1,4 +1,4 @@
-"""What reward functions are called, and what they may return."""
+"""Names of reward functions, and checks of what they return."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ from nemo_rl_cpp.argument_checks import in_a_line
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Of a function its name, of a partial that of what it calls, of another object its class's."""
+    """The name of a function; for a partial the name of what it calls; for another object the name of its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)

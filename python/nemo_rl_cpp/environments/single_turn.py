@@ -1,4 +1,4 @@
-"""What environments share that answer one response and are done."""
+"""The base of environments that answer one response and then end the conversation."""
 
 from typing import Any
 

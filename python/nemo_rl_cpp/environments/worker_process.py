@@ -1,4 +1,4 @@
-"""One killable worker process, seen from the side that uses it."""
+"""A worker process that can be killed, as the caller sees it."""
 
 import json
 import os

@@ -34,12 +34,44 @@ from nemo_rl_cpp.experience.rollouts import repeat_prompts
 from nemo_rl_cpp.models.sources import find_policy_weights
 
 __all__ = [
-    "EvalConfig", "MasterConfig", "main", "make_dataset", "make_generation", "run_env_eval", "setup",
+    "EvalConfig", "EvaluationRun", "MasterConfig", "build_evaluation", "evaluate_policy", "main", "make_dataset", "make_generation",
+    "run_env_eval", "setup",
 ]  # fmt: skip
+
+
+@dataclass
+class EvaluationRun:
+    """An evaluation of a model that nobody trains here: what it is made of. `build_evaluation` makes one of a configuration."""
+
+    config: MasterConfig
+    tokenizer: Any
+    environment: Any
+    generation: Any
+    loader: StatefulDataLoader
+
+    def evaluate(self) -> EvalResult:
+        """Generates, scores and prints the table."""
+        return run_env_eval(self.generation, self.loader, self.environment, self.config)
+
+    def close(self) -> None:
+        """Ends the environment's processes; may be called again."""
+        get(call_remote(self.environment, "shutdown"))
+
+    def __enter__(self) -> "EvaluationRun":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
 
 
 def main(config: MasterConfig) -> EvalResult:
     """Runs the evaluation that a checked configuration describes, and prints its table."""
+    with build_evaluation(config) as run:
+        return run.evaluate()
+
+
+def build_evaluation(config: MasterConfig) -> EvaluationRun:
+    """The evaluation that a configuration describes, with its model loaded. Raises ConfigError."""
     from nemo_rl_cpp.data.checkpoint_template import differences_from_run
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 
@@ -50,15 +82,40 @@ def main(config: MasterConfig) -> EvalResult:
     if config.tokenizer.name == config.generation.model_name:
         config.tokenizer.name = folder
     config.generation.model_name = folder
-    env_name = config.data.env_name
     # environments start their processes before this one computes on several threads
-    environment = create_env(env_name=env_name, env_config=config.env[env_name])
+    environment = _make_environment(config)
     try:
         tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
         generation, loader, config = setup(config, tokenizer, make_dataset(config, tokenizer))
+        return EvaluationRun(config, tokenizer, environment, generation, loader)
+    except BaseException:
+        get(call_remote(environment, "shutdown"))
+        raise
+
+
+def evaluate_policy(policy: Any, tokenizer: Any, config: MasterConfig) -> EvalResult:
+    """Evaluates the present weights of a policy in training; `generation.model_name`, its precision and the section
+    `tokenizer` are not read. Raises ConfigError."""
+    config = checked(config, MasterConfig)
+    environment = _make_environment(config)
+    try:
+        loader = _loader(config, make_dataset(config, tokenizer))
+        length = config.generation.vllm_cfg.max_model_len
+        options = {} if length is None else {"max_model_len": length}
+        generation = policy.create_generation(config.generation, seed=config.eval.seed, **options)
+        config.generation.vllm_cfg.__dict__["max_model_len"] = generation.max_model_len
         return run_env_eval(generation, loader, environment, config)
     finally:
         get(call_remote(environment, "shutdown"))
+
+
+def _make_environment(config: MasterConfig) -> Any:
+    return create_env(env_name=config.data.env_name, env_config=config.env[config.data.env_name])
+
+
+def _loader(config: MasterConfig, dataset: AllTaskProcessedDataset) -> StatefulDataLoader:
+    size = config.generation.num_prompts_per_step
+    return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
 
 
 def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDataset:
@@ -85,13 +142,12 @@ def setup(
 ) -> tuple[Any, Any, MasterConfig]:
     """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
     master_config = checked(master_config, MasterConfig)
-    size = master_config.generation.num_prompts_per_step
-    loader = StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
+    loader = _loader(master_config, dataset)
     return make_generation(master_config, tokenizer), loader, master_config
 
 
 def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
-    """The native engine on weights of its own: there is no trainer, so nothing else is kept of the model.
+    """The native engine with its own copy of the weights. There is no trainer, so nothing else of the model is loaded.
 
     A length that the configuration leaves out is bounded by the model's."""
     from nemo_rl_cpp._native import C

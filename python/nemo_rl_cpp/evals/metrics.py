@@ -1,7 +1,8 @@
-"""pass@k and cons@k: estimates from n responses of what k responses would achieve."""
+"""pass@k and cons@k: estimates from n responses of what k responses would achieve, and how sure a share is."""
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 
 def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
@@ -52,3 +53,21 @@ def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> in
         each = [math.comb(len(place), w) for w in range(votes)] + [math.comb(after, votes)]
         ways = [sum(ways[m - w] * each[w] for w in range(min(m, votes) + 1)) for m in range(remaining + 1)]
     return ways[remaining]
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959963984540054) -> Interval:
+    """95 % interval of a proportion `share` seen in `count` trials (Wilson, 1927):
+
+    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
+    """
+    if count == 0:
+        return Interval(0.0, 1.0)
+    center = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: a table, and every sample as JSON."""
+"""The results of an evaluation: a table, and every sample as JSON."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_cpp.algorithms.validation import Interval, wilson_interval
+from nemo_rl_cpp.evals.metrics import Interval, wilson_interval
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
 

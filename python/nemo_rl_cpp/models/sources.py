@@ -160,7 +160,7 @@ def nearest_model(name: str) -> str | None:
         for candidate in [*folders, "HuggingFaceTB/SmolLM2-135M-Instruct", SMOLLM2, TINY_RANDOM]
     }
     near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.8)
-    return known[near[0]] if near else None
+    return known[near[0]] if near and known[near[0]] != name else None
 
 
 def _plain(name: str) -> str:

@@ -215,15 +215,25 @@ class TrainedModel:
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
     def _load_optimizer(self, folder: Path) -> None:
+        from safetensors import SafetensorError
+
+        try:
+            self._read_optimizer(folder)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"{folder}: this is not the optimizer state of this model ({why}): resume from another checkpoint, or begin anew "
+                "from its weights (policy.model_name)"
+            ) from error
+
+    def _read_optimizer(self, folder: Path) -> None:
         from safetensors import safe_open
 
         with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
             for name, tensor in self._optimizer_tensors().items():
                 value = saved.get_tensor(name)
                 if value.shape != tensor.shape:
-                    raise ValueError(
-                        f"{folder}: {name} has {value.numel()} elements, this model {tensor.numel()}: not this model's checkpoint"
-                    )
+                    raise ValueError(f"{name} has {value.numel()} elements, this model {tensor.numel()}")
                 tensor.copy_(value)
         self.model.masters_changed()
         state = json.loads((folder / "optimizer.json").read_text())

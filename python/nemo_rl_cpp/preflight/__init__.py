@@ -1,4 +1,4 @@
-"""What a run would stumble over later, looked for before a model is loaded: model files, data, folders, environments.
+"""Finds mistakes before a model is loaded that would end the run later: in model files, data, folders and environments.
 
 `nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all ask `preflight(config)`. A check is a function of the
 configuration that yields `Finding`s; each file of this package holds the checks of one subject. No check loads weights or torch.

@@ -1,5 +1,5 @@
-"""Checks of the folders that a run writes to: whether they can be written and hold a save, who is in them, and whether the
-checkpoints there are of this run."""
+"""Checks of the folders that a run writes to: can they be written, is there room for a save, does another run use them, and
+do their checkpoints belong to this run?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, and how the configuration differs from it: what is said and what is refused on resume.
+"""Compares a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
 
 No torch and no weights: `preflight` asks before the start, and the run itself again, when tokenizer and rows are loaded too
 (`algorithms/resume.py`).

@@ -1,4 +1,4 @@
-"""Sizes and engines that a file was written for, and whether this machine can hold what they run on here."""
+"""Reports the sizes and engines that a file was written for, and checks whether this machine's memory is enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPERTS = re.compile(
 
 
 def check(config: Any) -> Iterator[Finding]:
-    """The one line about what was folded, and an error where weights and optimizer alone are more than the machine's memory."""
+    """One line about what was folded, and an error if weights and optimizer alone exceed the machine's memory."""
     text = fold_text(config)
     if text is not None:
         yield Finding("warning", "", note_as_said(text))

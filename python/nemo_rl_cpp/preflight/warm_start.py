@@ -1,4 +1,4 @@
-"""Whether the critic's weights that a fresh PPO run begins with are there."""
+"""Checks that the critic's weights exist with which a fresh PPO run begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .finding import Finding
 
 
 def check(config: Any) -> Iterator[Finding]:
-    """An error where `ppo.warm_start_value_checkpoint` names no critic; nothing for a run that goes on from its own checkpoint."""
+    """An error where `ppo.warm_start_value_checkpoint` names no critic; no error for a run that resumes from its own checkpoint."""
     checkpoint = config.ppo.warm_start_value_checkpoint if isinstance(config, PPOMasterConfig) else None
     if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():
         return

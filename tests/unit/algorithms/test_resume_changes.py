@@ -203,6 +203,39 @@ def test_what_makes_it_another_run_is_refused(root, run_of_two_steps, name, path
     assert (root / "run" / "checkpoints" / "step_2").is_dir()
 
 
+def changed_rows(base):
+    write_rows(base / "rows.jsonl", [{**ROWS[0], "output": "7"}, *ROWS[1:]])
+
+
+def changed_weights(base):
+    file = base / "model" / "model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def changed_vocabulary(base):
+    other_tokenizer(base)
+    shutil.copy(base / "tok2" / "tokenizer.json", base / "model" / "tokenizer.json")
+
+
+IN_PLACE = {
+    "rows": (changed_rows, "data.train: other rows: another data set"),
+    "weights": (changed_weights, "policy.model_name"),
+    "vocabulary": (changed_vocabulary, "is another tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_files_that_changed_under_the_same_path_are_noticed(root, run_of_two_steps, name):
+    base = root / "base"
+    shutil.copytree(run_of_two_steps / "model", base / "model")
+    write_rows(base / "rows.jsonl", ROWS)
+    close(tiny.train(root / "own", *RUN, "grpo.max_num_steps=1", *own(base)))
+    change, words = IN_PLACE[name]
+    change(base)
+    with pytest.raises(ResumeError, match=words):
+        close(tiny.make(root / "own", *RUN, "grpo.max_num_steps=2", *own(base)))
+
+
 def config_of(root, base, *overrides, **paths):
     fixed = [
         f"logger.log_dir={root / 'run' / 'logs'}",

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
-from nemo_rl_cpp.algorithms.validation import Validator, reached_target, wilson_interval
+from nemo_rl_cpp.algorithms.validation import Validator, reached_target
 
 TOKENIZER = ByteTokenizer()
 
@@ -98,14 +98,6 @@ def test_when_it_is_due():
     assert not any(validator(val_period=0).due(s, is_last=False) for s in range(1, 20))
     at_start = validator(val_at_start=True)
     assert at_start.due_at_start(0) and not at_start.due_at_start(4)
-
-
-def test_wilson_interval_by_hand():
-    # 8 of 10: (0.8 + 0.19207) / 1.38415 = 0.71675; half width 1.95996 sqrt(0.016 + 0.0096036) / 1.38415 = 0.22658
-    low, high = wilson_interval(0.8, 10)
-    assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
-    assert wilson_interval(0.0, 20).low == 0.0 and wilson_interval(1.0, 20).high == 1.0
-    assert wilson_interval(0.5, 0) == (0.0, 1.0)
 
 
 def test_no_interval_for_rewards_outside_0_and_1():

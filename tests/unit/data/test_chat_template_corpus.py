@@ -8,7 +8,7 @@ import json
 
 import pytest
 from nemo_rl_cpp.compat.data.chat_templates import COMMON_CHAT_TEMPLATES
-from nemo_rl_cpp.data import chat_template
+from nemo_rl_cpp.data import chat_template, template_sandbox
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, render_chat_template
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
 from nemo_rl_cpp.data.template_choice import choose_template
@@ -267,6 +267,25 @@ def test_a_template_without_end_is_stopped(template, monkeypatch):
 @pytest.mark.parametrize(
     "template",
     [
+        "{{ 'x' | center(10 ** 12) }}",
+        "{{ 'x' | indent(10 ** 11) }}",
+        "{{ 'x'.ljust(10 ** 11) }}{{ 'x'.zfill(9) }}",
+        "{{ 'x'.zfill(10 ** 11) }}",
+        "{{ '{:>99999999999}'.format('x') }}",
+        "{{ '{0:{1}}'.format('x', 10 ** 11) }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{{ '%*d' % (10 ** 11, 1) }}",
+        "{{ '%99999999999d' | format(1) }}",
+        "{{ (('\t' * 1000) ~ 'x').expandtabs(10 ** 6) }}",
+        "{{ ('x' * 100000).replace('x', 'y' * 100000) }}",
+        "{{ ('x' * 100000) | replace('x', 'y' * 100000) }}",
+        "{{ ('x' * 1000000).join(['y'] * 10000) }}",
+        "{{ (['y'] * 10000) | join('x' * 1000000) }}",
+        "{{ [1] | batch(10 ** 10, 'x') | list | length }}",
+        "{% set ns = namespace(x='x' * 100) %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x' * 100) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set big = 'x' * 9999999 %}{% for i in range(99999) %}{{ big }}{% endfor %}",
+        "{% set big = 'x' * 9999999 %}{% macro m() %}{% for i in range(99999) %}{{ big }}{% endfor %}{% endmacro %}{{ m() }}",
         "{{ 9 ** (9 ** 9) }}",
         "{{ 'x' * 10 ** 12 }}",
         "{{ [0] * 10 ** 11 }}",
@@ -277,7 +296,23 @@ def test_a_template_without_end_is_stopped(template, monkeypatch):
 def test_a_single_operation_without_end_is_refused(template):
     with pytest.raises(ChatTemplateError, match="would make a value"):
         render_chat_template(template, [{**ASK, "n": 10**9}])
+    assert (
+        render_chat_template("{{ 'a' ~ 1 ~ ['b'] }}{{ '%03d|%s' % (7, 'x') }}{{ '{:>4}'.format('y') }}", [ASK])
+        == "a1['b']007|x   y"
+    )
+    assert (
+        render_chat_template("{{ ['a', 1] | join('-') }}{{ 'aab' | replace('a', 'c', 1) }}{{ 'x' | center(3) }}", [ASK])
+        == "a-1cab x "
+    )
     assert render_chat_template("{{ 2 ** 10 }}{{ 2 * 'ab' }}{{ 1.5 * 2 }}{{ 2 ** -1 }}", [ASK]) == "1024abab3.00.5"
+
+
+def test_all_values_of_a_template_together_have_a_limit(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "LARGEST_SUM", 10_000)
+    template = "{% set ns = namespace(x=[]) %}{% for i in range(n) %}{% set ns.x = ns.x + [i] %}{% endfor %}{{ ns.x | length }}"
+    assert render_chat_template(template, [ASK], variables={"n": 100}) == "100"
+    with pytest.raises(ChatTemplateError, match="its values come to more than 10000 characters"):
+        render_chat_template(template, [ASK], variables={"n": 300})
 
 
 @pytest.mark.parametrize(

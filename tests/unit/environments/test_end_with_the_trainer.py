@@ -1,10 +1,13 @@
 """A trainer that is killed tells nobody; its verifiers and the programs in their sandboxes end all the same, at once."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
 from processes import descendants, processes_inside, wait_until_gone
 
 DEAF = "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nif os.fork() == 0: os.setsid()\nwhile True: pass"
@@ -38,7 +41,32 @@ def judges(pid: str) -> bool:
         return False
 
 
-def test_nothing_outlives_a_killed_trainer():
+def killed(trainer):
+    trainer.kill()
+
+
+def stopped_and_killed(trainer):
+    """As an out-of-memory killer may meet a process that a debugger or a batch system holds."""
+    os.kill(trainer.pid, signal.SIGSTOP)
+    trainer.kill()
+
+
+def left_by_an_abort(trainer):
+    os.kill(trainer.pid, signal.SIGABRT)
+
+
+def its_workers_killed(trainer):
+    """What stands between the trainer and the programs goes first."""
+    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    trainer.kill()
+
+
+@pytest.mark.parametrize(
+    "end", [killed, stopped_and_killed, left_by_an_abort, its_workers_killed], ids=lambda end: end.__name__
+)
+def test_nothing_outlives_a_killed_trainer(end):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=env)
     try:
@@ -49,6 +77,6 @@ def test_nothing_outlives_a_killed_trainer():
                 break
             time.sleep(0.05)
     finally:
-        trainer.kill()
+        end(trainer)
         trainer.wait()
     assert wait_until_gone(started, 5.0) == []

@@ -100,6 +100,29 @@ def test_checkpoints_differ(checkpoints, tmp_path):
     ).read_text()
 
 
+def test_a_policy_in_training_is_evaluated_as_its_checkpoint_is(tmp_path):
+    torch.set_num_threads(1)
+    with tiny.make(tmp_path / "logs", "grpo.seed=3", "grpo.max_num_steps=1") as run:
+        run.train()
+        run.policy.save_checkpoint(tmp_path / "weights")
+        chosen = [
+            *REVERSE,
+            "generation.temperature=1.0",
+            "eval.num_tests_per_prompt=3",
+            "generation.num_prompts_per_step=7",
+        ]
+        texts = []
+        for name in ("policy", "checkpoint"):
+            out = tmp_path / name
+            config = load_eval_config(
+                "evals/eval.yaml", [f"generation.model_name={tmp_path / 'weights'}", *chosen, f"eval.save_path={out}"]
+            )
+            result = run.evaluate(config) if name == "policy" else evaluation.main(config)
+            saved = json.loads((out / "evaluation_data.json").read_text())["evaluation_data"]
+            texts.append((result.score, [(sample["response"], sample["reward"]) for sample in saved]))
+    assert texts[0] == texts[1] and len(texts[0][1]) == 60
+
+
 def test_repeat_and_the_command_line(checkpoints, capsys):
     arguments = ["--config", "evals/eval.yaml", f"generation.model_name={checkpoints}", *REVERSE, "data.repeat=2"]
     assert run_eval.main(arguments) == 0

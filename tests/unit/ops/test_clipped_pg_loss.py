@@ -120,8 +120,23 @@ def test_gspo_beside_a_token_without_an_old_probability():
 
     clipped = loss(1.0)  # A > 0: the ratio is clipped to 1.2, the loss is -1.2, and there is no gradient
     assert float(clipped.loss) == pytest.approx(-1.2) and not clipped.grad_logprobs.any() and clipped.nonfinite is None
-    open_ended = loss(-1.0)  # A < 0: nothing bounds it, which is said with the place
-    assert float(open_ended.loss) == torch.inf and open_ended.nonfinite == (0, 0)
+    open_ended = loss(-1.0)  # A < 0: nothing bounds it, which is said with the token whose ratio it was
+    assert float(open_ended.loss) == torch.inf and open_ended.nonfinite == (0, 1)
+
+
+def test_a_new_probability_of_zero_is_named_though_the_loss_is_finite():
+    """Ratio e^-inf = 0: loss and gradient are 0 there. The entropy is not a number, and the place is said."""
+    data = {
+        "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
+        "token_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]]), "advantages": torch.ones(1, 5),
+    }  # fmt: skip
+    curr = torch.full((1, 4), -1.0)
+    curr[0, 3] = -torch.inf  # a masked token does not count
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+    assert loss_fn.native(curr, data, 1.0, 3.0, None).nonfinite is None
+    curr[0, 2] = -torch.inf
+    result = loss_fn.native(curr, data, 1.0, 3.0, None)
+    assert torch.isfinite(result.loss) and torch.isfinite(result.grad_logprobs).all() and result.nonfinite == (0, 2)
 
 
 def test_gspo_ratio_by_hand():

@@ -1,4 +1,4 @@
-"""A data set whose rows come out tokenised, each by the processor of its task."""
+"""A data set that tokenises its rows, each by the processor of its task."""
 
 from __future__ import annotations
 

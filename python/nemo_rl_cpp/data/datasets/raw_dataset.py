@@ -1,4 +1,4 @@
-"""A data set before tokenisation: rows, the split, and which processor and prompt go with them."""
+"""A data set before tokenisation: its rows, its split, its processor and its prompt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Guess a number: the model guesses, the environment says higher or lower, until the guess is right or the turns are up.
 
-The smallest task of several turns that is worth learning: whoever halves the range each time always wins.
+It is the smallest task of several turns that is worth learning. A player who halves the range each time always wins.
 """
 
 import re

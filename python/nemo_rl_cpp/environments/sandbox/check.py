@@ -1,4 +1,4 @@
-"""Does this machine have what untrusted programs need? `python -m nemo_rl_cpp.environments.sandbox.check` says.
+"""Checks whether this machine can contain untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
 
 The answer comes from trying: a sandbox is built, and a program inside tries to get out.
 """

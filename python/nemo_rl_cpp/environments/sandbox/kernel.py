@@ -97,17 +97,17 @@ def change_root(new_root: str) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends. Changes of user clear it, so call it after them."""
+    """Lets the kernel kill this process when its parent ends. A change of user clears the setting, so call this after it."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def forbid_huge_pages() -> None:
-    """Memory comes in small pages, for this process and all that come from it: two megabytes at a time are more than asked for."""
+    """Small pages only, for this process and its children: a huge page takes more memory than the program asked for."""
     prctl(_PR_SET_THP_DISABLE, 1)
 
 
 def close_at_exec(first: int) -> None:
-    """All descriptors from `first` on close themselves at exec, also those that were inherited from who knows where."""
+    """Makes all descriptors from `first` on close at exec, also inherited ones."""
     syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
 
 

@@ -1,4 +1,4 @@
-"""Runs one program in a sandbox, seen from outside."""
+"""Runs one program in a sandbox, and watches it from outside."""
 
 import os
 import select

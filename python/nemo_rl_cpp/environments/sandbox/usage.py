@@ -1,7 +1,7 @@
 """What a tree of processes makes the system hold at this moment, read from /proc.
 
 Counted are: pages of no file (also those swapped out, and huge pages), page tables, kernel stacks, mappings, and for each
-descriptor what a pipe or a socket behind it can hold at most: how full it is can be seen from inside only. Pages that
+descriptor what a pipe or a socket behind it can hold at most: only a process inside can see how full it is. Pages that
 processes share with files are not theirs. Shared memory and files of the program's folder are not seen here: the
 process that watches from inside counts those (`supervisor`).
 """

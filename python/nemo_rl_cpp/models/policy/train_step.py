@@ -333,13 +333,14 @@ def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
                 f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + loss.first_column} "
                 f"(its {loss.what} is {float(curr[row, column + loss.first_column]):.6g}); the weights were not updated"
             )
+    if loss.nonfinite is not None:
+        row, token = loss.nonfinite[0], loss.nonfinite[1] + loss.first_column
+        what = "a term of the loss is not finite" if math.isfinite(loss.value) else f"the loss is {loss.value}"
+        raise NonFiniteError(
+            f"{what} at sample {rows[row]}, token {token} (its {loss.what} is {float(curr[row, token]):.6g}); "
+            "the weights were not updated"
+        )
     if not math.isfinite(loss.value):
-        if loss.nonfinite is not None:
-            row, token = loss.nonfinite[0], loss.nonfinite[1] + loss.first_column
-            raise NonFiniteError(
-                f"the loss is {loss.value} at sample {rows[row]}, token {token} (its {loss.what} is {float(curr[row, token]):.6g}); "
-                "the weights were not updated"
-            )
         raise NonFiniteError(
             f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated"
         )

@@ -1,4 +1,4 @@
-"""Programs to write, made up on the spot: one-line functions, with tests."""
+"""A generated data set of programs to write: one-line functions with tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Games made up on the spot: each row is the start of one."""
+"""A generated data set of games. Each row is the start of one game."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that are made up on the spot, so that they need no network: sums, reversed digits, reasoning_gym's tasks.
+"""Generated tasks, which need no network: sums, reversed digits, reasoning_gym's tasks.
 
 Which side of the split a question is on depends on the question alone (`is_held_out`), so training and validation are
 disjoint whatever seeds, sizes and sections a configuration uses. `seed` decides the order and the examples shown.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +18,14 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, Scoring, first_bad_gradient, without_removed_tokens
+from nemo_rl_cpp.models.policy.train_step import (
+    GlobalBatchResult,
+    NonFiniteError,
+    Scoring,
+    TrainingPass,
+    first_bad_gradient,
+    without_removed_tokens,
+)
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -122,6 +131,32 @@ class TrainedModel:
                 f"the batch of {size} samples is not a multiple of {self.section}.train_global_batch_size={gbs}"
             )
         return gbs
+
+    def _pass_over(
+        self, batch: RaggedBatch, gbs: int, way: TrainingPass, eval_mode: bool, first: Mapping[str, Any] = MappingProxyType({}),
+        after_first: Callable[[GlobalBatchResult], None] | None = None,
+    ) -> Updates:  # fmt: skip
+        """One optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first
+        global batch is passed with the options `first`, and `after_first` sees its result before the weights change."""
+        go = way.forward if eval_mode else way.forward_backward
+        updates = Updates(batch.size // gbs)
+        for begin in range(0, batch.size, gbs):
+            if not eval_mode:
+                self.trainer.zero_grad()
+            try:
+                result = go(batch, begin, begin + gbs, **(first if begin == 0 else {}))
+            except NonFiniteError as error:
+                said = error if self.section == "policy" else NonFiniteError(f"{self.section}: {error}")
+                raise self._with_replay(said, batch) from None
+            if begin == 0 and after_first is not None:
+                after_first(result)
+            lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
+            if not eval_mode:
+                updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, way.forward_backward))
+            updates.add(result, {"lr": lr, "wd": weight_decay})
+        if not eval_mode:
+            self.schedule.step()
+        return updates
 
     def _step(
         self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., Any]
@@ -256,6 +291,34 @@ class TrainedModel:
 def in_layout_of(data: Mapping[str, Any] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
     """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
     return of_tokens if batch is data else batch.padded(of_tokens)
+
+
+@dataclass
+class Updates:
+    """What the global batches of one `train` call came to."""
+
+    num_global_batches: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    packed_tokens: int = 0
+    zero_gradient_tokens: int = 0
+
+    def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
+        """One global batch, and the settings of its optimizer step."""
+        self.losses.append(result.loss)
+        self.metrics += [metrics | settings for metrics in result.metrics]
+        self.packed_tokens += result.packed_tokens
+        self.zero_gradient_tokens += result.zero_gradient_tokens
+
+    def report(self) -> dict[str, Any]:
+        """What `train` returns."""
+        return {
+            "loss": torch.tensor(self.losses),
+            "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
+            "all_mb_metrics": collect_metrics(self.metrics, self.num_global_batches),
+            "packed_tokens": self.packed_tokens,
+        }
 
 
 _OF_THE_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}

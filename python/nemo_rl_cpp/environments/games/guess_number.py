@@ -4,7 +4,7 @@ It is the smallest task of several turns that is worth learning. A player who ha
 """
 
 import re
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 
@@ -21,6 +21,13 @@ class GuessNumberMetadata(TypedDict):
 
     secret: int
     guesses: NotRequired[int]
+
+
+class _Turn(NamedTuple):
+    guess: str | None
+    observation: str
+    reward: float
+    ended: bool
 
 
 class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
@@ -59,17 +66,16 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
             answers=answers,
         )
 
-    def _turn(self, said: str, info: GuessNumberMetadata) -> tuple[str | None, str, float, bool]:
-        """(guess, observation, reward, whether the game is over)."""
+    def _turn(self, said: str, info: GuessNumberMetadata) -> "_Turn":
         found = _GUESS.search(said)
         if found is None:
-            return None, "", 0.0, True
+            return _Turn(None, "", 0.0, True)
         guess, secret = int(found[0]), int(info["secret"])
         if guess == secret:
-            return found[0], "", 1.0, True
+            return _Turn(found[0], "", 1.0, True)
         if info.get("guesses", 0) + 1 >= self.max_guesses:
-            return found[0], "", 0.0, True
-        return found[0], self.higher if secret > guess else self.lower, 0.0, False
+            return _Turn(found[0], "", 0.0, True)
+        return _Turn(found[0], self.higher if secret > guess else self.lower, 0.0, False)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

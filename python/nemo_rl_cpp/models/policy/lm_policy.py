@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nemo_rl_cpp.config.policy import PolicyConfig
@@ -14,8 +13,8 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
-from nemo_rl_cpp.models.policy.train_step import Exactness, NonFiniteError, Scoring, TrainingPass
-from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics, in_layout_of
+from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Scoring, TrainingPass
+from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 
@@ -108,54 +107,33 @@ class Policy(TrainedModel, PolicyInterface):
 
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch, see
-            `collect_metrics`; "prev_logprobs": [T], or [B, S] of padded `data`, of the policy before the first update, for further calls on the same
-            data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's,
+            `collect_metrics`; "prev_logprobs": [T], or [B, S] of padded `data`, of the policy before the first update, for further
+            calls on the same data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's,
             `zero_gradient_share` how many no backward pass, because their loss has no gradient.
         """
         batch = RaggedBatch.of(data).copy()
         gbs = self._global_batch_size(batch.size, gbs)
         way = TrainingPass(self.trainer, loss_fn, self._batching("train", mbs), self.scoring)
-        go = way.forward if eval_mode else way.forward_backward
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
         if exactness is not None:
             self._compare_whole_pass_now_and_then()
 
-        losses, norms, metrics, packed, no_gradient, reused_before = [], [], [], 0, 0, self.trainer.reused_tokens
-        for begin in range(0, batch.size, gbs):
-            first = begin == 0
-            if not eval_mode:
-                self.trainer.zero_grad()
-            try:
-                result = go(
-                    batch, begin, begin + gbs, on_policy=on_policy and first, exactness=exactness if first else None
-                )
-            except NonFiniteError as error:
-                raise self._with_replay(error, batch) from None
-            if on_policy and first:
+        def after_first(result: GlobalBatchResult) -> None:
+            if on_policy:
                 whole = gbs == batch.size
                 batch.tokens["prev_logprobs"] = result.outputs if whole else self._old_logprobs(batch, exactness)
-            lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
-            if exactness is not None and first:
+            if exactness is not None:
                 self._keep_activations(exactness, tokens=result.packed_tokens * (batch.size // gbs))
-            if not eval_mode:
-                norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, way.forward_backward))
-            losses.append(result.loss)
-            metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
-            packed += result.packed_tokens
-            no_gradient += result.zero_gradient_tokens
-        if not eval_mode:
-            self.schedule.step()
-        self.zero_gradient_share = no_gradient / max(packed, 1)
+
+        reused_before, first = self.trainer.reused_tokens, {"on_policy": on_policy, "exactness": exactness}
+        updates = self._pass_over(batch, gbs, way, eval_mode, first, after_first)
+        self.zero_gradient_share = updates.zero_gradient_tokens / max(updates.packed_tokens, 1)
         if (reused := self.trainer.reused_tokens - reused_before) or on_policy:
-            self.reused_forward_share = reused / max(packed, 1)
+            self.reused_forward_share = reused / max(updates.packed_tokens, 1)
         prev = batch.tokens["prev_logprobs"]
-        return {
-            "loss": torch.tensor(losses),
-            "grad_norm": torch.tensor(norms if norms else [0.0]),
-            "all_mb_metrics": collect_metrics(metrics, batch.size // gbs),
+        return updates.report() | {
             "exactness": exactness,
-            "packed_tokens": packed,
             "prev_logprobs": prev if isinstance(data, RaggedBatch) else batch.padded(prev),
         }
 

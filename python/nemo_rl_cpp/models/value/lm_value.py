@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.policy.train_step import NonFiniteError, TrainingPass, evaluate_value_loss
-from nemo_rl_cpp.models.trained_model import TrainedModel, collect_metrics, in_layout_of
+from nemo_rl_cpp.models.policy.train_step import TrainingPass, evaluate_value_loss
+from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
 
@@ -70,29 +68,7 @@ class Value(TrainedModel, ValueInterface):
         batch = RaggedBatch.of(data)
         gbs = self._global_batch_size(batch.size, gbs)
         way = TrainingPass(self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss)
-        go = way.forward if eval_mode else way.forward_backward
-        losses, norms, metrics, packed = [], [], [], 0
-        for begin in range(0, batch.size, gbs):
-            if not eval_mode:
-                self.trainer.zero_grad()
-            try:
-                result = go(batch, begin, begin + gbs)
-            except NonFiniteError as error:
-                raise self._with_replay(NonFiniteError(f"value: {error}"), batch) from None
-            lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
-            if not eval_mode:
-                norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, way.forward_backward))
-            losses.append(result.loss)
-            metrics += [{**m, "lr": lr, "wd": weight_decay} for m in result.metrics]
-            packed += result.packed_tokens
-        if not eval_mode:
-            self.schedule.step()
-        return {
-            "loss": torch.tensor(losses),
-            "grad_norm": torch.tensor(norms if norms else [0.0]),
-            "all_mb_metrics": collect_metrics(metrics, batch.size // gbs),
-            "packed_tokens": packed,
-        }
+        return self._pass_over(batch, gbs, way, eval_mode).report()
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: weights and workspace stay where they are."""

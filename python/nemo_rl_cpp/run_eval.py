@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.interrupts import program, raise_if_interrupted
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import EvalMasterConfig
 
 DEFAULT_CONFIG = "configs/evals/eval.yaml"
 
 
-def _start(config: Any) -> None:
+def _start(config: EvalMasterConfig) -> None:
     from nemo_rl_cpp.evals.eval import (
         main as evaluate,  # torch loads here, after the configuration is known to be right
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.interrupts import program, raise_if_interrupted
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import GRPOMasterConfig
 
 DEFAULT_CONFIG = "configs/grpo_math_1B.yaml"
 
 
-def _start(config: Any) -> None:
+def _start(config: GRPOMasterConfig) -> None:
     from nemo_rl_cpp.algorithms.build import build_run  # torch loads here, after the configuration is known to be right
 
     raise_if_interrupted()

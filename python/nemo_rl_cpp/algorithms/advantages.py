@@ -36,7 +36,7 @@ class GroupAdvantages:
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig) -> None:
         self.estimator = estimator
-        self._voting = grpo.masked_reward_policy == "exclude"
+        self._voting = grpo.masked_rewards_are_out
         self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.train_batch import sample_mask
@@ -194,22 +195,17 @@ class GroupSampler:
         self._start_step()
 
     @classmethod
-    def from_config(cls, section: Any) -> "GroupSampler":
-        """From section `grpo` or `ppo` of a configuration (a model or a dictionary)."""
-
-        def get(key: str, default: Any) -> Any:
-            return section.get(key, default) if isinstance(section, Mapping) else getattr(section, key, default)
-
-        exclude = get("masked_reward_policy", "include") == "exclude"
+    def from_config(cls, loop: LoopConfig) -> "GroupSampler":
+        """From section `grpo` or `ppo` of a configuration."""
         return cls(
-            num_groups=get("num_prompts_per_step", 1),
-            enabled=bool(get("use_dynamic_sampling", False)),
-            max_gen_batches=get("dynamic_sampling_max_gen_batches", 10),
-            keep_surplus=bool(get("dynamic_sampling_keep_surplus", False)),
-            voters=partial(unmasked_rows, overlong_filtering=bool(get("overlong_filtering", False)))
-            if exclude
+            num_groups=loop.num_prompts_per_step,
+            enabled=loop.use_dynamic_sampling,
+            max_gen_batches=loop.dynamic_sampling_max_gen_batches,
+            keep_surplus=loop.dynamic_sampling_keep_surplus,
+            voters=partial(unmasked_rows, overlong_filtering=loop.overlong_filtering)
+            if loop.masked_rewards_are_out
             else None,
-            group_size=get("num_generations_per_prompt", None),
+            group_size=loop.num_generations_per_prompt,
         )
 
     def _start_step(self) -> None:

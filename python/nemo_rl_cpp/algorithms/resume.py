@@ -87,7 +87,7 @@ def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
 # ---- which model, tokenizer and rows a run has
 
 
-def run_identity(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> dict[str, Any]:
+def run_identity(config: TrainMasterConfig, tokenizer: Any, dataset: Any, val_dataset: Any) -> dict[str, Any]:
     """What identity.json holds: a number of each model's weights (of those that lie in a folder), of the tokenizer, of its
     chat template, the prompt files, and the rows."""
     sections = [name for name in ("policy", "value") if hasattr(config, name)]
@@ -167,7 +167,7 @@ def _canonical(value: Any) -> Any:
 # ---- compared with a checkpoint's
 
 
-def _loaded_refusals(saved: Saved, config: Any, identity: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _loaded_refusals(saved: Saved, config: TrainMasterConfig, identity: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     before = saved.identity
     if _differ(before, identity, "tokenizer"):
         yield "policy.tokenizer.name", f"{config.policy.tokenizer.name} is another tokenizer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .backends import PARALLEL_SIZES
 from .base import Section
@@ -18,11 +18,14 @@ from .engines import FOREIGN_ENGINES
 from .keys import fields_of
 from .memory import forecast_summary
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
+
 _ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
 _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
-def sizes_of(config: Any) -> dict[str, int]:
+def sizes_of(config: WholeConfig) -> dict[str, int]:
     """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends."""
     sizes = {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
     for name, model in _models(config):
@@ -34,7 +37,7 @@ def sizes_of(config: Any) -> dict[str, int]:
     return {key: size for key, size in sizes.items() if size != 1}
 
 
-def devices_of(config: Any) -> int:
+def devices_of(config: WholeConfig) -> int:
     """How many devices a configuration was written for: those of the cluster, or as many as a model is cut into."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
@@ -44,18 +47,18 @@ def devices_of(config: Any) -> int:
     return max(config.cluster.num_nodes * config.cluster.gpus_per_node, *(prod(sizes) for sizes in cut.values()), 1)
 
 
-def engine_of(config: Any) -> str | None:
+def engine_of(config: WholeConfig) -> str | None:
     """The engine of NeMo RL that the native one stands in for; None for the native one."""
     backend = _generation(config)[1].backend
     return backend if backend in FOREIGN_ENGINES else None
 
 
-def is_apart(config: Any) -> bool:
+def is_apart(config: WholeConfig) -> bool:
     """Whether generation was to have devices of its own."""
     return not _generation(config)[1].colocated.enabled
 
 
-def fold_text(config: Any) -> str | None:
+def fold_text(config: WholeConfig) -> str | None:
     """The one line that a run, `check` and `--dry-run` print about what was folded; None where nothing was."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
@@ -90,14 +93,14 @@ def note_as_said(text: str) -> str:
     return text
 
 
-def say_fold(config: Any) -> None:
+def say_fold(config: WholeConfig) -> None:
     """Prints `fold_text` to stderr, once in a process: for configurations that no script has looked at before."""
     text = fold_text(config)
     if text is not None and text.partition("; memory forecast")[0] not in _SAID:
         print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
 
-def keys_without_effect(config: Any) -> dict[str, list[str]]:
+def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
     """The keys that a file or the command line sets to other than their usual values and that make no difference here, by the
     section that holds them. They steer another implementation: its kernels, its communication, its engine.
     """
@@ -107,7 +110,7 @@ def keys_without_effect(config: Any) -> dict[str, list[str]]:
     return found
 
 
-def keys_without_effect_text(config: Any) -> str | None:
+def keys_without_effect_text(config: WholeConfig) -> str | None:
     """`keys_without_effect` for the terminal; None where there are none."""
     found = keys_without_effect(config)
     if not found:
@@ -116,7 +119,7 @@ def keys_without_effect_text(config: Any) -> str | None:
     return "\n".join([*lines, *(f"  {section}: {', '.join(names)}" for section, names in found.items())])
 
 
-def _models(config: Any) -> Iterator[tuple[str, Any]]:
+def _models(config: WholeConfig) -> Iterator[tuple[str, Any]]:
     """The models that are trained, with the names of their sections."""
     if hasattr(config, "policy"):
         yield "policy", config.policy
@@ -124,7 +127,7 @@ def _models(config: Any) -> Iterator[tuple[str, Any]]:
         yield "value", config.value
 
 
-def _generation(config: Any) -> tuple[str, Any]:
+def _generation(config: WholeConfig) -> tuple[str, Any]:
     return (
         ("policy.generation", config.policy.generation)
         if hasattr(config, "policy")

@@ -66,6 +66,10 @@ class GRPOConfig(LoopConfig):
     debug_payload_metrics: bool = only(False, why="sizes of Ray messages are not measured")
 
     @property
+    def masked_rewards_are_out(self) -> bool:
+        return self.masked_reward_policy == "exclude"
+
+    @property
     def leave_one_out(self) -> bool:
         return self.use_leave_one_out_baseline
 

@@ -68,6 +68,11 @@ class LoopConfig(Section):
         return 0
 
     @property
+    def masked_rewards_are_out(self) -> bool:
+        """Whether samples without a gradient have no say in their group's statistics."""
+        return False
+
+    @property
     def leave_one_out(self) -> bool:
         """Whether the baselines that are logged leave out the sample itself."""
         return True

@@ -137,3 +137,7 @@ class EvalMasterConfig(MasterConfig):
         fill(self.tokenizer, name=generation.model_name)
         if len(self.env) == 1:
             fill(self.data, env_name=next(iter(self.env)))
+
+
+WholeConfig = GRPOMasterConfig | PPOMasterConfig | EvalMasterConfig
+"""The configuration of a run or an evaluation."""

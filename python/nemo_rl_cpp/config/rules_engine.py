@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import Report
 from .fold import is_apart, sizes_of
 from .generation import GenerationConfig
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 _PRECISIONS = (None, "auto", "bfloat16", "bf16", "float32", "fp32", "float", "float16", "fp16", "half")
 _QUANTISED = ("quantization", "quant_cfg", "quant_config", "quantization_config")
@@ -19,7 +22,7 @@ _OFFLOADS = (
 _OF_A_TYPE = ("dtype", "precision", "kv_cache_dtype")
 
 
-def check_sizes(config: Any, report: Report) -> None:
+def check_sizes(config: WholeConfig, report: Report) -> None:
     """With `cluster.strict_sizes` nothing is folded."""
     if not config.cluster.strict_sizes:
         return
@@ -38,7 +41,7 @@ def check_sizes(config: Any, report: Report) -> None:
         )  # fmt: skip
 
 
-def check_offload(config: Any, report: Report) -> None:
+def check_offload(config: WholeConfig, report: Report) -> None:
     """Offloading says where memory lies; on a GPU it is needed and not there."""
     if config.cluster.device == "cpu":
         return

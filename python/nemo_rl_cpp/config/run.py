@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
 from nemo_rl_cpp.config.access import written
@@ -23,6 +23,9 @@ from .fold import keys_without_effect_text
 from .locate import find_config, shipped_configs
 from .master import EvalMasterConfig, MasterConfig
 from .memory import forecast_text
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 _EVAL_KEYS = (
     ("data.train.dataset_name", "data.dataset_name"),
@@ -128,7 +131,7 @@ def own_keys(text: str, config: Any = None) -> str:
     return text
 
 
-def find_tokenizer(config: Any) -> None:
+def find_tokenizer(config: WholeConfig) -> None:
     """Fetches the tokenizer's files, if none are here (the run looks for newer ones); SourceError says why not."""
     name = (config.policy if hasattr(config, "policy") else config).tokenizer.name
     if name != TINY_RANDOM:

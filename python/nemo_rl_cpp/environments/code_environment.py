@@ -12,6 +12,7 @@ from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.sandbox import Limits
 from nemo_rl_cpp.environments.sandbox.check import require_sandbox
 from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -41,21 +42,18 @@ class CodeEnvironment(VerifyingEnvironment):
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")
         self._limits = Limits(
-            time_s=cfg.get("time_limit_s", 5.0),
-            memory_mb=cfg.get("memory_mb", 512),
-            processes=cfg.get("max_processes", 8),
-            output_kb=cfg.get("max_output_kb", 1024),
-            folder_mb=cfg.get("folder_mb", 32),
+            time_s=cfg.time_limit_s,
+            memory_mb=cfg.memory_mb,
+            processes=cfg.max_processes,
+            output_kb=cfg.max_output_kb,
+            folder_mb=cfg.folder_mb,
         )
-        self._total_time_s = cfg.get("total_time_limit_s", 20.0)
-        self._reward = cfg.get("reward", "all")
-        if self._reward not in ("all", "fraction"):
-            raise ValueError(f"env.code.reward is {self._reward!r}; it must be all or fraction")
+        self._total_time_s, self._reward = cfg.total_time_limit_s, cfg.reward
         require_sandbox()
         self._reasons: Counter[str] = Counter()
         # the worker stops by itself; its deadline is for the case that it does not
         deadline = self._total_time_s + self._limits.time_s + 30
-        super().__init__(CodeVerifyWorker, {**cfg, "verifier_deadline_s": deadline, "verifier_memory_mb": None})
+        super().__init__(CodeVerifyWorker, PoolOptions(cfg.num_workers, deadline, None, cfg.max_answer_chars))
 
     def step(
         self, message_log_batch: list[list[dict[str, Any]]], metadata: list[CodeEnvMetadata]

@@ -6,6 +6,7 @@ from nemo_rl_cpp.config.env import MathEnvConfig
 from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import (
     EnglishMultichoiceVerifyWorker,
     HFVerifyWorker,
@@ -44,16 +45,16 @@ class BaseMathEnvironment(VerifyingEnvironment):
 
     def __init__(self, cfg: MathEnvConfig) -> None:
         self.cfg = cfg = as_model(cfg, MathEnvConfig, "env.math")
-        kind = cfg.get("verifier_type") or "math"
+        kind = cfg.verifier_type or "math"
         if kind not in self.WORKER_CLASS_DICT:
             raise ValueError(f"env.math.verifier_type is {kind!r}; it must be one of {sorted(self.WORKER_CLASS_DICT)}")
-        implementation = cfg.get("math_verify_impl") or "hf_math_verify"
+        implementation = cfg.math_verify_impl or "hf_math_verify"
         if implementation not in self._IMPLEMENTATIONS:
             raise ValueError(
                 f"env.math.math_verify_impl is {implementation!r}; it must be one of {self._IMPLEMENTATIONS}"
             )
         self._verify_kwargs = {"math_verify_impl": implementation} if kind == "math" else {}
-        super().__init__(self.WORKER_CLASS_DICT[kind], cfg, warm_up=self._verify_kwargs)
+        super().__init__(self.WORKER_CLASS_DICT[kind], PoolOptions.from_config(cfg), warm_up=self._verify_kwargs)
 
 
 class MathEnvironment(BaseMathEnvironment):
@@ -75,4 +76,4 @@ class MathEnvironment(BaseMathEnvironment):
         ]
         answers = verdicts.answers if return_extracted_answer else None
         result = self._finish(verdicts.scores, metadata, observations, answers)
-        return result._replace(next_stop_strings=[self.cfg.get("stop_strings")] * len(metadata))
+        return result._replace(next_stop_strings=[self.cfg.stop_strings] * len(metadata))

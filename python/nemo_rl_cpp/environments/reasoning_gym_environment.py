@@ -8,6 +8,7 @@ from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
 from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import ReasoningGymVerifyWorker
 from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
@@ -45,10 +46,8 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")
         self.cfg = as_model(cfg or {}, ReasoningGymEnvConfig, "env.reasoning_gym")
-        self._format = self.cfg.get("answer_format", "auto")
-        if self._format not in ("auto", "tag", "line"):
-            raise ValueError(f"env.reasoning_gym.answer_format is {self._format!r}; it must be auto, tag or line")
-        super().__init__(ReasoningGymVerifyWorker, self.cfg)
+        self._format = self.cfg.answer_format
+        super().__init__(ReasoningGymVerifyWorker, PoolOptions.from_config(self.cfg))
 
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
         rows_of: dict[str, list[int]] = {}

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl_cpp.config.env import VerifierPoolConfig
 from nemo_rl_cpp.environments.worker_process import WorkerProcess, wait_for_any
 
 DEFAULT_DEADLINE_S = 5.0
@@ -64,14 +65,9 @@ class PoolOptions:
             raise ValueError(f"max_answer_chars is {self.max_answer_chars}; it must be positive")
 
     @classmethod
-    def from_config(cls, cfg: dict[str, Any]) -> "PoolOptions":
-        """From an environment's section: num_workers, verifier_deadline_s, verifier_memory_mb, max_answer_chars."""
-        return cls(
-            num_workers=cfg.get("num_workers", 1),
-            deadline_s=cfg.get("verifier_deadline_s", DEFAULT_DEADLINE_S),
-            memory_mb=cfg.get("verifier_memory_mb", DEFAULT_MEMORY_MB),
-            max_answer_chars=cfg.get("max_answer_chars", DEFAULT_MAX_ANSWER_CHARS),
-        )
+    def from_config(cls, cfg: VerifierPoolConfig) -> "PoolOptions":
+        """From an environment's section."""
+        return cls(cfg.num_workers, cfg.verifier_deadline_s, cfg.verifier_memory_mb, cfg.max_answer_chars)
 
 
 class VerifierPool:

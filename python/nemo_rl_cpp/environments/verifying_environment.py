@@ -14,8 +14,8 @@ class VerifyingEnvironment(SingleTurnEnvironment):
     `verifier_unmatchable_truths`, when there are any: responses scored 0 because no response could match their truth.
     """
 
-    def __init__(self, verifier: type, cfg: dict[str, Any], warm_up: dict[str, Any] | None = None) -> None:
-        self._pool = VerifierPool(verifier, PoolOptions.from_config(cfg), warm_up)
+    def __init__(self, verifier: type, options: PoolOptions, warm_up: dict[str, Any] | None = None) -> None:
+        self._pool = VerifierPool(verifier, options, warm_up)
         self._reset_counts()
 
     @property

@@ -5,11 +5,14 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.evals.metrics import Interval, wilson_interval
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import EvalMasterConfig
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def metric_name(wanted: Any) -> str:
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
 
-def show(result: EvalResult, config: Any) -> None:
+def show(result: EvalResult, config: "EvalMasterConfig") -> None:
     """NeMo RL's lines, then the table."""
     from rich.console import Console
     from rich.table import Table
@@ -70,7 +73,7 @@ def show(result: EvalResult, config: Any) -> None:
     Console().print(table)
 
 
-def rows(result: EvalResult, config: Any) -> dict[str, str]:
+def rows(result: EvalResult, config: "EvalMasterConfig") -> dict[str, str]:
     """The table's rows."""
     wanted, low_high = config.eval, result.interval
     n, metrics = wanted.num_tests_per_prompt, result.metrics
@@ -98,7 +101,7 @@ _ROLLOUT = {
 }  # fmt: skip
 
 
-def save_evaluation_data(samples: list[dict[str, Any]], config: Any, folder: Path) -> None:
+def save_evaluation_data(samples: list[dict[str, Any]], config: "EvalMasterConfig", folder: Path) -> None:
     """`evaluation_data.json` ({"evaluation_data": [one dictionary a response]}) and `config.json` (what they came from)."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)

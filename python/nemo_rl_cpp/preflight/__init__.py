@@ -7,17 +7,20 @@ configuration that yields `Finding`s; each file of this package holds the checks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import data, environments, folders, model, sizes, warm_start
 from .finding import Finding
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (
     sizes.check, folders.check, model.check, environments.check, data.check, warm_start.check,
 )  # fmt: skip
 
 
-def preflight(config: Any) -> list[Finding]:
+def preflight(config: WholeConfig) -> list[Finding]:
     """All findings about a checked configuration (of GRPO, PPO or an evaluation), errors first."""
     found = [finding for check in CHECKS for finding in check(config)]
     return sorted(found, key=lambda finding: finding.level != "error")

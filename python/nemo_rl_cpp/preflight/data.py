@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .finding import Finding
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
 _QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  # made up in milliseconds
 
 
-def check(config: Any) -> Iterator[Finding]:
+def check(config: WholeConfig) -> Iterator[Finding]:
     """Findings about data sets, prompts and truths.
 
     The chat template is looked at, every row of local data sets is read, and their prompts and truths are counted against
@@ -30,7 +33,7 @@ def check(config: Any) -> Iterator[Finding]:
 # -- tokenizer and template -------------------------------------------------------------------------------------------
 
 
-def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[Finding]]:
+def _tokenizer(section: Any, config: WholeConfig, evaluation: bool) -> tuple[Any, list[Finding]]:
     """(the tokenizer with the run's template, None if it is not on this machine or damaged; findings about the template)."""
     from nemo_rl_cpp.data.chat_template import ChatTemplateError
     from nemo_rl_cpp.data.config_access import is_given
@@ -61,7 +64,7 @@ def _tokenizer(section: Any, config: Any, evaluation: bool) -> tuple[Any, list[F
         return None, []
 
 
-def _local_tokenizer(config: Any, evaluation: bool) -> Path | str | None:
+def _local_tokenizer(config: WholeConfig, evaluation: bool) -> Path | str | None:
     """The folder of the tokenizer if it is on this machine, "tiny" for the one of tiny-random."""
     from nemo_rl_cpp.models import sources
 
@@ -101,7 +104,7 @@ def _sections(data: Any, evaluation: bool) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _check_section(
-    config: Any, where: str, section: dict[str, Any], tokenizer: Any, evaluation: bool
+    config: WholeConfig, where: str, section: dict[str, Any], tokenizer: Any, evaluation: bool
 ) -> Iterator[Finding]:
     from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
     from nemo_rl_cpp.data.inspection import Limits, inspect_rows, note_as_said

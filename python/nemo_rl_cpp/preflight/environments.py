@@ -6,7 +6,7 @@ What is the user's own may import torch, which takes its time; environments of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.data import datasets_of
 from nemo_rl_cpp.config.env import ENV_REGISTRY
@@ -22,8 +22,11 @@ from nemo_rl_cpp.errors import install_command
 
 from .finding import Finding
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
-def check(config: Any) -> Iterator[Finding]:
+
+def check(config: WholeConfig) -> Iterator[Finding]:
     """Findings about the environments that the data sets use, and about data set classes of the user's."""
     for key, each in _datasets(config):
         if "." in each.dataset_name and each.dataset_name.replace(".", "").isidentifier():
@@ -48,14 +51,14 @@ def check(config: Any) -> Iterator[Finding]:
             yield Finding("error", key, f"cannot be used: {error}")
 
 
-def _used(config: Any) -> dict[str, Any]:
+def _used(config: WholeConfig) -> dict[str, Any]:
     """The entries of `env` that a data set of the run names."""
     default = getattr(getattr(config.data, "default", None), "env_name", None)
     names = [each.env_name or default for _, each in _datasets(config)]
     return {name: config.env[name] for name in dict.fromkeys(names) if name is not None and name in config.env}
 
 
-def _datasets(config: Any) -> list[tuple[str, Any]]:
+def _datasets(config: WholeConfig) -> list[tuple[str, Any]]:
     """(dotted key, section) of every data set."""
     if not hasattr(config, "policy"):
         return [("data", config.data)]

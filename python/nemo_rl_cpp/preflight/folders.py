@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
@@ -17,10 +17,13 @@ from nemo_rl_cpp.files.folder_lock import LOCK, held_by, holder_of
 from .finding import Finding
 from .resumed import WHAT_TO_DO, read_saved, refusals, short
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
+
 _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
 
-def check(config: Any) -> Iterator[Finding]:
+def check(config: WholeConfig) -> Iterator[Finding]:
     """Findings about the folders that a run writes to."""
     if hasattr(config, "logger"):
         yield from _asked(_LOGS, config.logger.log_dir, lambda folder: _writable(folder, _LOGS))
@@ -73,7 +76,7 @@ def _lock(folder: Path) -> Iterator[Finding]:
         )
 
 
-def _space(config: Any, folder: Path) -> Iterator[Finding]:
+def _space(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     size = checkpoint_bytes(config)
     place = folder.absolute()
     while not place.exists():
@@ -93,7 +96,7 @@ def _space(config: Any, folder: Path) -> Iterator[Finding]:
         )
 
 
-def _resume(config: Any, folder: Path) -> Iterator[Finding]:
+def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     store = CheckpointStore(folder)
     newest = next((record.path for record in reversed(store.history())), None)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl_cpp.models.hf_config import check_length
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
@@ -24,6 +24,9 @@ from nemo_rl_cpp.models.sources import (
 from nemo_rl_cpp.models.weight_files import weight_files
 
 from .finding import Finding
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent at most
 
@@ -41,7 +44,7 @@ class _Use(NamedTuple):
     value_head: bool = False
 
 
-def check(config: Any) -> Iterator[Finding]:
+def check(config: WholeConfig) -> Iterator[Finding]:
     """Findings about the model's and tokenizer's files against what the native core computes."""
     said = set()  # a critic has the policy's model, mostly
     for finding in (finding for use in _uses(config) for finding in _check_use(use)):
@@ -57,7 +60,7 @@ def _check_use(use: _Use) -> Iterator[Finding]:
         yield from _check_tokenizer(use, folder)
 
 
-def _uses(config: Any) -> Iterator[_Use]:
+def _uses(config: WholeConfig) -> Iterator[_Use]:
     """The models that the run reads; the reference model is the policy's."""
     if not hasattr(config, "policy"):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
@@ -189,7 +192,7 @@ def _one_sentence(folder: Path, error: Exception) -> str:
 # -- lengths ------------------------------------------------------------------------------------------------------------
 
 
-def _check_new_tokens(config: Any) -> Iterator[Finding]:
+def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
     """Responses that could never become as long as is allowed."""
     if hasattr(config, "policy"):
         generation, limit, key, limit_key = (

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
@@ -23,6 +23,9 @@ from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 IDENTITY = Path("trainer_state") / "identity.json"
 _OWN_LINE = re.compile(
@@ -95,7 +98,7 @@ def _saved_config(file: Path) -> dict[str, Any] | None:
     return None
 
 
-def changes(saved: Saved, config: Any) -> list[Change]:
+def changes(saved: Saved, config: WholeConfig) -> list[Change]:
     """Every key whose value is another one than in the checkpoint. A key that the checkpoint's schema did not have yet
     counts only where somebody wrote it."""
     if saved.config is None:
@@ -124,7 +127,7 @@ def headline(saved: Saved, changed: list[Change]) -> str:
     )
 
 
-def environment_keys(config: Any) -> list[str]:
+def environment_keys(config: WholeConfig) -> list[str]:
     """Keys whose values come from environment variables: they are not written down, so they cannot be compared."""
     return sorted(getattr(config, "environment_values", {}) or {})
 
@@ -132,7 +135,7 @@ def environment_keys(config: Any) -> list[str]:
 # ---- what is refused
 
 
-def refusals(saved: Saved, config: Any) -> Iterator[tuple[str, str]]:
+def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
     """(key, why) for everything in the configuration that makes it another run than the checkpoint's."""
     before = saved.config or {}
     sections = [name for name in ("grpo", "ppo") if hasattr(config, name)]
@@ -171,7 +174,7 @@ def _list(names: list[Any]) -> str:
     return ", ".join(map(shown, names)) or "none"
 
 
-def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[str, str]]:
+def _model_refusals(saved: Saved, section: str, config: WholeConfig) -> Iterator[tuple[str, str]]:
     folder = saved.path / section / "weights"
     if not folder.is_dir():
         yield section, f"the checkpoint holds no {section} model"
@@ -192,7 +195,7 @@ def _model_refusals(saved: Saved, section: str, config: Any) -> Iterator[tuple[s
     yield from architecture_refusals(saved, section, config, model.config)
 
 
-def _model_here(config: Any, value_head: bool) -> ModelFolder | None:
+def _model_here(config: WholeConfig, value_head: bool) -> ModelFolder | None:
     """The model of a section as far as it is on this machine, in a folder, packaged, from the hub or random; None where it is not."""
     if config.model_name == TINY_RANDOM:
         return tiny_random(config.hf_config_overrides, value_head=value_head)
@@ -201,7 +204,7 @@ def _model_here(config: Any, value_head: bool) -> ModelFolder | None:
 
 
 def architecture_refusals(
-    saved: Saved, section: str, config: Any, model_config: Mapping[str, Any]
+    saved: Saved, section: str, config: WholeConfig, model_config: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """(key, why) where the native decoder would compute something else: `model_config` is the model's config.json with
     the overrides laid over it."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
 from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, machine_memory, size_text, swap_memory
 
 from .finding import Finding
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
+
 _EXPERTS = re.compile(
     r"\d[bB]-?[aA]\d+(\.\d+)?[bB](?![a-zA-Z0-9])"
 )  # 30B-A3B: so many parameters, so many of them active
 
 
-def check(config: Any) -> Iterator[Finding]:
+def check(config: WholeConfig) -> Iterator[Finding]:
     """One line about what was folded, and an error if weights and optimizer alone exceed the machine's memory."""
     text = fold_text(config)
     if text is not None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.master import PPOMasterConfig
 
 from .finding import Finding
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
-def check(config: Any) -> Iterator[Finding]:
+
+def check(config: WholeConfig) -> Iterator[Finding]:
     """An error where `ppo.warm_start_value_checkpoint` names no critic; no error for a run that resumes from its own checkpoint."""
     checkpoint = config.ppo.warm_start_value_checkpoint if isinstance(config, PPOMasterConfig) else None
     if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():

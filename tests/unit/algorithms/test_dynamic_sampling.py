@@ -4,6 +4,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted, GroupSampler, dynamic_sampling
+from nemo_rl_cpp.config.grpo import GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -150,7 +151,7 @@ def test_bad_input():
         GroupSampler(1).add(BatchedDataDict(total_reward=torch.ones(2)))
     with pytest.raises(ValueError, match="dynamic_sampling_max_gen_batches"):
         GroupSampler(1, enabled=True, max_gen_batches=0)
-    sampler = GroupSampler.from_config({"num_prompts_per_step": 2, "use_dynamic_sampling": True})
+    sampler = GroupSampler.from_config(GRPOConfig(num_prompts_per_step=2, use_dynamic_sampling=True))
     assert sampler.enabled and sampler.max_gen_batches == 10 and not sampler.keep_surplus
 
 

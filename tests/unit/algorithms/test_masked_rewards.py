@@ -45,9 +45,8 @@ def rollouts(rewards, truncated, masked=None):
 
 
 def mixed_groups(rewards, truncated, masked=None, **section):
-    sampler = GroupSampler.from_config(
-        {"num_prompts_per_step": 9, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9, **section}
-    )
+    settings = dict(num_generations_per_prompt=4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=9)
+    sampler = GroupSampler.from_config(GRPOConfig(num_prompts_per_step=9, **settings, **section))
     sampler.add(rollouts(rewards, truncated, masked))
     return sampler.cached_groups
 
@@ -74,9 +73,11 @@ def test_samples_that_an_environment_masks_do_not_vote(masked, kept):
 
 
 def test_a_group_that_voters_keep_is_trained_whole():
-    sampler = GroupSampler.from_config({
-        "num_prompts_per_step": 1, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "overlong_filtering": True,
-        "masked_reward_policy": "exclude",
-    })  # fmt: skip
+    sampler = GroupSampler.from_config(
+        GRPOConfig(
+            num_prompts_per_step=1, num_generations_per_prompt=4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1,
+            overlong_filtering=True, masked_reward_policy="exclude",
+        )
+    )  # fmt: skip
     sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [True, False, False, False]))
     assert sampler.take().size == 4

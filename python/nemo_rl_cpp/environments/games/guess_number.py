@@ -39,12 +39,10 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
 
     def __init__(self, cfg: GuessNumberConfig | None = None) -> None:
         cfg = as_model(cfg or {}, GuessNumberConfig, "env.guess_number")
-        self.max_guesses = cfg.get("max_guesses", 3)
-        if self.max_guesses < 1:
-            raise ValueError(f"env.guess_number.max_guesses is {self.max_guesses}; a game needs at least one guess")
-        self.higher = cfg.get("higher", " higher\n")
-        self.lower = cfg.get("lower", " lower\n")
-        self.stop_strings = cfg.get("stop_strings")
+        self.max_guesses = cfg.max_guesses
+        self.higher = cfg.higher
+        self.lower = cfg.lower
+        self.stop_strings = cfg.stop_strings
         self._reset_counts()
 
     def step(

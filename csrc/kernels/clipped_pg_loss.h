@@ -240,8 +240,8 @@ NRL_INLINE TruncatedWeight<T> truncate_importance(ImportanceSampling mode, T wei
   return {select(inside, weight, replaced), select(inside, T(0), T(1))};
 }
 
-/// Which token made a row's ratio what it is where that is not finite: the first valid one whose log ratio is not, else the
-/// first valid one.
+/// Which token made a row's ratio what it is where that is not finite: the first valid one whose log ratio is not, else
+/// the first valid one.
 template <class T>
 NRL_INLINE std::int64_t first_bad_ratio(const T* curr, const T* prev, const T* token_mask, std::int64_t num_tokens) {
   std::int64_t first = -1;

@@ -38,7 +38,9 @@ void SignalWatch::work() {
     const ssize_t got = read(read_end_, &number, 1);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) break;
-    if (forward_to_ >= 0 && write(forward_to_, &number, 1) < 0) continue;  // its pipe is full or gone
+    if (forward_to_ >= 0) {
+      [[maybe_unused]] const ssize_t written = write(forward_to_, &number, 1);  // its pipe may be full or gone
+    }
     const bool counts = std::find(signals_.begin(), signals_.end(), number) != signals_.end();
     seen += counts && !(number == SIGHUP && seen > 0);
     if (seen == 2) end_after_grace(number);

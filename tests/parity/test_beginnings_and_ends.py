@@ -8,9 +8,11 @@ import pytest
 import torch
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
 from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.models.generation.interfaces import Responses
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.sources import find_policy_weights
 from tokenizer_folders import KINDS, TEXT, write
@@ -81,13 +83,15 @@ class Watched:
         """(ids in, ids out) of all rows of a stream, and the tokens that end them."""
         for data, out, engine in self.calls:
             if list(data["stream"])[0] == stream:
-                for row, length in enumerate(data["input_lengths"].tolist()):
-                    ids = out["output_ids"][row].tolist()
-                    yield (
-                        ids[:length],
-                        ids[length : int(out["unpadded_sequence_lengths"][row])],
-                        set(engine._stop_token_ids),
-                    )
+                prompts, responses = (
+                    RaggedBatch.of(data),
+                    Responses.of(out, torch.as_tensor(data["input_lengths"]).long()),
+                )
+                of_rows = zip(
+                    prompts.rows(prompts.tokens["input_ids"]), responses.rows(responses.token_ids), strict=True
+                )
+                for prompt, response in of_rows:
+                    yield prompt.tolist(), response.tolist(), set(engine._stop_token_ids)
 
 
 def train(folder, prompt, out):

@@ -16,7 +16,7 @@ PYBIND11_MODULE(_process, m) {
                                                   std::chrono::duration<double>(grace_seconds));
            }),
            py::arg("read_end"), py::arg("forward_to"), py::arg("signals"), py::arg("grace_seconds"))
-      .def("close", &SignalWatch::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &SignalWatch::close, py::arg("write_end"), py::call_guard<py::gil_scoped_release>());
   m.def("set_unfinished", &nemo_rl::process::set_unfinished, py::arg("unfinished"),
         "While set, the C library's exit(0) leaves with status 1");
 }

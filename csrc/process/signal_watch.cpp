@@ -5,52 +5,75 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
+#include <mutex>
 
 namespace nemo_rl::process {
 
+struct SignalWatch::State {
+  int read_end, forward_to;
+  std::vector<int> signals;
+  std::chrono::duration<double> grace;
+  std::mutex mutex;
+  std::condition_variable closing;
+  bool closed = false;
+
+  void end_after_grace(int number) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!closing.wait_for(lock, grace, [this] { return closed; })) _exit(128 + number);
+  }
+};
+
 SignalWatch::SignalWatch(int read_end, int forward_to, std::vector<int> signals, std::chrono::duration<double> grace)
-    : read_end_(read_end), forward_to_(forward_to), signals_(std::move(signals)), grace_(grace), owner_(getpid()) {
+    : state_(std::make_shared<State>()), owner_(getpid()) {
+  state_->read_end = read_end;
+  state_->forward_to = forward_to;
+  state_->signals = std::move(signals);
+  state_->grace = grace;
   // the thread takes no signal itself: they are the main thread's, whose system calls they interrupt
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { work(); });
+  thread_ = std::thread([state = state_] { work(*state); });
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-SignalWatch::~SignalWatch() { close(); }
-
-void SignalWatch::close() {
-  if (!thread_.joinable()) return;
-  if (getpid() != owner_) return thread_.detach();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    closed_ = true;
-  }
-  closing_.notify_all();
-  thread_.join();
+SignalWatch::~SignalWatch() {
+  if (thread_.joinable()) thread_.detach();
 }
 
-void SignalWatch::work() {
+void SignalWatch::close(int write_end) {
+  if (!thread_.joinable()) return;
+  if (getpid() != owner_) {
+    thread_.detach();
+  } else {
+    {
+      const std::lock_guard<std::mutex> lock(state_->mutex);
+      state_->closed = true;
+    }
+    state_->closing.notify_all();
+    const unsigned char end = 0;
+    while (write(write_end, &end, 1) < 0 && (errno == EINTR || errno == EAGAIN)) std::this_thread::yield();
+    thread_.join();
+  }
+  ::close(write_end);
+}
+
+void SignalWatch::work(State& state) {
   int seen = 0;
   unsigned char number = 0;
   while (true) {
-    const ssize_t got = read(read_end_, &number, 1);
+    const ssize_t got = read(state.read_end, &number, 1);
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) break;
-    if (forward_to_ >= 0) {
-      [[maybe_unused]] const ssize_t written = write(forward_to_, &number, 1);  // its pipe may be full or gone
+    if (got <= 0 || number == 0) break;
+    if (state.forward_to >= 0) {
+      [[maybe_unused]] const ssize_t written = write(state.forward_to, &number, 1);  // its pipe may be full or gone
     }
-    const bool counts = std::find(signals_.begin(), signals_.end(), number) != signals_.end();
+    const bool counts = std::find(state.signals.begin(), state.signals.end(), number) != state.signals.end();
     seen += counts && !(number == SIGHUP && seen > 0);
-    if (seen == 2) end_after_grace(number);
+    if (seen == 2) state.end_after_grace(number);
   }
-  ::close(read_end_);
-}
-
-void SignalWatch::end_after_grace(int number) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!closing_.wait_for(lock, grace_, [this] { return closed_; })) _exit(128 + number);
+  ::close(state.read_end);
 }
 
 }  // namespace nemo_rl::process

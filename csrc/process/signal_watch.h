@@ -3,8 +3,7 @@
 #include <sys/types.h>
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -14,27 +13,24 @@ namespace nemo_rl::process {
 /// process ends with 128 + its number, unless `close` was called before.
 class SignalWatch {
  public:
-  /// `read_end`: of the pipe that a handler writes each signal's number into, as a byte; it is closed at the end.
-  /// `forward_to`: where each byte is written as well, for another who waits for signals; -1: nobody does.
-  /// SIGHUP counts as a first signal only: a terminal that closes sends several.
+  /// `read_end`: of the pipe that a handler writes each signal's number into, as a byte; it is closed at the end. A 0
+  /// ends the thread, since the pipe's other end may live on in a forked child. `forward_to`: where each byte is
+  /// written as well, for another who waits for signals; -1: nobody does. SIGHUP counts as a first signal only: a
+  /// terminal that closes sends several.
   SignalWatch(int read_end, int forward_to, std::vector<int> signals, std::chrono::duration<double> grace);
   ~SignalWatch();
   SignalWatch(const SignalWatch&) = delete;
   SignalWatch& operator=(const SignalWatch&) = delete;
 
-  /// The work has ended. The pipe's other end is closed before, and the thread ends.
-  void close();
+  /// The work has ended: tells the thread through `write_end`, the pipe's other end, waits for it and closes that end.
+  /// In a forked child, which has no such thread, it closes the end alone.
+  void close(int write_end);
 
  private:
-  void work();
-  void end_after_grace(int number);
-  int read_end_, forward_to_;
-  std::vector<int> signals_;
-  std::chrono::duration<double> grace_;
-  pid_t owner_;  // a forked child has no such thread
-  std::mutex mutex_;
-  std::condition_variable closing_;
-  bool closed_ = false;
+  struct State;  ///< shared with the thread, which may outlive this object
+  static void work(State& state);
+  std::shared_ptr<State> state_;
+  pid_t owner_;
   std::thread thread_;
 };
 

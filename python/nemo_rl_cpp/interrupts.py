@@ -169,6 +169,7 @@ class GracefulStop:
         self._previous: dict[int, Any] = {}
         self._count = 0
         self._watch: _Watch | None = None
+        self._owner = os.getpid()
         self.reason: str | None = None
 
     @property
@@ -197,15 +198,28 @@ class GracefulStop:
                 number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
             ]
             self._previous = {number: signal.signal(number, self._handle) for number in heard}
-            self._watch = _Watch(self.signals)
+            self._watch = _Watch(tuple(heard))
+            _entered.append(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        if self in _entered:
+            _entered.remove(self)
         if self._watch is not None:
             self._watch.close()
+            self._watch = None
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous = {}
+
+    def leave_to_the_parent(self) -> None:
+        """In a forked child: its signals are not the parent's, and SIGTERM ends it, as `Process.terminate` means it to. A first
+        Ctrl-C at the terminal leaves it at work, since the parent's step may need it."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        before = self._previous.pop(signal.SIGTERM, None)
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if (
@@ -226,6 +240,8 @@ class GracefulStop:
         raise Ended(number)
 
     def _say(self, text: str) -> None:
+        if os.getpid() != self._owner:  # the parent says it
+            return
         if self._announce is not None:
             self._announce(text)
         else:
@@ -245,5 +261,15 @@ class _Watch:
     def close(self) -> None:
         """The block has ended."""
         signal.set_wakeup_fd(self._before)
-        os.close(self._write)
-        self._native.close()
+        self._native.close(self._write)
+
+
+_entered: list[GracefulStop] = []
+
+
+def _after_fork() -> None:
+    for stop in _entered:
+        stop.leave_to_the_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -113,10 +113,11 @@ class TrainingRun:
 
     def evaluate(self, config: EvalMasterConfig) -> "EvalResult":
         """Evaluates the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
-        sampling and metric. Model and tokenizer are this run's. Raises ConfigError."""
+        sampling and metric. Model, tokenizer and the longest sequence are this run's. Raises ConfigError."""
         from nemo_rl_cpp.evals.eval import evaluate_policy
 
-        return evaluate_policy(self.policy, self.tokenizer, config)
+        longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
+        return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def close(self, patience: float | None = None) -> None:
         """Ends the environments' processes and gives logs and checkpoint folder free; may be called again. An environment that

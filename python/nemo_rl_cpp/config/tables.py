@@ -7,6 +7,7 @@ docs/configuration.md follow from it, also for an entry that a program adds whil
 from __future__ import annotations
 
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -62,14 +63,13 @@ class Table(Mapping[str, Any], Generic[E]):
         """A further entry; `section` takes `keys` (name -> field) from here on. ValueError where the name is taken."""
         if name in self.entries:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
-        self.entries[name] = entry
         self._keys[name] = [] if section is None else [(section, key) for key in add_keys(section, keys or {})]
+        self.entries[name] = entry
 
     def remove(self, name: str) -> None:
         """Takes an entry away that `add` made, and its keys."""
         for section, key in self._keys.pop(name):
-            del section.model_fields[key]
-            rebuild(section)
+            remove_key(section, key)
         del self.entries[name]
 
 
@@ -90,24 +90,49 @@ class OneOf:
 
 
 def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> list[str]:
-    """Gives a section further keys; the names of those that it did not have. Whole configurations take them, too."""
-    new = {name: info for name, info in keys.items() if name not in section.model_fields}
-    section.model_fields.update(new)
+    """Gives a section, and what derives from it, further keys; the names of those that are not its own. Whole configurations take
+    them, too. A key that two entries add stays until both are removed."""
+    added = [name for name in keys if name not in section.model_fields or (section, name) in _users]
+    for name in added:
+        _users[section, name] += 1
+    try:
+        for each in _below(section):
+            each.model_fields.update({name: keys[name] for name in added if name not in each.model_fields})
+        rebuild(section)
+    except BaseException:
+        for name in added:
+            remove_key(section, name)
+        raise
+    return added
+
+
+_users: Counter[tuple[type[BaseModel], str]] = Counter()
+"""How many entries have added a key to a section."""
+
+
+def remove_key(section: type[BaseModel], key: str) -> None:
+    """Takes back what one `add_keys` gave."""
+    _users[section, key] -= 1
+    if _users[section, key] > 0:
+        return
+    del _users[section, key]
+    for each in _below(section):
+        each.model_fields.pop(key, None)
     rebuild(section)
-    return list(new)
 
 
 def rebuild(section: type[BaseModel]) -> None:
     """Has pydantic read the keys of a section again, and of every section that holds it."""
     forget_keys()
-    level = {section}
+    level, done = _below(section), set()
     while level:
         for each in level:
             each.model_rebuild(force=True)
+        done |= level
         holders = _below(Section)
         level = {
             each
-            for each in holders
+            for each in holders - done
             if any(section_type(info.annotation) in level for info in each.model_fields.values())
         }
 

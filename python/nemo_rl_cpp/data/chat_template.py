@@ -17,7 +17,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 
-from nemo_rl_cpp.data.template_sandbox import Sandbox, begin_rendering
+from nemo_rl_cpp.data.template_sandbox import Sandbox, begin_rendering, limited_filter
 from nemo_rl_cpp.data.time_limit import time_limit
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -67,7 +67,7 @@ def _environment() -> Sandbox:
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = limited_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -38,7 +38,7 @@ class RaggedBatch:
     @classmethod
     def of(cls, data: "Mapping[str, Any] | RaggedBatch") -> "RaggedBatch":
         """A batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name belongs to tokens
-        where its second dimension is S. A RaggedBatch is given back as it is.
+        where its second dimension is S. Tensors are brought to the CPU. A RaggedBatch is given back as it is.
 
         Raises ValueError where shape and lengths do not fit.
         """
@@ -56,7 +56,7 @@ class RaggedBatch:
         made = cls(offsets_of(lengths), {}, {}, width=ids.shape[1])
         for name, value in data.items():
             if name != LENGTHS:
-                made[name] = value
+                made[name] = value.cpu() if isinstance(value, Tensor) else value
         return made
 
     def copy(self) -> Self:
@@ -118,11 +118,18 @@ class RaggedBatch:
         return out
 
     def ragged(self, value: Tensor) -> Tensor:
-        """[B, S, ...] -> [T, ...]; what is behind the end of a sample is dropped. [T] is given back as it is."""
-        if value.dim() >= 2 and tuple(value.shape[:2]) == (self.size, self.width):
-            return value[self._inside]
-        if len(value) == self.num_tokens:
+        """[B, S, ...] -> [T, ...]; what is behind the end of a sample is dropped, and S may be that of the longest sample. [T] is
+        given back as it is; one value a sample, [B] or [B, 1], goes to each of its tokens."""
+        if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
+            return (
+                value[self._inside[:, : value.shape[1]]]
+                if value.shape[1] <= self.width
+                else value[:, : self.width][self._inside]
+            )
+        if value.dim() == 1 and len(value) == self.num_tokens:
             return value
+        if tuple(value.shape) in ((self.size,), (self.size, 1)):
+            return self.by_token(value.reshape(-1))
         raise ValueError(
             f"a tensor of shape {tuple(value.shape)} does not belong to the {self.num_tokens} tokens of this batch, padded "
             f"[{self.size}, {self.width}]"
@@ -147,9 +154,15 @@ class RaggedBatch:
     def __setitem__(self, name: str, value: Any) -> None:
         if name == LENGTHS:
             raise KeyError("the lengths of a batch are not changed: make another batch")
-        if isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (self.size, self.width):
-            self.tokens[name] = value[self._inside]
+        of_tokens = isinstance(value, Tensor) and (
+            (value.dim() >= 2 and tuple(value.shape[:2]) == (self.size, self.width))
+            or (value.dim() == 1 and len(value) == self.num_tokens != self.size)
+        )
+        if of_tokens:
+            self.samples.pop(name, None)
+            self.tokens[name] = self.ragged(value)
         else:
+            self.tokens.pop(name, None)
             self.samples[name] = value
 
     def __delitem__(self, name: str) -> None:

@@ -31,6 +31,7 @@ from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
+from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
 
 __all__ = [
@@ -93,17 +94,17 @@ def build_evaluation(config: MasterConfig) -> EvaluationRun:
         raise
 
 
-def evaluate_policy(policy: Any, tokenizer: Any, config: MasterConfig) -> EvalResult:
+def evaluate_policy(policy: PolicyInterface, tokenizer: Any, config: MasterConfig, longest: int) -> EvalResult:
     """Evaluates the present weights of a policy in training; `generation.model_name`, its precision and the section
-    `tokenizer` are not read. Raises ConfigError."""
+    `tokenizer` are not read. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` where that is
+    less. Raises ConfigError."""
     config = checked(config, MasterConfig)
     environment = _make_environment(config)
     try:
         loader = _loader(config, make_dataset(config, tokenizer))
-        length = config.generation.vllm_cfg.max_model_len
-        options = {} if length is None else {"max_model_len": length}
-        generation = policy.create_generation(config.generation, seed=config.eval.seed, **options)
-        config.generation.vllm_cfg.__dict__["max_model_len"] = generation.max_model_len
+        engine = config.generation.vllm_cfg
+        engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)  # not as if it had been given
+        generation = policy.create_generation(config.generation, seed=config.eval.seed)
         return run_env_eval(generation, loader, environment, config)
     finally:
         get(call_remote(environment, "shutdown"))

@@ -55,6 +55,10 @@ def build_train_batch(
     add_token_loss_masks(logs, is_trained)
     lengths = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs])
 
+    if not len(lengths) or not bool(lengths.all()):
+        where = "no sample" if not len(lengths) else f"sample {int((lengths == 0).nonzero()[0])} has no token"
+        raise ValueError(f"there is nothing to train on: {where}")
+
     def joined(key: str) -> torch.Tensor:
         return torch.cat([message[key] for log in logs for message in log])
 

@@ -286,6 +286,14 @@ def test_a_template_without_end_is_stopped(template, monkeypatch):
         "{% set ns = namespace(x='x' * 100) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set big = 'x' * 9999999 %}{% for i in range(99999) %}{{ big }}{% endfor %}",
         "{% set big = 'x' * 9999999 %}{% macro m() %}{% for i in range(99999) %}{{ big }}{% endfor %}{% endmacro %}{{ m() }}",
+        "{{ ['x' * 10000000] * 1000 }}",
+        "{{ (['x' * 10000000] * 1000) | string }}",
+        "{{ ('%s' * 1000) % (('x' * 10000000,) * 1000) }}",
+        "{{ ('{0}' * 1000).format('x' * 10000000) }}",
+        "{{ ('%9999999d' * 1000) % ((1,) * 1000) }}",
+        "{{ ('{:9999999}' * 1000).format(1) }}",
+        "{{ [1] | tojson(indent=10000000000) }}",
+        "{{ (['x' * 10000000] * 1000) | tojson }}",
         "{{ 9 ** (9 ** 9) }}",
         "{{ 'x' * 10 ** 12 }}",
         "{{ [0] * 10 ** 11 }}",
@@ -304,12 +312,29 @@ def test_a_single_operation_without_end_is_refused(template):
         render_chat_template("{{ ['a', 1] | join('-') }}{{ 'aab' | replace('a', 'c', 1) }}{{ 'x' | center(3) }}", [ASK])
         == "a-1cab x "
     )
+    # dates, identifiers and long runs of digits beside fields are no widths
+    assert (
+        render_chat_template("{{ '{}: {}'.format('t', 1700000000) }}{{ '**%d**' % 12345678 }}", [ASK])
+        == "t: 1700000000**12345678**"
+    )
+    assert (
+        render_chat_template("{{ 'call_00000000%d' % 7 }}{{ 'a,b'.split(',', 2147483647) }}", [ASK])
+        == "call_000000007['a', 'b']"
+    )
+    assert (
+        render_chat_template("{{ 'abc' | truncate(100000000) }}{{ 'abcd'[1:3] }}{{ 'abcd'[::2] }}", [ASK]) == "abcbcac"
+    )
+    with pytest.raises(ChatTemplateError, match="TypeError"):  # as in transformers
+        render_chat_template("{{ ', '.join([1, 2]) }}", [ASK])
     assert render_chat_template("{{ 2 ** 10 }}{{ 2 * 'ab' }}{{ 1.5 * 2 }}{{ 2 ** -1 }}", [ASK]) == "1024abab3.00.5"
 
 
 def test_all_values_of_a_template_together_have_a_limit(monkeypatch):
     monkeypatch.setattr(template_sandbox, "LARGEST_SUM", 10_000)
     template = "{% set ns = namespace(x=[]) %}{% for i in range(n) %}{% set ns.x = ns.x + [i] %}{% endfor %}{{ ns.x | length }}"
+    for part in ("''.ljust(99)", "('x' * 99)[1:]", "('x' * 99) | upper"):
+        with pytest.raises(ChatTemplateError, match="its values come to more than 10000 characters"):
+            render_chat_template("{% for i in range(999) %}{% set x = " + part + " %}{% endfor %}", [ASK])
     assert render_chat_template(template, [ASK], variables={"n": 100}) == "100"
     with pytest.raises(ChatTemplateError, match="its values come to more than 10000 characters"):
         render_chat_template(template, [ASK], variables={"n": 300})

@@ -74,12 +74,13 @@ class Responses:
         """From a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
         if isinstance(outputs, Responses):
             return outputs
-        ids, ends = outputs["output_ids"], torch.as_tensor(outputs["unpadded_sequence_lengths"])
+        ids, begins = outputs["output_ids"].cpu(), torch.as_tensor(prompt_lengths).cpu()
+        ends = torch.as_tensor(outputs["unpadded_sequence_lengths"]).cpu().clamp(max=ids.shape[1])
         place = torch.arange(ids.shape[1])[None]
-        is_new = (place >= prompt_lengths[:, None]) & (place < ends[:, None])
-        truncated = outputs["truncated"].bool() if "truncated" in outputs else None
-        logprobs = outputs["logprobs"][is_new] if "logprobs" in outputs else None
-        return cls(ids[is_new], offsets_of(ends - prompt_lengths), logprobs, truncated)
+        is_new = (place >= begins[:, None]) & (place < ends[:, None])
+        truncated = outputs["truncated"].cpu().bool() if "truncated" in outputs else None
+        logprobs = outputs["logprobs"].cpu()[is_new] if "logprobs" in outputs else None
+        return cls(ids[is_new], offsets_of((ends - begins).clamp(min=0)), logprobs, truncated)
 
     @property
     def lengths(self) -> torch.Tensor:

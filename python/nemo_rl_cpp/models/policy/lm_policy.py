@@ -171,9 +171,9 @@ class Policy(TrainedModel, PolicyInterface):
         from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 
         config = generation_config or self.config.generation
-        options.setdefault(
-            "max_model_len", self.config.generation.effective_max_model_len(self.config.max_total_sequence_length)
-        )
+        longest = self.config.generation.effective_max_model_len(self.config.max_total_sequence_length)
+        engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
+        options.setdefault("max_model_len", min(getattr(engine, "max_model_len", None) or longest, longest))
         options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.config, self.tokenizer))
         return NativeGeneration(
             native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options

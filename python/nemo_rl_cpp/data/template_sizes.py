@@ -135,16 +135,19 @@ def of_filter(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 def _of_json(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Characters, escaped at worst, and for each item an indented line and separators."""
     options = dict(zip(("ensure_ascii", "indent", "separators", "sort_keys"), args)) | dict(kwargs)
+    size = (6 if options.get("ensure_ascii") else 2) * of_value(value)
+    if size > LARGEST_VALUE:
+        return size
     items, depth = _items(value)
     indent, separators = options.get("indent"), options.get("separators") or ()
     width = len(indent) if isinstance(indent, str) else abs(indent) if isinstance(indent, int) else 0
     each = width * depth + sum(len(s) for s in separators if isinstance(s, str)) + 1
-    return (6 if options.get("ensure_ascii") else 2) * of_value(value) + items * each
+    return size + items * each
 
 
 def _items(value: Any) -> tuple[int, int]:
     """(how many values there are in all, how deeply they are nested), of what `of_value` has found small enough."""
-    if not isinstance(value, (list, tuple, Mapping)) or of_value(value) > LARGEST_VALUE:
+    if not isinstance(value, (list, tuple, Mapping)):
         return 1, 1
     inner = [_items(item) for item in (value.values() if isinstance(value, Mapping) else value)]
     return 1 + sum(count for count, _ in inner), 1 + max((depth for _, depth in inner), default=0)

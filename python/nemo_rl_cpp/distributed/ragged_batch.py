@@ -36,7 +36,7 @@ class RaggedBatch:
         self.width = max(width, int(self.lengths.max()) if self.size else 0)
 
     @classmethod
-    def of(cls, data: "Mapping[str, Any] | RaggedBatch") -> "RaggedBatch":
+    def of(cls, data: "Mapping[str, Any] | RaggedBatch") -> Self:
         """A batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name belongs to tokens
         where its second dimension is S. Tensors are brought to the CPU. A RaggedBatch is given back as it is.
 
@@ -121,11 +121,8 @@ class RaggedBatch:
         """[B, S, ...] -> [T, ...]; what is behind the end of a sample is dropped, and S may be that of the longest sample. [T] is
         given back as it is; one value a sample, [B] or [B, 1], goes to each of its tokens."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
-            return (
-                value[self._inside[:, : value.shape[1]]]
-                if value.shape[1] <= self.width
-                else value[:, : self.width][self._inside]
-            )
+            width = min(value.shape[1], self.width)
+            return value[:, :width][self._inside[:, :width]]
         if value.dim() == 1 and len(value) == self.num_tokens:
             return value
         if tuple(value.shape) in ((self.size,), (self.size, 1)):

@@ -3,8 +3,7 @@
 Shapes: B samples with T tokens in all, one sample after the other; S, the longest sample's tokens, where a view is padded.
 """
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -98,12 +97,6 @@ class TrainBatch(RaggedBatch):
     rewards = _of_samples("rewards", "float32 [B]")
     group_id = _of_samples("group_id", "int64 [B] which samples have one prompt")
     weight_version = _of_samples("weight_version", "int64 [B] which weights answered")
-
-    @classmethod
-    def padded_from(cls, data: "Mapping[str, Any]") -> Self:
-        """From tensors in NeMo RL's layout, as `RaggedBatch.of`."""
-        plain = RaggedBatch.of(data)
-        return cls(plain.offsets, plain.tokens, plain.samples, pad_token_id=plain.pad_token_id, width=plain.width)
 
     @property
     def input_lengths(self) -> Tensor:

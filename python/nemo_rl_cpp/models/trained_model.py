@@ -290,7 +290,7 @@ class TrainedModel:
 
 def in_layout_of(data: Mapping[str, Any] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
     """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
-    return of_tokens if batch is data else batch.padded(of_tokens)
+    return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)
 
 
 @dataclass

@@ -222,7 +222,7 @@ def test_advantage_clipping(low, high, expected):
     one, row = torch.ones(1), torch.ones(1, 3)
     of_tokens = dict.fromkeys(("input_ids", "token_mask", "generation_logprobs"), row)
     of_samples = dict.fromkeys(("sample_mask", "rewards", "group_id"), one)
-    batch = TrainBatch.padded_from({"input_lengths": torch.tensor([3]), **of_tokens, **of_samples})
+    batch = TrainBatch.of({"input_lengths": torch.tensor([3]), **of_tokens, **of_samples})
     GroupAdvantages(Given(), GRPOConfig(advantage_clip_low=low, advantage_clip_high=high)).add(batch)
     assert batch["advantages"].tolist() == [expected]
 

@@ -79,7 +79,7 @@ def _step():
         "truncated": torch.tensor([False, True]),
         "loss_multiplier": torch.ones(2),
     })  # fmt: skip
-    batch = TrainBatch.padded_from({
+    batch = TrainBatch.of({
         "input_ids": torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]]), "input_lengths": torch.tensor([2, 4]),
         "token_mask": torch.tensor([[0, 1, 0, 0], [0, 0, 0, 1]]), "sample_mask": torch.tensor([1.0, 1.0]),
         "rewards": torch.tensor([1.0, 0.0]), "generation_logprobs": torch.zeros(2, 4),

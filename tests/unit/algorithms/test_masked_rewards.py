@@ -23,7 +23,7 @@ def train_batch(rewards, masks):
         "input_ids": torch.zeros(size, 2, dtype=torch.long), "group_id": torch.zeros(size, dtype=torch.long), "rewards": torch.tensor(rewards),
         "token_mask": torch.ones(size, 2), "sample_mask": torch.tensor(masks), "generation_logprobs": torch.zeros(size, 2),
     }  # fmt: skip
-    return TrainBatch.padded_from({"input_lengths": torch.full((size,), 2), **fields})
+    return TrainBatch.of({"input_lengths": torch.full((size,), 2), **fields})
 
 
 def test_the_baseline_is_over_those_that_vote():

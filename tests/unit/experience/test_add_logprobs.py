@@ -26,7 +26,7 @@ class Policy:
 
 
 def batch(versions=(5, 5)):
-    return TrainBatch.padded_from({
+    return TrainBatch.of({
         "input_ids": torch.zeros(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 3]), "token_mask": torch.ones(2, 3),
         "generation_logprobs": torch.full((2, 3), -3.0), "sample_mask": torch.ones(2), "rewards": torch.zeros(2),
         "weight_version": torch.tensor(versions),

@@ -6,7 +6,7 @@ from nemo_rl_cpp.experience.batches import MissingField, Rollouts, TrainBatch
 
 
 def batch():
-    return TrainBatch.padded_from({
+    return TrainBatch.of({
         "input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "input_lengths": torch.tensor([3, 2]),
         "token_mask": torch.tensor([[0, 1, 1], [0, 1, 0]]), "generation_logprobs": torch.zeros(2, 3),
         "sample_mask": torch.tensor([1.0, 0.0]), "rewards": torch.tensor([1.0, 0.0]), "reward/right": torch.tensor([1.0, 0.0]),

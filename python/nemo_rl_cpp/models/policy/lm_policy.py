@@ -131,10 +131,9 @@ class Policy(TrainedModel, PolicyInterface):
         self.zero_gradient_share = updates.zero_gradient_tokens / max(updates.packed_tokens, 1)
         if (reused := self.trainer.reused_tokens - reused_before) or on_policy:
             self.reused_forward_share = reused / max(updates.packed_tokens, 1)
-        prev = batch.tokens["prev_logprobs"]
         return updates.report() | {
             "exactness": exactness,
-            "prev_logprobs": prev if isinstance(data, RaggedBatch) else batch.padded(prev),
+            "prev_logprobs": in_layout_of(data, batch, batch.tokens["prev_logprobs"]),
         }
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None) -> Tensor:

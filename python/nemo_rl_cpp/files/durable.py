@@ -14,7 +14,8 @@ import stat
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from nemo_rl_cpp.files.yaml_text import Plain
 
 MANIFEST = "manifest.json"
 _CHUNK = 8 << 20
@@ -87,7 +88,7 @@ def own_copy(path: Path) -> None:
     _regular(path)
 
 
-def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
+def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
     """Syncs every file and folder under `root`, then writes its manifest: sizes and SHA-256 of all files.
 
     The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Returns the manifest.
@@ -95,7 +96,7 @@ def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
     paths = sorted(_files(root))
     with ThreadPoolExecutor(max_workers=1) as disk:  # it writes while this thread computes
         synced = [disk.submit(fsync_path, path) for path in paths]
-        files = {
+        files: dict[str, Plain] = {
             path.relative_to(root).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)}
             for path in paths
         }
@@ -148,17 +149,14 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
     return {name: (int(facts["size"]), str(facts["sha256"])) for name, facts in files.items()}
 
 
-def manifest_facts(root: Path) -> dict[str, Any]:
+def manifest_facts(root: Path) -> dict[str, Plain]:
     """The `facts` that a folder was sealed with; nothing where its manifest cannot be read."""
     try:
         manifest = json.loads(read_text(root / MANIFEST))
     except (OSError, ValueError, RecursionError):
         return {}
-    return (
-        {key: value for key, value in manifest.items() if key not in ("files", "digest")}
-        if isinstance(manifest, dict)
-        else {}
-    )
+    facts = manifest if isinstance(manifest, dict) else {}
+    return {key: value for key, value in facts.items() if key not in ("files", "digest")}
 
 
 def read_text(path: Path) -> str:
@@ -205,5 +203,5 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not (name == MANIFEST and Path(folder) == root))
 
 
-def _digest(files: dict[str, Any]) -> str:
+def _digest(files: Plain) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

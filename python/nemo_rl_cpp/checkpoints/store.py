@@ -11,10 +11,11 @@ import re
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.files import durable
 from nemo_rl_cpp.files.folder_lock import LOCK, FolderError, FolderLock, make_folder
+from nemo_rl_cpp.files.yaml_text import Plain
 
 TRAINING_INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
@@ -28,7 +29,7 @@ class CheckpointRecord(NamedTuple):
 
     step: int
     path: Path
-    info: dict[str, Any]
+    info: dict[str, Plain]
 
 
 class CheckpointStore:

@@ -31,6 +31,14 @@ def as_model(config: Any, model: type[M], section: str = "") -> M:
     raise ConfigError(where)
 
 
+def read_section(config: object, model: type[M], **absent: object) -> M:
+    """`config`, a section, a mapping or an object, as `model`, to be read by attribute; its values are the caller's to check.
+
+    `absent`: what a key is that a mapping or an object leaves out, where that differs from the schema's default.
+    """
+    return config if isinstance(config, model) else model.model_construct(**absent | _values(config, model))
+
+
 def check_keys(given: Any, name: str, *models: type[Section]) -> None:
     """ConfigError for a key of a section made by hand that none of `models` has, with the nearest one.
 

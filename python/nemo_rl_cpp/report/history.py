@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number, cfg_get
+from nemo_rl_cpp.files.yaml_text import Plain
 
 
 class Curve(NamedTuple):
@@ -40,8 +41,8 @@ class MetricHistory:
     `settings`: the run's configuration as a plain mapping, which advice may need; empty where it is not known.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), settings: Mapping[str, Any] | None = None) -> None:
-        self.settings: Mapping[str, Any] = settings or {}
+    def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
+        self.settings = settings or {}
         self._data: dict[str, dict[int, float]] = {}
         self._sorted: dict[str, Curve] = {}
         for row in rows:
@@ -56,7 +57,7 @@ class MetricHistory:
                 history.add({"step": step, name.replace("__", "/"): value})
         return history
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         """Takes in one row of metrics.jsonl."""
         step = row.get("step")
         if not isinstance(step, int):
@@ -66,7 +67,7 @@ class MetricHistory:
                 self._data.setdefault(name, {})[step] = number
                 self._sorted.pop(name, None)
 
-    def setting(self, key: str, default: Any = None) -> Any:
+    def setting(self, key: str, default: object = None) -> object:
         """A dotted key of the configuration."""
         return cfg_get(self.settings, key, default)
 
@@ -119,7 +120,7 @@ class JsonlTail:
         self._offset = 0
         self._inode: int | None = None
 
-    def new_rows(self) -> tuple[list[dict[str, Any]], bool]:
+    def new_rows(self) -> tuple[list[dict[str, Plain]], bool]:
         """(rows, whether the file was replaced or cut, so that everything read before is void)."""
         try:
             facts = self.path.stat()

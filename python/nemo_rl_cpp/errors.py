@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 ERROR_FILE = "error.txt"
@@ -166,7 +166,7 @@ class user_code:  # noqa: N801  (reads as a function; a generator as context man
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
         told = in_user_code(error, self._what, self._hint(error) if self._hint is not None else "", called=True)
@@ -281,7 +281,7 @@ def report(error: BaseException, debug: bool = False, rename: Callable[[str], st
     )
 
 
-def guarded(work: Callable[[], Any], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
+def guarded(work: Callable[[], int | None], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
     """The exit status of `work()`: what it returns (None is 0); 1 after an exception, of which one sentence is printed; 130 or
     128 + the signal's number where the user ended it. `sys.exit` in somebody else's code is an error, whatever its number."""
     from nemo_rl_cpp.interrupts import Ended

@@ -15,7 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp._text import TextModel
 
 _MOST_THREADS = 4096
 
@@ -77,7 +81,7 @@ class TextGenerator:
 
     def generate(
         self,
-        prompt: str | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[Mapping[str, object]],
         *,
         max_new_tokens: int = 256,
         temperature: float = 1.0,
@@ -153,7 +157,7 @@ class TextGenerator:
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
-    def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    def _encode(self, prompt: str | Sequence[Mapping[str, object]]) -> list[int]:
         from nemo_rl_cpp.data.boundaries import prompt_ids
 
         if isinstance(prompt, str):
@@ -170,7 +174,7 @@ class TextGenerator:
         return prompt_ids(self.tokenizer, text, prompt)
 
 
-def _native_module() -> Any:
+def _native_module() -> ModuleType:
     from importlib.metadata import version
 
     from nemo_rl_cpp._torch_version import check_torch_version
@@ -181,7 +185,7 @@ def _native_module() -> Any:
     return _text
 
 
-def _load(model: Any, folder: Path) -> None:
+def _load(model: TextModel, folder: Path) -> None:
     from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
 
     tensors = raw_tensors(weight_files(folder))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from nemo_rl_cpp import _config
 
@@ -26,12 +27,13 @@ from .python_values import check_marks
 from .written import KINDS, explained, of_another_kind
 
 Master = TypeVar("Master", bound=MasterConfig)
+Part = TypeVar("Part", bound=Section)
 
 
 def load_grpo_config(
     path: str | os.PathLike[str] = "grpo_math_1B.yaml",
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> GRPOMasterConfig:
     """The checked configuration of a GRPO, DAPO or ProRLv2 run.
@@ -47,7 +49,7 @@ def load_grpo_config(
 def load_ppo_config(
     path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml",
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
     """The checked configuration of a PPO run; see `load_grpo_config`."""
@@ -57,7 +59,7 @@ def load_ppo_config(
 def load_eval_config(
     path: str | os.PathLike[str] = "evals/eval.yaml",
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
     """The checked configuration of an evaluation; see `load_grpo_config`."""
@@ -65,7 +67,7 @@ def load_eval_config(
 
 
 def _given(
-    values: Mapping[str, Any] | None, places: Mapping[str, str] | None, model: type[MasterConfig]
+    values: Mapping[str, object] | None, places: Mapping[str, str] | None, model: type[MasterConfig]
 ) -> GivenValues:
     return GivenValues(values or {}, places or {}, model)
 
@@ -139,7 +141,7 @@ def _short(file: Path) -> str:
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
 
 
-def _not_given(data: Any, prefix: str) -> list[str]:
+def _not_given(data: object, prefix: str) -> list[str]:
     """Keys whose value is OmegaConf's mark of a mandatory value, `???`."""
     if data == "???":
         return [prefix]
@@ -151,19 +153,19 @@ def _with_plus(where: str) -> str:
     return "+" + where.removeprefix("override '").removesuffix("'")
 
 
-def _validate(data: dict[str, Any], model: type[Master], report: Report) -> Master | None:
+def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
     """The typed configuration; of a file with mistakes, what is left without them, so that the rest is checked too."""
-    if isinstance(data.get("env"), dict):
+    if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
-            if isinstance(data["env"].get(name), dict):
-                checked = _validate_part(data["env"][name], inner, ("env", name), model, report)
-                data["env"][name] = checked.model_dump(exclude_unset=True) if checked is not None else {}
+            if isinstance(env.get(name), dict):
+                checked = _validate_part(env[name], inner, ("env", name), model, report)
+                env[name] = checked.model_dump(exclude_unset=True) if checked is not None else {}
     return _validate_part(data, model, (), model, report)
 
 
 def _validate_part(
-    data: dict[str, Any], part: type[Section], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
-) -> Any:
+    data: dict[str, object], part: type[Part], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
+) -> Part | None:
     first = True
     for _ in range(4):  # a repair may uncover a mistake, at most one a level
         try:
@@ -180,7 +182,7 @@ def _validate_part(
     return None
 
 
-def _repair(data: dict[str, Any], error: dict[str, Any]) -> None:
+def _repair(data: dict[str, object], error: ErrorDetails) -> None:
     location = tuple(part for part in dotted_key(error["loc"]).split(".") if part)
     if error["type"] == "missing":
         _put(data, location, {} if location[-1] in ("policy", "generation", "data") else "?")
@@ -188,15 +190,16 @@ def _repair(data: dict[str, Any], error: dict[str, Any]) -> None:
         _remove(data, location)
 
 
-def _put(data: Any, location: tuple[str, ...], value: Any) -> None:
+def _put(data: dict[str, object], location: tuple[str, ...], value: object) -> None:
+    node: dict | list = data
     for part in location[:-1]:
-        data = data[int(part)] if isinstance(data, list) else data.setdefault(part, {})
-    data[location[-1]] = value
+        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+    node[location[-1]] = value
 
 
-def _remove(data: dict[str, Any], location: tuple[str, ...]) -> None:
+def _remove(data: dict[str, object], location: tuple[str, ...]) -> None:
     """Removes a key; for an element of a list, the whole list."""
-    node: Any = data
+    node: object = data
     for i, part in enumerate(location):
         if not isinstance(node, dict) or part not in node:
             return
@@ -215,7 +218,7 @@ def _remove(data: dict[str, Any], location: tuple[str, ...]) -> None:
         node = inner
 
 
-def _remove_in_list(items: list[Any], rest: tuple[str, ...], parent: dict[str, Any], name: str) -> None:
+def _remove_in_list(items: list[object], rest: tuple[str, ...], parent: dict[str, object], name: str) -> None:
     index = int(rest[0]) if rest[0].isdigit() else len(items)
     if index < len(items) and isinstance(items[index], dict):
         _remove(items[index], rest[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, overload
@@ -64,17 +64,18 @@ def to_plain(value: object) -> Plain:
 
 def to_json(value: object) -> Plain:
     """`to_plain`, with non-finite floats as the strings "nan", "inf" and "-inf": JSON has no other spelling for them."""
-    return _spell_non_finite(to_plain(value))
+    return mapped(to_plain(value), _spelt)
 
 
-def _spell_non_finite(value: Plain) -> Plain:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, dict):
-        return {key: _spell_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_spell_non_finite(item) for item in value]
-    return value
+def _spelt(value: Plain) -> Plain:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
+    """A copy of plain data with `leaf(value)` for every value in it."""
+    if isinstance(node, dict):
+        return {key: mapped(item, leaf) for key, item in node.items()}
+    return [mapped(item, leaf) for item in node] if isinstance(node, list) else leaf(node)
 
 
 def as_number(value: object) -> float | None:
@@ -97,15 +98,8 @@ def written(config: BaseModel | Mapping[str, object]) -> dict[str, Plain]:
         value = _put(plain, key.split("."), text)
         if isinstance(value, str) and len(value) >= 6:
             copies[value] = text
-    return cast("dict[str, Plain]", redact(_replaced(plain, copies) if copies else plain))
-
-
-def _replaced(node: Plain, copies: dict[str, str]) -> Plain:
-    if isinstance(node, dict):
-        return {key: _replaced(item, copies) for key, item in node.items()}
-    if isinstance(node, list):
-        return [_replaced(item, copies) for item in node]
-    return copies.get(node, node) if isinstance(node, str) else node
+    shown = mapped(plain, lambda value: copies.get(value, value) if isinstance(value, str) else value)
+    return cast("dict[str, Plain]", redact(shown))
 
 
 def _put(node: Plain, path: list[str], value: str) -> Plain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator, KeysView, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -84,6 +84,10 @@ class Section(BaseModel, metaclass=_Made):
     def model_dump(self, **options: Any) -> dict[str, Any]:
         options.setdefault("by_alias", True)  # `_v2` is not a possible attribute name
         return super().model_dump(**options)
+
+
+Settings = Section | Mapping[str, object]
+"""A section, or a mapping with its keys."""
 
 
 def _field_name(model: type[BaseModel], key: str) -> str | None:

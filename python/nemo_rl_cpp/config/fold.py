@@ -130,11 +130,9 @@ def _models(config: WholeConfig) -> Iterator[tuple[str, TrainedModelConfig]]:
 
 
 def _generation(config: WholeConfig) -> tuple[str, GenerationConfig]:
-    return (
-        ("policy.generation", config.policy.generation)
-        if hasattr(config, "policy")
-        else ("generation", config.generation)
-    )
+    if hasattr(config, "policy"):
+        return "policy.generation", config.policy.generation
+    return "generation", config.generation
 
 
 def _ineffective(section: Section, prefix: str, positions: dict[str, str]) -> Iterator[tuple[str, str]]:

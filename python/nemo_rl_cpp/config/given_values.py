@@ -8,12 +8,13 @@ from functools import cache
 
 from pydantic import ValidationError
 
+from .access import mapped
 from .aliases import ALIASES
 from .base import Section
 from .errors import ConfigError, Problem
 from .keys import section_at
 from .messages import known_keys, unknown_key
-from .python_values import mistakes, plain
+from .python_values import mistakes, plain, walk
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 _CANONICAL = dict(ALIASES)
@@ -116,26 +117,19 @@ class GivenValues:
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
-        def fill(node: object) -> object:
-            if isinstance(node, dict):
-                return {key: fill(item) for key, item in node.items()}
-            if isinstance(node, list):
-                return [fill(item) for item in node]
-            if not isinstance(node, str):
-                return node
-            whole = pattern.fullmatch(node)
-            return values[int(whole[1])] if whole else pattern.sub(lambda found: str(values[int(found[1])]), node)
+        def fill(leaf: object) -> object:
+            if not isinstance(leaf, str):
+                return leaf
+            whole = pattern.fullmatch(leaf)
+            return values[int(whole[1])] if whole else pattern.sub(lambda found: str(values[int(found[1])]), leaf)
 
-        filled = {key: fill(item) for key, item in data.items()}
+        filled = {key: mapped(item, fill) for key, item in data.items()}
         data.clear()
         data.update(filled)
         for key, value in self._values.items():
-            node: object = data
-            *sections, name = key.split(".")
-            for part in sections:
-                node = node.get(part) if isinstance(node, dict) else None
-            if isinstance(node, dict):
-                node[name] = value
+            parent, name = walk(data, key)
+            if parent is not None:
+                parent[name] = value
             if isinstance(value, (dict, list)):  # of which the file may have had parts
                 for inner in [known for known in positions if known.startswith(f"{key}.")]:
                     del positions[inner]

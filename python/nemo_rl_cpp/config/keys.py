@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from pydantic.fields import FieldInfo
@@ -54,7 +54,7 @@ def forget_keys() -> None:
     own_keys.cache_clear()
 
 
-def mark_of(info: FieldInfo) -> dict[str, object]:
+def mark_of(info: FieldInfo) -> Mapping[str, object]:
     """What `only` or `no_effect` said of a key; empty where neither did."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 

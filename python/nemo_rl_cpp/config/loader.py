@@ -43,7 +43,7 @@ def load_grpo_config(
     interpolation, a number or an escape. `places` says how messages name such a key ("argument learning_rate").
     Raises ConfigError (a ValueError) that lists every mistake with file, line, key and remedy. Does not import torch.
     """
-    return _load(path, overrides, GRPOMasterConfig, _given(values, places, GRPOMasterConfig))
+    return _load(path, overrides, GRPOMasterConfig, values, places)
 
 
 def load_ppo_config(
@@ -53,7 +53,7 @@ def load_ppo_config(
     places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
     """The checked configuration of a PPO run; see `load_grpo_config`."""
-    return _load(path, overrides, PPOMasterConfig, _given(values, places, PPOMasterConfig))
+    return _load(path, overrides, PPOMasterConfig, values, places)
 
 
 def load_eval_config(
@@ -63,16 +63,17 @@ def load_eval_config(
     places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
     """The checked configuration of an evaluation; see `load_grpo_config`."""
-    return _load(path, overrides, EvalMasterConfig, _given(values, places, EvalMasterConfig))
+    return _load(path, overrides, EvalMasterConfig, values, places)
 
 
-def _given(
-    values: Mapping[str, object] | None, places: Mapping[str, str] | None, model: type[MasterConfig]
-) -> GivenValues:
-    return GivenValues(values or {}, places or {}, model)
-
-
-def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Master], given: GivenValues) -> Master:
+def _load(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str],
+    model: type[Master],
+    values: Mapping[str, object] | None,
+    places: Mapping[str, str] | None,
+) -> Master:
+    given = GivenValues(values or {}, places or {}, model)
     file = find_config(path)
     every = [*additions(_texts(overrides), model), *given.overrides]
     try:
@@ -114,15 +115,9 @@ def _texts(overrides: Sequence[str]) -> list[str]:
     texts = [overrides] if isinstance(overrides, str) else list(overrides)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    "",
-                    f"an override is a text such as 'grpo.seed=1', not {type(wrong).__name__}; Python values go into `values`",
-                )
-            ]
-        )
+        kind = type(wrong).__name__
+        said = f"an override is a text such as 'grpo.seed=1', not {kind}; Python values go into `values`"
+        raise ConfigError([Problem("", "", said)])
     return texts
 
 
@@ -197,33 +192,22 @@ def _put(data: dict[str, object], location: tuple[str, ...], value: object) -> N
     node[location[-1]] = value
 
 
-def _remove(data: dict[str, object], location: tuple[str, ...]) -> None:
+def _remove(node: object, location: Sequence[str]) -> None:
     """Removes a key; for an element of a list, the whole list."""
-    node: object = data
-    for i, part in enumerate(location):
-        if not isinstance(node, dict) or part not in node:
-            return
-        inner = node[part]
-        if (
-            i + 1 == len(location)
-            or isinstance(inner, list)
-            and i + 2 >= len(location)
-            or not isinstance(inner, (dict, list))
-        ):
-            del node[part]
-            return
-        if isinstance(inner, list):
-            _remove_in_list(inner, location[i + 1 :], node, part)
-            return
-        node = inner
-
-
-def _remove_in_list(items: list[object], rest: tuple[str, ...], parent: dict[str, object], name: str) -> None:
-    index = int(rest[0]) if rest[0].isdigit() else len(items)
-    if index < len(items) and isinstance(items[index], dict):
-        _remove(items[index], rest[1:])
+    if not isinstance(node, dict) or location[0] not in node:
+        return
+    name, *rest = location
+    inner = node[name]
+    if isinstance(inner, dict) and rest:
+        _remove(inner, rest)
+    elif isinstance(inner, list) and len(rest) > 1 and isinstance(item := _item(inner, rest[0]), dict):
+        _remove(item, rest[1:])
     else:
-        del parent[name]
+        del node[name]
+
+
+def _item(items: list[object], index: str) -> object:
+    return items[int(index)] if index.isdigit() and int(index) < len(items) else None
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:

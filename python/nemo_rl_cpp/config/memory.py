@@ -119,44 +119,31 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         resting += (("reference weights", sizes.parameters * width),)
     if config.cluster.device == "cpu":
         resting += _packed_weights(policy, sizes)
+
+    def phase(name: str, *parts: tuple[str, float]) -> Phase:
+        return Phase(name, (*resting, *parts))
+
     phases = [
-        Phase(
+        phase(
             "generation",
-            (
-                *resting,
-                ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
-                ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
-            ),
+            ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
+            ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
         ),
-        Phase(
+        phase(
             "log-probabilities",
-            (
-                *resting,
-                ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
-                ("logits chunk", _filtered_logits(policy)),
-            ),
+            ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
+            ("logits chunk", _filtered_logits(policy)),
         ),
-        Phase(
+        phase(
             "policy training",
-            (
-                *resting,
-                ("policy gradients", sizes.parameters * 4.0),
-                ("activations", _activations(policy, sizes)),
-                ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
-            ),
+            ("policy gradients", sizes.parameters * 4.0),
+            ("activations", _activations(policy, sizes)),
+            ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
         ),
     ]
     if value is not None:
-        phases.append(
-            Phase(
-                "value training",
-                (
-                    *resting,
-                    ("value gradients", value.backbone_parameters * 4.0),
-                    ("activations", _activations(config.value, value)),
-                ),
-            )
-        )
+        gradients, activations = value.backbone_parameters * 4.0, _activations(config.value, value)
+        phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
 
 

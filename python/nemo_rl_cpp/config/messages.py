@@ -135,20 +135,18 @@ _BOUNDS = {
     "less_than": "less than",
 }
 _EXPECTED = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing_size": "a smaller integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "a text",
-    "list_type": "a list",
-    "too_short": "a longer list",
-    "too_long": "a shorter list",
-    "dict_type": "a section (lines of key: value)",
-    "model_type": "a section (lines of key: value)",
-    "model_attributes_type": "a section (lines of key: value)",
+    kind: words
+    for words, kinds in {
+        "an integer": ("int_type", "int_parsing", "int_from_float"),
+        "a smaller integer": ("int_parsing_size",),
+        "a number": ("float_type", "float_parsing"),
+        "a finite number": ("finite_number",),
+        "true or false": ("bool_type", "bool_parsing"),
+        "a text": ("string_type",),
+        "a list": ("list_type",),
+        "a longer list": ("too_short",),
+        "a shorter list": ("too_long",),
+        "a section (lines of key: value)": ("dict_type", "model_type", "model_attributes_type"),
+    }.items()
+    for kind in kinds
 }

@@ -50,9 +50,8 @@ PACKERS: Table[Entry] = Table(
 
 
 def _packing(value: object) -> object:
-    return (
-        "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
-    )  # the name of older recipes
+    """`modified_ffd` is the name of older recipes."""
+    return "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
 
 
 PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]

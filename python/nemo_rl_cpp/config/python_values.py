@@ -42,9 +42,8 @@ def plain(value: object, depth: int = 0) -> object:
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, os.PathLike):
         return plain(os.fspath(value), depth)
-    if hasattr(value, "tolist") and hasattr(
-        value, "shape"
-    ):  # a scalar or an array of numpy or torch, a column of pandas
+    # a scalar or an array of numpy or torch, a column of pandas
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
         return value.tolist()
     return value
 
@@ -178,10 +177,10 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
 def fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
     """Keys by the guides' other names, as `aliases.ALIASES` lists them, under the schema's names."""
     for spelling, canonical in aliases_of(cls):
-        parent, name = _walk(data, spelling)
+        parent, name = walk(data, spelling)
         if parent is None or name not in parent:
             continue
-        target, short = _walk(data, canonical, make_sections=True)
+        target, short = walk(data, canonical, make_sections=True)
         if target is None:
             continue
         value = parent.pop(name)
@@ -194,7 +193,7 @@ def fold_aliases(cls: type[Section], data: dict[str, object], report: Report) ->
     return data
 
 
-def _walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
+def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
     """The mapping that holds (or would hold) the key, and its last part."""
     *sections, name = dotted.split(".")
     node: object = data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from .errors import Report
@@ -48,12 +49,7 @@ def check_offload(config: WholeConfig, report: Report) -> None:
     for name in ("policy", "value"):
         model = getattr(config, name, None)
         for key in _OFFLOADS if model is not None else ():
-            backend, *rest = key.split(".")
-            section = getattr(model, backend)
-            value = section
-            for part in rest:
-                value = getattr(value, part)
-            if section.enabled and value:
+            if getattr(model, key.partition(".")[0]).enabled and attrgetter(key)(model):
                 report.add(
                     f"{name}.{key}",
                     "cannot be true with cluster.device cuda: offloading is not supported yet; set it to false",

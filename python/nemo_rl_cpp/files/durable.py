@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -165,6 +166,14 @@ def read_text(path: Path) -> str:
         if os.fstat(file.fileno()).st_size > _LONGEST_TEXT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
+
+
+def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
+    """The objects of JSON lines; what is torn, damaged or no object is left out."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
 
 
 def sha256_of(path: Path) -> str:

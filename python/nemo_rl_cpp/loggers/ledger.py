@@ -12,9 +12,9 @@ import re
 import secrets
 import stat
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
-from nemo_rl_cpp.files.durable import fsync_path, own_copy, read_text, write_atomic
+from nemo_rl_cpp.files.durable import fsync_path, json_rows, own_copy, read_text, write_atomic
 
 LEDGER = ".run_files"
 _STEP_FILE = re.compile(r"(?:[^/]+/)*[^/]*_step(\d+)\.(?:jsonl|svg)", re.ASCII)
@@ -114,15 +114,6 @@ def _later(row: Entry, step: int) -> bool:
 
 def _rows(path: Path) -> list[Entry]:
     try:
-        lines = read_text(path).splitlines()
+        return [cast(Entry, row) for row in json_rows(read_text(path).splitlines())]
     except (OSError, ValueError):
         return []
-    rows = []
-    for line in lines:
-        try:
-            row: Entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows

@@ -1,12 +1,12 @@
 """The metrics of a run as series over steps, read from metrics.jsonl."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number, cfg_get
+from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
 
 
@@ -66,6 +66,10 @@ class MetricHistory:
             if name != "step" and (number := as_number(value)) is not None:
                 self._data.setdefault(name, {})[step] = number
                 self._sorted.pop(name, None)
+
+    def total(self, *names: str) -> float:
+        """The sum of all finite values of these metrics."""
+        return math.fsum(value for name in names for value in self.curve(name).finite().values)
 
     def setting(self, key: str, default: object = None) -> object:
         """A dotted key of the configuration."""
@@ -135,12 +139,4 @@ class JsonlTail:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        rows = []
-        for line in whole.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows, restarted
+        return list(json_rows(whole.splitlines())), restarted

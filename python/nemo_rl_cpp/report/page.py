@@ -135,13 +135,10 @@ def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> st
 def _header(history: MetricHistory, facts: RunFacts, found: list[Finding], written: int) -> str:
     done = history.last_step
     share = min(done / facts.total_steps, 1.0) if facts.total_steps else None
-    progress = (
-        ""
-        if share is None
-        else (
-            f'<div class="progress" title="{done} of {facts.total_steps} steps"><div style="width:{100 * share:.1f}%"></div></div>'
-        )
-    )
+    progress = ""
+    if share is not None:
+        bar = f'<div style="width:{100 * share:.1f}%"></div>'
+        progress = f'<div class="progress" title="{done} of {facts.total_steps} steps">{bar}</div>'
     tiles = "".join(
         f'<div class="tile"><span>{escape(k)}</span><b>{escape(v)}</b></div>' for k, v in _tiles(history, facts)
     )
@@ -158,9 +155,7 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str]]:
         value = history.recent(name, count=count)
         return None if value is None else format_number(value)
 
-    seconds = sum(history.curve(STEP_TIME).finite().values) + sum(
-        history.curve("timing/validation/total_validation_time").finite().values
-    )
+    seconds = history.total(STEP_TIME, "timing/validation/total_validation_time")
     peak = history.curve("memory/peak_rss_gb/run").finite().values
     error = history.curve("train/token_mult_prob_error").finite().values
     accuracy = history.curve("validation/accuracy").finite().values

@@ -1,11 +1,11 @@
 """Picks telling samples of a few steps from the rollout files: best, worst, longest, cut off, and a middling one."""
 
-import json
 import re
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from nemo_rl_cpp.config.access import as_number
+from nemo_rl_cpp.files.durable import json_rows
 from nemo_rl_cpp.files.yaml_text import Plain
 
 _FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
@@ -71,16 +71,8 @@ def read_rollouts(path: Path) -> list[Sample]:
     """The rows of a rollout file as {prompt, response, reward, length, truncated}; enormous files are passed over."""
     if path.stat().st_size > MAX_FILE_BYTES:
         return []
-    rows = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(_sample(row))
-    return rows
+        return [_sample(row) for row in json_rows(file)]
 
 
 def _sample(row: dict[str, Plain]) -> Sample:

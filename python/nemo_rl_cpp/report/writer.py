@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import redact, to_json, to_plain, written
-from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
@@ -33,7 +33,7 @@ class ReportWriter:
     def __init__(
         self,
         log_dir: Path | str,
-        config: Section | Mapping[str, object] | None = None,
+        config: Settings | None = None,
         defaults: Mapping[str, object] | None = None,
         total_steps: int | None = None,
         title: str | None = None,
@@ -114,9 +114,7 @@ class ReportWriter:
 
 
 def write_report(
-    log_dir: Path | str,
-    config: Section | Mapping[str, object] | None = None,
-    defaults: Mapping[str, object] | None = None,
+    log_dir: Path | str, config: Settings | None = None, defaults: Mapping[str, object] | None = None
 ) -> Path:
     """Writes report.html of a finished, running or crashed run from its log folder; returns its path.
 

@@ -23,13 +23,8 @@ ERROR_FILE = "error.txt"
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_SENTENCES = (
-    ValueError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    OSError,
-)  # ours say what to do when raised with a message
+# ours say what to do when raised with a message
+_SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # says nothing beside the line's number
 _LONGEST = 600  # characters of a message of somebody else's
 _INSTALLED_AS = {
@@ -148,11 +143,8 @@ def in_user_code(
     place = user_place(error) or (_called_place(error) if called else None)
     if place is None:
         return None
-    said = (
-        "called sys.exit, which does not end a run"
-        if isinstance(error, SystemExit)
-        else f"failed with {_type_and_text(error)}"
-    )
+    ended = isinstance(error, SystemExit)
+    said = "called sys.exit, which does not end a run" if ended else f"failed with {_type_and_text(error)}"
     return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
 
 

@@ -18,6 +18,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.argument_checks import (
+    LARGEST,
+    SMALLEST,
+    in_a_line,
+    model_name,
+    number,
+    stop_texts,
+    true_or_false,
+    whole_number,
+)
+
 if TYPE_CHECKING:
     from nemo_rl_cpp._text import TextModel
 
@@ -46,7 +57,6 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
-        from nemo_rl_cpp.argument_checks import in_a_line, model_name, whole_number
         from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
@@ -101,15 +111,6 @@ class TextGenerator:
         """
         from tokenizers.decoders import DecodeStream
 
-        from nemo_rl_cpp.argument_checks import (
-            LARGEST,
-            SMALLEST,
-            in_a_line,
-            number,
-            stop_texts,
-            true_or_false,
-            whole_number,
-        )
         from nemo_rl_cpp.data.conversation import prompt_of
 
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)

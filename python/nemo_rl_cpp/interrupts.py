@@ -190,10 +190,8 @@ class GracefulStop:
     def __enter__(self) -> "GracefulStop":
         raise_if_interrupted()
         if _in_main_thread():
-            asked = (
-                signal.SIGINT,
-                signal.SIGTERM,
-            )  # a shell's background jobs ignore SIGINT without having been asked to
+            # a shell's background jobs ignore SIGINT without having been asked to
+            asked = (signal.SIGINT, signal.SIGTERM)
             heard = [
                 number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
             ]
@@ -222,9 +220,7 @@ class GracefulStop:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if (
-            number == signal.SIGHUP and self._count
-        ):  # a terminal that closes may send several: none of them says "at once"
+        if number == signal.SIGHUP and self._count:  # a terminal that closes may send several, which is no "at once"
             return
         self._count += 1
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,13 +34,11 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
 from nemo_rl_cpp.experience.rollouts import generate_responses
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.quick_keywords import dotted_key
 from nemo_rl_cpp.quick_rows import Row, rows_of
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.models.generation.native import NativeGeneration
-    from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 BASE_CONFIG = "grpo_notebook.yaml"
 TASK = "notebook"
@@ -61,11 +58,11 @@ class TrainResult:
 
     history: list[dict[str, float]]
     validations: list[dict[str, float]]
-    policy: "Policy"
+    policy: Policy
     tokenizer: Tokenizer
     config: GRPOMasterConfig
     log_dir: Path
-    _generation: "NativeGeneration" = field(repr=False)
+    _generation: NativeGeneration = field(repr=False)
 
     def generate(
         self,

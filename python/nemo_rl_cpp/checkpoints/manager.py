@@ -26,7 +26,7 @@ from typing import Literal
 
 from nemo_rl_cpp.checkpoints.store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
 from nemo_rl_cpp.config.access import as_number, to_json, written
-from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.config.sections import check_keys, read_section
 from nemo_rl_cpp.files import durable
@@ -145,7 +145,7 @@ class CheckpointManager:
 
     @contextmanager
     def saving(
-        self, step: int, training_info: Mapping[str, object], run_config: Section | Mapping[str, object] | None = None
+        self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
         """Yields the temporary folder to fill; seals and publishes it when the block ends without an exception."""
         folder = self.init_tmp_checkpoint(step, training_info, run_config)
@@ -161,7 +161,7 @@ class CheckpointManager:
             raise
 
     def init_tmp_checkpoint(
-        self, step: int, training_info: Mapping[str, object], run_config: Section | Mapping[str, object] | None = None
+        self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Path:
         """Makes `tmp_step_N` with training_info.json and config.yaml; returns its absolute path.
 

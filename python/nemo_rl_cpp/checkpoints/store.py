@@ -195,12 +195,8 @@ class CheckpointStore:
             for prefix, _, path in self.folders()
             if prefix == "" and (self.quick_problem(path) or self.problem(path))
         ]
-        aside = (
-            sorted(path.name for path in self.root.iterdir() if _ASIDE.fullmatch(path.name))
-            if self.root.is_dir()
-            else []
-        )
-        return found + aside
+        aside = (path.name for path in self.root.glob("corrupt_step_*") if _ASIDE.fullmatch(path.name))
+        return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint's contents, or None; each sealed folder is read once."""

@@ -59,12 +59,14 @@ class TrackerLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Logs every number."""
+        """Logs the `numbers` of the metrics."""
+        self.send(self.numbers(metrics, prefix, step_metric), step)
+
+    def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
+        """Every number by the name that it is logged under."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {name: scalar_of(value) for name, value in flat.items()}
-        self.send(
-            {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}, step
-        )
+        return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """The summary of the values is logged: the package has no histograms."""
@@ -165,15 +167,8 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.create_experiment(name=name, artifact_location=artifacts)
         self._mlflow.set_experiment(name)
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """Logs every number, and a summary of every list of numbers."""
+    def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
+        """Every number, and a summary of every list of numbers."""
         row: dict[str, float] = {}
         named = prefixed(merge_generation_workers(metrics), prefix, None)
         for name, value in flatten_dict(named, sep="/", expand_lists=False).items():
@@ -182,12 +177,11 @@ class MLflowLogger(TrackerLogger):
                 row |= _summary(name, value)
             elif number is not None and not isinstance(number, str):
                 row[name] = float(number)
-        if row:
-            self.send(row, step)
+        return row
 
     def send(self, row: dict[str, float], step: int) -> None:
-        """Logs numbers by their names."""
-        self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
+        if row:
+            self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Logs the flattened configuration as parameters."""
@@ -208,7 +202,6 @@ class SwanlabLogger(TrackerLogger):
         self.run = self._swanlab.init(**options, logdir=log_dir)
 
     def send(self, row: dict[str, float], step: int) -> None:
-        """Logs numbers by their names."""
         self.run.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
@@ -235,7 +228,6 @@ class TrackioLogger(TrackerLogger):
         file.write(self.run.name)
 
     def send(self, row: dict[str, float], step: int) -> None:
-        """Logs numbers by their names."""
         self._trackio.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:

@@ -138,9 +138,8 @@ class TensorboardLogger(LoggerInterface):
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):
                 self.writer.add_scalar(name, number, step)
-            elif name not in self._skipped and not isinstance(
-                value, str
-            ):  # texts, such as digests, are in metrics.jsonl
+            # texts, such as digests, are in metrics.jsonl
+            elif name not in self._skipped and not isinstance(value, str):
                 self._skipped.add(name)
                 print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from nemo_rl_cpp.config.access import to_json, to_plain, written
-from nemo_rl_cpp.config.base import Section
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.config.sections import check_keys, read_section
 from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
@@ -110,7 +110,7 @@ class Logger(LoggerInterface):
         """Logs `prefix/name` for every entry, at `step` (counted from 1)."""
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
-    def log_hyperparams(self, params: Section | Mapping[str, object]) -> None:
+    def log_hyperparams(self, params: Settings) -> None:
         """Logs the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
         plain = written(params)
         self._each(lambda logger: logger.log_hyperparams(plain))

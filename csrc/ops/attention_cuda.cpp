@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/attention_launchers.h"
 #include "ops/attention.h"
+#include "ops/kernel_types.h"
 #include "ops/paged_step.h"
 #include "runtime/cuda_launch.h"
 

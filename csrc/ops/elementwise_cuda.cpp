@@ -7,6 +7,7 @@
 #include "kernels/weight_digest.h"
 #include "ops/adamw.h"
 #include "ops/embedding.h"
+#include "ops/kernel_types.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
 #include "ops/swiglu.h"

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "kernels/cuda/model_launchers.h"
+#include "ops/kernel_types.h"
 #include "ops/linear.h"
 #include "runtime/cublaslt.h"
 

@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "kernels/cuda/sampling_launchers.h"
+#include "ops/kernel_types.h"
 #include "ops/sampling.h"
 #include "runtime/cuda_launch.h"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -131,7 +131,7 @@ def _held_out(value: object) -> float | None:
     return value
 
 
-HeldOut = Annotated[Any, AfterValidator(_held_out)]
+HeldOut = Annotated[object, AfterValidator(_held_out)]
 
 
 class DatasetConfig(DatasetDefaults):

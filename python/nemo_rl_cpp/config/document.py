@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import typing
-from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -118,7 +117,7 @@ NeMo RL has these keys, and they are accepted so that its files load.
 """
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         table = next((mark for mark in arguments[1:] if isinstance(mark, OneOf)), None)
@@ -133,16 +132,8 @@ def _type_name(annotation: Any) -> str:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    names = {
-        int: "integer",
-        float: "number",
-        str: "text",
-        bool: "true or false",
-        list: "list",
-        object: "any",
-        Any: "any",
-    }
-    return names.get(annotation, str(annotation))
+    names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
+    return "any" if annotation is object else names.get(annotation, str(annotation))
 
 
 def _default(info: FieldInfo) -> str:

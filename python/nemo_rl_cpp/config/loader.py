@@ -194,7 +194,7 @@ def _put(data: dict[str, object], location: tuple[str, ...], value: object) -> N
 
 def _remove(node: object, location: Sequence[str]) -> None:
     """Removes a key; for an element of a list, the whole list."""
-    if not isinstance(node, dict) or location[0] not in node:
+    if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
     inner = node[name]

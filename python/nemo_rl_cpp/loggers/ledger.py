@@ -20,7 +20,7 @@ LEDGER = ".run_files"
 _STEP_FILE = re.compile(r"(?:[^/]+/)*[^/]*_step(\d+)\.(?:jsonl|svg)", re.ASCII)
 
 
-class Entry(TypedDict, total=False):
+class LedgerRow(TypedDict, total=False):
     """One line: a file of a step, or whose logs these are."""
 
     step: int
@@ -87,7 +87,7 @@ class LogLedger:
             fsync_path(folder)
         self._unsynced.clear()
 
-    def _append(self, row: Entry) -> None:
+    def _append(self, row: LedgerRow) -> None:
         self._rows.append(row)
         text = json.dumps(row) + "\n"
         own_copy(self._path)
@@ -104,7 +104,7 @@ class LogLedger:
             os.close(descriptor)
 
 
-def _later(row: Entry, step: int) -> bool:
+def _later(row: LedgerRow, step: int) -> bool:
     """Whether an entry is well-formed, stays in the folder and belongs to a later step."""
     name = row.get("file")
     if not isinstance(name, str) or (match := _STEP_FILE.fullmatch(name)) is None:
@@ -112,8 +112,8 @@ def _later(row: Entry, step: int) -> bool:
     return ".." not in name.split("/") and not name.startswith("/") and int(match[1]) > step
 
 
-def _rows(path: Path) -> list[Entry]:
+def _rows(path: Path) -> list[LedgerRow]:
     try:
-        return [cast(Entry, row) for row in json_rows(read_text(path).splitlines())]
+        return [cast(LedgerRow, row) for row in json_rows(read_text(path).splitlines())]
     except (OSError, ValueError):
         return []

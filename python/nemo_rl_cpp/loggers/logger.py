@@ -83,8 +83,8 @@ class Logger(LoggerInterface):
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
 
-    def _start_monitor(self, cfg: GPUMonitoringConfig | Mapping[str, object]) -> RayGpuMonitorLogger | None:
-        section = read_section(cfg, GPUMonitoringConfig)
+    def _start_monitor(self, cfg: GPUMonitoringConfig | Mapping[str, object] | None) -> RayGpuMonitorLogger | None:
+        section = read_section(cfg or {}, GPUMonitoringConfig)
         monitor = self.new_monitor(
             collection_interval=section.collection_interval,
             flush_interval=section.flush_interval,

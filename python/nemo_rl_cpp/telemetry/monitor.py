@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
 
 
-class Sample(TypedDict):
+class UsageSample(TypedDict):
     """What was measured `step` seconds after the start."""
 
     step: int
@@ -39,7 +39,7 @@ class RayGpuMonitorLogger:
         self.flush_interval = float(flush_interval)
         self.metric_prefix, self.step_metric = metric_prefix, step_metric
         self.parent_logger = parent_logger
-        self.metrics_buffer: list[Sample] = []
+        self.metrics_buffer: list[UsageSample] = []
         self.is_running = False
         self.collection_thread: threading.Thread | None = None
         self._lock = threading.Lock()

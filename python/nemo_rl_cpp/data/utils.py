@@ -35,7 +35,6 @@ class Resumable(Protocol):
     """A loader whose position can be kept: `StatefulDataLoader`, one of several tasks, or one of another package."""
 
     def state_dict(self) -> dict[str, object]: ...
-
     def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
 
 

@@ -45,9 +45,6 @@ class Message(TypedDict, total=False):
 LLMMessageLogType = list[Message]
 """A conversation."""
 
-FlatMessagesType = dict[str, "list[str] | torch.Tensor"]
-"""A conversation by key instead of by message: tensors joined, everything else as a list over messages."""
-
 PathLike = str | os.PathLike[str]
 
 

@@ -11,9 +11,6 @@ from torch import Tensor
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import LENGTHS, TOKENS, RaggedBatch
 
-PART = "reward/"
-"""What the name of a part of the reward begins with, as a key of a batch."""
-
 
 class MissingField(AttributeError, KeyError):
     """A batch is asked for something that no stage has put into it."""
@@ -35,7 +32,8 @@ def _column(name: str, meaning: str, made_by: str) -> property:
 
 
 class Rollouts(BatchedDataDict):
-    """Conversations with what environments said of them, one row a sample. Columns of a data set travel along, as keys.
+    """Conversations with what environments said of them, one row a sample. Columns of a data set travel along, as keys, and so
+    do the parts of the reward, as `reward/<name>`.
 
     A row belongs to a group: the samples of one prompt.
     """
@@ -48,16 +46,6 @@ class Rollouts(BatchedDataDict):
     raw_reward = _column("raw_reward", "float32 [B] as the environments gave it", "the rollout runner")
     truncated = _column("truncated", "bool [B] a response or an observation ran out of room", "the rollout")
     weight_version = _column("weight_version", "int64 [B] which weights answered", "the rollout runner")
-
-    @property
-    def unshaped_reward(self) -> Tensor:
-        """float32 [B] before shaping: shaping must not make a group look mixed that is not."""
-        return self.data["unshaped_total_reward"] if "unshaped_total_reward" in self.data else self.total_reward
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """name -> float32 [B]: the parts of the reward, where environments give any."""
-        return {key[len(PART) :]: value for key, value in self.data.items() if str(key).startswith(PART)}
 
 
 def _of_tokens(name: str, meaning: str) -> property:
@@ -103,11 +91,6 @@ class TrainBatch(RaggedBatch):
     def input_lengths(self) -> Tensor:
         """int32 [B] tokens of each sample."""
         return self.lengths.int()
-
-    @property
-    def reward_parts(self) -> dict[str, Tensor]:
-        """name -> float32 [B]."""
-        return {name[len(PART) :]: value for name, value in self.samples.items() if name.startswith(PART)}
 
     @property
     def valid_mask(self) -> Tensor:

@@ -82,7 +82,7 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
         values = [metrics[name] for _, metrics in entries]
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
-        elif (join := _join_of(name)) is not None:
+        elif (join := join_of(name)) is not None:
             combined[name] = join(values)
         elif name.rsplit("/", 1)[-1].startswith(("verifier_", "num_")) and not name.endswith("_rate"):
             combined[name] = sum(values)
@@ -94,26 +94,9 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
     return combined
 
 
-def _join_of(name: str) -> Callable[[list[float]], float] | None:
+def join_of(name: str) -> Callable[[list[float]], float] | None:
     """How values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
     their mean, as rates are (`max_turns_reached_rate`)."""
     last = name.rsplit("/", 1)[-1]
     kind = last.split("_", 1)[0]
     return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
-
-
-def aggregate_rollout_metrics(per_group_metrics: Mapping[str, list[object]]) -> dict[str, object]:
-    """One value a name from the values of several groups: the highest of `max_*` and `*/max`, the lowest of `min_*` and
-    `*/min`, the sum of `total_*`, the mean of other numbers (rates, `trajectory_duration_s/mean`), and lists joined."""
-    result: dict[str, object] = {}
-    for name, values in per_group_metrics.items():
-        if not values:
-            continue
-        if all(isinstance(value, list) for value in values):
-            result[name] = [item for value in values for item in value]
-        elif not all(isinstance(value, (int, float)) for value in values):
-            result[name] = values
-        else:
-            join = _join_of(name)
-            result[name] = sum(values) / len(values) if join is None else join(values)
-    return result

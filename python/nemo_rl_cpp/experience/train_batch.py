@@ -86,26 +86,3 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
     if "mask_sample" in samples:
         mask[torch.as_tensor(samples["mask_sample"], dtype=torch.bool)] = 0.0
     return mask
-
-
-def extract_initial_prompt_messages(
-    message_logs: list[LLMMessageLogType], original_prompt_lengths: torch.Tensor
-) -> list[LLMMessageLogType]:
-    """The messages of each conversation that make up its prompt: those before `original_prompt_lengths` [B] tokens.
-
-    An empty prompt has none. ValueError when a message straddles the length, which then is not that of the prompt.
-    """
-    prompts = []
-    for row, (log, length) in enumerate(zip(message_logs, original_prompt_lengths.tolist(), strict=True)):
-        prompt, tokens = [], 0
-        for message in log:
-            if tokens >= length:
-                break
-            prompt.append(message)
-            tokens += len(message["token_ids"])
-        if tokens > length and prompt and prompt[-1]["role"] == "assistant":
-            raise ValueError(
-                f"conversation {row}: its prompt is said to have {length} tokens, which ends inside a response"
-            )
-        prompts.append(prompt)
-    return prompts

@@ -28,7 +28,7 @@ class Indexed(Protocol[T_co]):
 class Message(TypedDict, total=False):
     """A message of S tokens in a rollout.
 
-    role: who speaks: system, user, assistant, environment.
+    role: who speaks: system, user, assistant, tool, environment.
     content: the text.
     token_ids: int64 [S].
     generation_logprobs: float32 [S], of messages that the policy has sampled.

@@ -5,8 +5,8 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl_cpp.config.env import VerifierPoolConfig
 from nemo_rl_cpp.environments.worker_process import WorkerProcess, wait_for_any
@@ -77,7 +77,7 @@ class VerifierPool:
     ends is replaced. `shutdown`, the end of the program and the pool's own end kill them all.
     """
 
-    def __init__(self, verifier: type, options: PoolOptions, warm_up: dict[str, Any] | None = None) -> None:
+    def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
                 f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"
@@ -103,7 +103,7 @@ class VerifierPool:
         """Process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
-    def verify(self, responses: list[str], ground_truths: list[Any], **kwargs: Any) -> Verdicts:
+    def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
         """Judges every response against its truth; `kwargs` go to the verifier.
 
         Raises RuntimeError when workers cannot start, with what they wrote, or after `shutdown`.
@@ -151,8 +151,8 @@ class _Run:
 
     pool: VerifierPool
     responses: list[str]
-    truths: list[Any]
-    kwargs: dict[str, Any]
+    truths: Sequence[object]
+    kwargs: dict[str, object]
     waiting: deque[int]
     verdicts: Verdicts
     at_work: int = 0
@@ -174,7 +174,7 @@ class _Run:
                 return
             if worker.ready and worker.task is None:
                 i = self.waiting.popleft()
-                request = [self.responses[i], self.truths[i], self.kwargs]
+                request = self.responses[i], self.truths[i], self.kwargs
                 worker.start_task(i, request, self.pool.options.deadline_s)
                 self.at_work += 1
 
@@ -222,12 +222,12 @@ class _Run:
 class RemoteVerifier:
     """One verifier in a worker process, with the verifier's own `verify`."""
 
-    def __init__(self, verifier: type, **options: Any) -> None:
+    def __init__(self, verifier: type, **options: float | None) -> None:
         self._pool = VerifierPool(verifier, PoolOptions(**options))
 
     def verify(
-        self, pred_responses: list[str], ground_truths: list[Any], return_extracted_answer: bool = False, **kwargs: Any
-    ) -> list[float] | tuple[list[float], list[str | None]]:
+        self, pred_responses: list[str], ground_truths: Sequence[object], return_extracted_answer: bool = False, **kwargs: object
+    ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
         """As the verifier's; a response that takes too long scores 0."""
         verdicts = self._pool.verify(pred_responses, ground_truths, **kwargs)
         return (verdicts.scores, verdicts.answers) if return_extracted_answer else verdicts.scores

@@ -27,7 +27,7 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.conversation import prompt_of, prompts_of, tools_of
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
-from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
+from nemo_rl_cpp.data.interfaces import DatumSpec, Message, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -38,11 +38,11 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.quick_keywords import dotted_key
-from nemo_rl_cpp.quick_rows import Row, rows_of
+from nemo_rl_cpp.quick_rows import rows_of
 
 BASE_CONFIG = "grpo_notebook.yaml"
 TASK = "notebook"
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, object]]
 
 
 @dataclass(repr=False)
@@ -292,7 +292,7 @@ def _preflight(config: GRPOMasterConfig) -> None:
 def _train(
     config: GRPOMasterConfig, rows: list[Row], val_rows: list[Row] | None, environment: RewardFunctionEnvironment
 ) -> TrainResult:
-    def data(config: TrainMasterConfig, tokenizer: Tokenizer) -> RunData:
+    def data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
         limit, spec = config.policy.max_total_sequence_length, TaskDataSpec(TASK)
         _check_room(rows, "prompt", tokenizer, limit)
         _check_room(val_rows or [], "validation prompt", tokenizer, limit)
@@ -319,7 +319,9 @@ class Rows:
         )
 
 
-def _processor(row: Row, spec: TaskDataSpec, tokenizer: Tokenizer, max_seq_length: int | None, idx: int) -> DatumSpec:
+def _processor(
+    row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
+) -> DatumSpec:
     message = _prompt_message(prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, tools_of(row))
     length = len(message["token_ids"])
     columns = {key: value for key, value in row.items() if key != "prompt"}
@@ -328,7 +330,7 @@ def _processor(row: Row, spec: TaskDataSpec, tokenizer: Tokenizer, max_seq_lengt
     )
 
 
-def _check_room(rows: list[Row], name: str, tokenizer: Tokenizer, limit: int) -> None:
+def _check_room(rows: list[Row], name: str, tokenizer: TokenizerType, limit: int) -> None:
     """ValueError for the first prompt that the template refuses or that leaves no room to answer, before a model is loaded."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
@@ -344,9 +346,7 @@ def _check_room(rows: list[Row], name: str, tokenizer: Tokenizer, limit: int) ->
             )
 
 
-def _prompt_message(
-    prompt: Prompt, tokenizer: Tokenizer, tools: list[dict[str, object]] | None = None
-) -> dict[str, str | torch.Tensor]:
+def _prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

@@ -9,10 +9,9 @@ from pathlib import Path
 from nemo_rl_cpp.argument_checks import described, in_a_line, names_of
 from nemo_rl_cpp.data.conversation import is_conversation, prompt_of
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+from nemo_rl_cpp.data.interfaces import Row
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
-Row = dict[str, object]
-"""`prompt`, and columns for the reward functions."""
 _RESERVED = ("prompts", "completions")
 _LIKE_A_FILE = (
     ".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".md", ".xml", ".yaml", ".yml", ".toml", ".xls", ".xlsx",

@@ -321,17 +321,18 @@ class Updates:
         }
 
 
-_OF_THE_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}
+_UNDIVIDED = {"lr", "wd", "global_valid_seqs", "global_valid_toks", "token_mult_prob_error_sum"}
 
 
 def collect_metrics(metrics: list[dict[str, float]], num_global_batches: int) -> dict[str, list[float]]:
     """name -> one value a micro-batch. Sums over a global batch are divided by the number of global batches, as NeMo RL
-    does; minima, maxima and what is a property of the whole global batch are not."""
+    does; minima, maxima, what is a property of the whole global batch, and a sum that is yet to be divided by the global
+    batch's tokens (`token_mult_prob_error_sum`) are not."""
     collected: dict[str, list[float]] = {}
     for micro in metrics:
         if micro.get("num_valid_samples", 1) == 0:
             continue
         for name, value in micro.items():
-            whole = "_min" in name or "_max" in name or name in _OF_THE_GLOBAL_BATCH
+            whole = "_min" in name or "_max" in name or name in _UNDIVIDED
             collected.setdefault(name, []).append(value if whole else value / num_global_batches)
     return collected

@@ -69,13 +69,15 @@ def _clamp(value: float | None) -> float:
 
 
 class ClippedPGResult(NamedTuple):
-    """Loss (scalar tensor), its gradients, metrics as floats, and the first non-finite (sample, token) or None."""
+    """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum over
+    the valid tokens of which the metric `token_mult_prob_error` is the share."""
 
     loss: Tensor
     grad_logprobs: Tensor
     grad_unfiltered: Tensor | None
     metrics: dict[str, float]
     nonfinite: tuple[int, int] | None
+    mult_prob_error_sum: float
 
 
 def clipped_pg_loss(
@@ -112,9 +114,10 @@ def clipped_pg_loss(
     )  # fmt: skip
     metrics = dict(zip(_METRIC_NAMES, values.tolist(), strict=True))
     sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    error_sum = metrics.pop("token_mult_prob_error_sum")
     if not config.truncates:
         del metrics["is_oob_ratio"]
-    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token))
+    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token), error_sum)
 
 
 def token_loss(

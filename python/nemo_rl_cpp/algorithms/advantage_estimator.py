@@ -168,19 +168,22 @@ class GeneralizedAdvantageEstimator:
         with_kl = self.use_kl_in_reward and self.kl_coef > 0 and both
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
-        result = ops.gae(
-            rewards,
-            values,
-            mask,
+        config = ops.GAEConfig(
             gamma=self.gae_gamma,
             gae_lambda=policy,
             gae_lambda_value=value,
             length_adaptive_alpha=self.length_adaptive_alpha,
-            logprobs=logprobs if with_kl else None,
-            reference_logprobs=reference_logprobs if with_kl else None,
             kl_coef=self.kl_coef if with_kl else 0.0,
             kl_type=self.kl_type,
             normalize=self.normalize_advantages,
+        )
+        result = ops.gae(
+            rewards,
+            values,
+            mask,
+            config,
+            logprobs=logprobs if with_kl else None,
+            reference_logprobs=reference_logprobs if with_kl else None,
         )
         self.last_metrics = _whitening_metrics(result.degenerate)
         return result.advantages, result.returns

@@ -272,6 +272,7 @@ class Tokenizer(SpecialTokens):
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,

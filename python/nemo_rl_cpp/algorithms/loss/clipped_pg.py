@@ -180,27 +180,27 @@ class ClippedPGLossFn:
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
+        prev = None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]
         return ops.clipped_pg_loss(
             curr_logprobs.detach(),
-            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if self.op_config().kl_penalty != 0 else None,
-            global_valid_toks=global_valid_toks,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_positive_toks=positive,
-            **self._op_inputs(data, None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]),
+            self._op_inputs(data, prev),
+            ops.LossCounts(global_valid_toks, global_valid_seqs, positive),
+            self.op_config(),
         )
 
-    def _op_inputs(self, data: Mapping[str, Any], prev_logprobs: Tensor | None) -> dict[str, Any]:
+    def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
         config = self.op_config()
-        return {
-            "advantages": data["advantages"],
-            "prev_logprobs": prev_logprobs,
-            "generation_logprobs": data["generation_logprobs"],
-            "reference_policy_logprobs": data["reference_policy_logprobs"] if config.kl_penalty != 0 else None,
-            "token_mask": data["token_mask"],
-            "sample_mask": data["sample_mask"],
-            "rewards": data.get("rewards") if config.positive_nll_weight > 0 else None,
-            "config": config,
-        }
+        with_kl = config.kl_penalty != 0
+        return ops.ClippedPGInputs(
+            advantages=data["advantages"],
+            prev_logprobs=prev_logprobs,
+            generation_logprobs=data["generation_logprobs"],
+            reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
+            token_mask=data["token_mask"],
+            sample_mask=data["sample_mask"],
+            rewards=data.get("rewards") if config.positive_nll_weight > 0 else None,
+            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if with_kl else None,
+        )
 
     def token_loss(
         self,
@@ -215,10 +215,9 @@ class ClippedPGLossFn:
             return None
         prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get("prev_logprobs")
         return ops.token_loss(
-            global_valid_toks=global_valid_toks,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_positive_toks=global_valid_positive_toks,
-            **self._op_inputs({**data.samples, **data.tokens}, prev),
+            self._op_inputs({**data.samples, **data.tokens}, prev),
+            ops.LossCounts(global_valid_toks, global_valid_seqs, global_valid_positive_toks),
+            self.op_config(),
         )
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:

@@ -3,7 +3,7 @@
 The names below load with the first use: a tokenizer alone needs no configuration schema.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
@@ -15,7 +15,7 @@ __all__ = ["DataConfig", "EvalDataConfig", "EvalDataConfigType", "ResponseDatase
 _NAMES_IN_CONFIG = {"EvalDataConfigType": "EvalDataConfig", "ResponseDatasetConfig": "DatasetConfig"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nemo_rl_cpp.config import data

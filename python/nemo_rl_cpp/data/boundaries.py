@@ -15,9 +15,12 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.tokenizer_files import read_json
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
 
 GENERATION_CONFIG = "generation_config.json"
 _FROM_CONFIG = (
@@ -26,7 +29,9 @@ _FROM_CONFIG = (
 )  # fmt: skip
 
 
-def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+def prompt_ids(
+    tokenizer: TokenizerType, text: str, messages: Sequence[Mapping[str, object]] | None = None
+) -> list[int]:
     """The token ids of a prompt.
 
     `messages` is the conversation from which a chat template made `text`; None for plain text. A plain text that is
@@ -35,9 +40,8 @@ def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] 
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    ids = [
-        int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)
-    ]  # some tokenizers give a row of a batch
+    # some tokenizers give a row of a batch
+    ids = [int(i) for i in (ids[0] if ids and isinstance(ids[0], list) else ids)]
     bos, eos, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
     if plain and ids and ids[-1] == eos and end and not text.endswith(end):
         warnings.warn(
@@ -48,7 +52,7 @@ def prompt_ids(tokenizer: Any, text: str, messages: Sequence[Mapping[str, Any]] 
     return ids[1:] if plain and bos is not None and ids[:2] == [bos, bos] else ids
 
 
-def end_token_ids(folder: Path | None, config: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType) -> list[int]:
     """The tokens at which a model's responses end.
 
     Args:
@@ -71,13 +75,13 @@ def end_token_ids(folder: Path | None, config: Mapping[str, Any], tokenizer: Any
     return ends
 
 
-def end_token_ids_of_tokenizer(tokenizer: Any) -> list[int]:
+def end_token_ids_of_tokenizer(tokenizer: TokenizerType) -> list[int]:
     """The end tokens that a tokenizer knows: those of the model in its folder, else its own; [] for None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
 
-def named_ends(folder: Path | None, config: Mapping[str, Any]) -> list[int]:
+def named_ends(folder: Path | None, config: Mapping[str, object]) -> list[int]:
     """The end tokens that generation_config.json names, or else config.json; [] where neither does."""
     generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
@@ -86,7 +90,7 @@ def named_ends(folder: Path | None, config: Mapping[str, Any]) -> list[int]:
     return []
 
 
-def _ids(value: Any, where: str) -> list[int]:
+def _ids(value: object, where: str) -> list[int]:
     given = [] if value is None else value if isinstance(value, list) else [value]
     for i in given:
         if isinstance(i, bool) or not isinstance(i, int):
@@ -94,7 +98,9 @@ def _ids(value: Any, where: str) -> list[int]:
     return list(dict.fromkeys(i for i in given if i >= 0))  # some folders write -1 for none
 
 
-def save_generation_config(folder: Path | None, config: Mapping[str, Any], tokenizer: Any, target: Path) -> None:
+def save_generation_config(
+    folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType, target: Path
+) -> None:
     """Writes a trained model's generation_config.json: that of the model in `folder`, with the ends of `end_token_ids`."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
@@ -106,14 +112,10 @@ def save_generation_config(folder: Path | None, config: Mapping[str, Any], token
         (target / GENERATION_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def passes_text_through(tokenizer: Any) -> bool:
+def passes_text_through(tokenizer: TokenizerType) -> bool:
     """Whether the chat template gives a user's message as it is: the model does not see that it is a message."""
     try:
-        return (
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
-            )
-            == "x"
-        )
+        messages = [{"role": "user", "content": "x"}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "x"
     except ValueError:  # no template, or one that wants another conversation
         return False

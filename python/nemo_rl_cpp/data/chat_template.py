@@ -7,15 +7,16 @@ time: a template can read the messages and build text, and nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import TypeVar
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
+import jinja2.parser
 
 from nemo_rl_cpp.data.template_sandbox import Sandbox, begin_rendering, limited_filter
 from nemo_rl_cpp.data.time_limit import time_limit
@@ -25,11 +26,10 @@ PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}
 
 RENDER_SECONDS = 10.0
 """How long one conversation may take; templates need a few milliseconds."""
-_REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names of a message's reasoning, the one templates read first
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names in a message, the one templates read first
+
+
+T = TypeVar("T")
 
 
 class ChatTemplateError(ValueError):
@@ -41,9 +41,9 @@ class _GenerationBlock(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
 
 
@@ -52,7 +52,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -73,7 +73,7 @@ def _environment() -> Sandbox:
     return environment
 
 
-def _guarded(what: str, action: Any) -> Any:
+def _guarded(what: str, action: Callable[[], T]) -> T:
     """`action()`; whatever goes wrong inside is a ChatTemplateError that begins with `what`."""
     try:
         with time_limit(RENDER_SECONDS):
@@ -99,13 +99,13 @@ def uses_messages(template: str) -> bool:
 
 def render_chat_template(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     *,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    documents: Sequence[Mapping[str, object]] | None = None,
+    variables: Mapping[str, object] | None = None,
 ) -> str:
     """The text of one conversation, as transformers makes it.
 
@@ -135,13 +135,13 @@ def render_chat_template(
             tools=_plain(tools),
             documents=_plain(documents),
             add_generation_prompt=add_generation_prompt,
-            **_plain(variables or {}),
+            **{name: _plain(value) for name, value in (variables or {}).items()},
         ),
     )
     return _up_to_the_last_content(text, seen) if continue_final_message else text
 
 
-def _up_to_the_last_content(text: str, messages: list[dict[str, Any]]) -> str:
+def _up_to_the_last_content(text: str, messages: list[dict[str, object]]) -> str:
     content = messages[-1].get("content") if messages else None
     if isinstance(content, list):
         content = next((part["text"] for part in reversed(content) if isinstance(part, dict) and "text" in part), None)
@@ -157,7 +157,7 @@ def _up_to_the_last_content(text: str, messages: list[dict[str, Any]]) -> str:
     return text[: at + len(last)]
 
 
-def _as_templates_see_them(messages: Any) -> list[dict[str, Any]]:
+def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
     """Copies of plain values, without keys that are None, reasoning under the names that templates read."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
@@ -177,7 +177,7 @@ def _as_templates_see_them(messages: Any) -> list[dict[str, Any]]:
     return seen
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """JSON's types only: the sandbox does not know what methods of other objects would do."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -187,11 +187,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)(_plain(item) for item in value)
-            if type(value) in (list, tuple)
-            else [_plain(item) for item in value]
-        )
+        return (type(value) if type(value) in (list, tuple) else list)(_plain(item) for item in value)
     if hasattr(value, "model_dump"):
         return _plain(value.model_dump())
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:

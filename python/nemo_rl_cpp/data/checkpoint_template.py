@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.data.boundaries import passes_text_through
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.policy import TokenizerConfig
+    from nemo_rl_cpp.data.tokenizer import Templates, Tokenizer
 
-def settle_chat_template(tokenizer: Any, folder: Path) -> list[str]:
+
+def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Lets `tokenizer` use the chat template for the model in `folder`; returns what a user must know of it, a sentence each.
 
     The model's own template counts. Only where it has none, and `folder` is a checkpoint of a run (`step_N/policy/weights`,
@@ -44,7 +48,7 @@ def settle_chat_template(tokenizer: Any, folder: Path) -> list[str]:
     return remarks
 
 
-def differences_from_run(folder: Path, section: Any) -> list[str]:
+def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
     """What a checkpoint's evaluation does with prompts that its run did otherwise; `section` is its `tokenizer`."""
     run = run_section(folder) or {}
     remarks = []
@@ -58,7 +62,7 @@ def differences_from_run(folder: Path, section: Any) -> list[str]:
     return remarks
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -75,7 +79,7 @@ def run_section(folder: Path) -> dict[str, Any] | None:
     return (_config.load_file(os.fspath(_run_config(folder))).get("policy") or {}).get("tokenizer") or {}
 
 
-def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Any) -> Any:
+def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
     """The template that the run used, `own` where it used the model's; None for contents as they are."""
     from nemo_rl_cpp.data.tokenizer import get_tokenizer
 

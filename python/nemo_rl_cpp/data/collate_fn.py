@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
-def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
+def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """A batch of prompts: `length`, `loss_multiplier` and `batch_max_length` as tensors [B], the rest as lists."""
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
@@ -29,7 +29,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
     )
 
 
-def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
+def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """What an evaluation needs of each prompt: `message_log`, `extra_env_info`, `idx`, as lists."""
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 

@@ -8,7 +8,7 @@ from typing import Any
 _REQUIRED = object()
 
 
-def is_given(config: Any, key: str) -> bool:
+def is_given(config: object, key: str) -> bool:
     """Whether the user wrote the key: a default of a typed model does not count, an explicit null does."""
     if isinstance(config, Mapping):
         return key in config
@@ -18,7 +18,7 @@ def is_given(config: Any, key: str) -> bool:
     return hasattr(config, key)
 
 
-def get_field(config: Any, key: str, default: Any = _REQUIRED) -> Any:
+def get_field(config: object, key: str, default: object = _REQUIRED) -> Any:
     """config[key] or config.key; ValueError naming the key when it is missing and has no default."""
     if config is not None:
         if isinstance(config, Mapping):
@@ -31,7 +31,7 @@ def get_field(config: Any, key: str, default: Any = _REQUIRED) -> Any:
     return default
 
 
-def to_plain(config: Any) -> Any:
+def to_plain(config: object) -> Any:
     """Dictionaries and lists all the way down, with only the keys that were written; the original stays as it is."""
     if isinstance(config, Mapping):
         return {key: to_plain(value) for key, value in config.items()}

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of
 
@@ -21,17 +21,18 @@ _SHAREGPT_ROLES = {
 _WRITTEN_OUT = re.compile(
     r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:"""
 )  # a conversation as JSON or Python text
-Message = dict[str, Any]
+ChatMessage = dict[str, object]
+"""A message as data sets and callers give it: role, content, and whatever else the chat template reads."""
 
 
-def look_up(row: Mapping[str, Any], key: str) -> Any:
+def look_up(row: Mapping[str, object], key: str) -> object:
     """The value of a column, or inside columns that are mappings by a dotted key (`reward_model.ground_truth`).
 
     ValueError with the keys that are there when it is missing.
     """
     if key in row:
         return row[key]
-    value: Any = row
+    value: object = row
     walked: list[str] = []
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -43,7 +44,7 @@ def look_up(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def conversation_of(value: Any, key: str) -> list[Message]:
+def conversation_of(value: object, key: str) -> list[ChatMessage]:
     """The messages of a question: a text or a number is a user's message; lists of {"role", "content"} or of {"from",
     "value"} (sharegpt) are conversations."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
@@ -62,12 +63,12 @@ def conversation_of(value: Any, key: str) -> list[Message]:
     return [_message(message, f"{key}[{i}]") for i, message in enumerate(value)]
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Whether a value is a list of some kind (no text)."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _message(message: Any, key: str) -> Message:
+def _message(message: object, key: str) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise ValueError(f"{key} must be a message {{'role', 'content'}}, not {_kind(message)}")
     if "role" not in message and "from" in message and "value" in message:
@@ -82,7 +83,7 @@ def _message(message: Any, key: str) -> Message:
     return dict(message)
 
 
-def split_conversation(messages: Sequence[Mapping[str, Any]], key: str = "messages") -> tuple[list[Message], Any]:
+def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
     """(prompt, truth): the prompt ends with the user (or a tool's result), the truth is what the last assistant message
     says, and None where nothing follows the prompt. Contents in parts of text become texts."""
     checked = conversation_of(messages, key) if is_list(messages) else None
@@ -98,7 +99,7 @@ def split_conversation(messages: Sequence[Mapping[str, Any]], key: str = "messag
     if prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError(
             f"{key!r} must end with the user's question, or with it and one assistant message as the answer; "
-            f"its roles are {', '.join(m['role'] for m in checked)}{', assistant' if len(checked) < len(messages) else ''}"
+            f"its roles are {', '.join(str(m['role']) for m in checked)}{', assistant' if len(checked) < len(messages) else ''}"
         )
     return prompt, truth
 
@@ -113,7 +114,7 @@ def check_characters(text: str, where: str) -> None:
         ) from None
 
 
-def is_conversation(items: Any) -> bool:
+def is_conversation(items: object) -> bool:
     """Whether it is a list of messages, in either spelling, and not one of rows."""
     return (
         isinstance(items, (list, tuple))
@@ -123,7 +124,7 @@ def is_conversation(items: Any) -> bool:
     )
 
 
-def prompt_of(value: Any, where: str, may_be_empty: bool = False) -> str | list[Message]:
+def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
     """A prompt as the model gets it: a text, or the messages of a conversation that the model can answer. ValueError, which
     begins with `where`, for all else."""
     if isinstance(value, str):
@@ -148,11 +149,11 @@ def prompt_of(value: Any, where: str, may_be_empty: bool = False) -> str | list[
         raise ValueError(f"{where}: {error}") from None
 
 
-def prompts_of(prompts: Any) -> list[str | list[Message]]:
+def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
     """One or several prompts to answer, each as `prompt_of` gives it; a text or a conversation is one. ValueError for all
     else."""
     if isinstance(prompts, str) or is_conversation(prompts):
-        several: list[Any] = [prompts]
+        several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
         raise ValueError(f"prompts is {described(prompts)}; give a text, a conversation, or a list of these")
     else:
@@ -160,7 +161,7 @@ def prompts_of(prompts: Any) -> list[str | list[Message]]:
     return [prompt_of(prompt, f"prompt {i}") for i, prompt in enumerate(several)]
 
 
-def _with_text(message: Message, key: str) -> Message:
+def _with_text(message: ChatMessage, key: str) -> ChatMessage:
     content = message.get("content")
     if is_parts(content):
         message = {**message, "content": joined_text(content, key)}
@@ -175,20 +176,20 @@ def _with_text(message: Message, key: str) -> Message:
     return message
 
 
-def is_parts(content: Any) -> bool:
+def is_parts(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     """Whether a content is a list of parts such as {"type": "text", "text": ...}."""
     return is_list(content) and bool(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
-def joined_text(parts: Sequence[Mapping[str, Any]], key: str = "content") -> str:
+def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> str:
     """The texts of all parts, one after another; images, sound and video are refused."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")
-    return "".join(part["text"] for part in parts)
+    return "".join(str(part["text"]) for part in parts)
 
 
-def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
     """The column `tools` of a row: a list of JSON schemas, or its JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -203,7 +204,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools]
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if value is None:
         return "null"
     if is_list(value):

@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.data.collate_fn import rl_collate_fn
 from nemo_rl_cpp.data.config_access import get_field
 from nemo_rl_cpp.data.random_order import permutation
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.data import DataConfig
+    from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
+    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
 class StatefulDataLoader:
@@ -24,10 +29,10 @@ class StatefulDataLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Indexed[DatumSpec],
         batch_size: int,
         shuffle: bool = False,
-        collate_fn: Callable[[list[Any]], Any] = rl_collate_fn,
+        collate_fn: Callable[[list[DatumSpec]], BatchedDataDict] = rl_collate_fn,
         drop_last: bool = False,
         seed: int = 42,
         num_workers: int = 0,
@@ -59,16 +64,11 @@ class StatefulDataLoader:
         """Epochs that were finished or left before the current one."""
         return self._epoch
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self._epoch,
-            "cursor": self._cursor,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "num_rows": len(self.dataset),
-        }
+    def state_dict(self) -> dict[str, int | bool]:
+        here = {"epoch": self._epoch, "cursor": self._cursor}
+        return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Goes to a saved position. ValueError when data set, seed or shuffling are others: the position would mean
         other rows."""
         own = self.state_dict()
@@ -82,18 +82,17 @@ class StatefulDataLoader:
         self._newest += 1
 
     def _order(self) -> list[int]:
-        return (
-            permutation(len(self.dataset), self.seed, self._epoch) if self.shuffle else list(range(len(self.dataset)))
-        )
+        rows = len(self.dataset)
+        return permutation(rows, self.seed, self._epoch) if self.shuffle else list(range(rows))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchedDataDict]:
         if not self._resume and self._cursor:
             self._epoch, self._cursor = self._epoch + 1, 0
         self._resume = False
         self._newest += 1
         return self._batches(self._order(), self._cursor, self._newest)
 
-    def _batches(self, order: list[int], start: int, number: int) -> Iterator[Any]:
+    def _batches(self, order: list[int], start: int, number: int) -> Iterator[BatchedDataDict]:
         cuts = range(start, len(order), self.batch_size)
         chunks = [order[at : at + self.batch_size] for at in cuts]
         if self.drop_last:
@@ -110,13 +109,13 @@ class StatefulDataLoader:
                 self._epoch, self._cursor, self._resume = self._epoch + 1, 0, True
             yield self.collate_fn(rows)
 
-    def _submit(self, chunk: list[int]) -> Callable[[], list[Any]]:
+    def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
         """Starts to fetch rows; calling the result waits for them (and raises what a processor raised)."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="data")
-        futures: list[Future[Any]] = [self._pool.submit(self.dataset.__getitem__, i) for i in chunk]
+        futures: list[Future[DatumSpec]] = [self._pool.submit(self.dataset.__getitem__, i) for i in chunk]
         return lambda: [future.result() for future in futures]
 
     def close(self) -> None:
@@ -134,12 +133,14 @@ class MultipleDataloaderWrapper:
     **records) and returns (batch, data_iterators); `set_records` gives it what it decides by.
     """
 
-    def __init__(self, expected_num_prompts: int, data_config: Any, dataloaders: Mapping[str, Any]):
+    def __init__(
+        self, expected_num_prompts: int, data_config: DataConfig | Mapping[str, object], dataloaders: Mapping[str, StatefulDataLoader]
+    ):  # fmt: skip
         self.expected_num_prompts = expected_num_prompts
         self.data_config = data_config
         self.dataloaders = dict(dataloaders)
-        self.data_iterators: dict[str, Iterator[Any]] = {name: iter(loader) for name, loader in dataloaders.items()}
-        self.records: dict[str, Any] = {}
+        self.data_iterators = {name: iter(loader) for name, loader in dataloaders.items()}
+        self.records: dict[str, object] = {}
         self._turn = 0
         path = get_field(data_config, "custom_dataloader", None)
         self._custom = _import(path) if path else None
@@ -151,13 +152,13 @@ class MultipleDataloaderWrapper:
                     f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})"
                 )
 
-    def set_records(self, records: Mapping[str, Any]) -> None:
+    def set_records(self, records: Mapping[str, object]) -> None:
         self.records = {**self.records, **records}
 
     def __iter__(self) -> MultipleDataloaderWrapper:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchedDataDict:
         if self._custom is not None:
             batch, self.data_iterators = self._custom(self.data_iterators, self.dataloaders, **self.records)
         else:
@@ -170,7 +171,7 @@ class MultipleDataloaderWrapper:
             )
         return batch
 
-    def _in_turn(self) -> Any:
+    def _in_turn(self) -> BatchedDataDict:
         from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
         names, parts, count = list(self.dataloaders), [], 0
@@ -184,14 +185,14 @@ class MultipleDataloaderWrapper:
         batch["batch_max_length"] = batch["length"].new_full((batch.size,), int(batch["length"].max()))
         return batch
 
-    def _next_of(self, name: str) -> Any:
+    def _next_of(self, name: str) -> BatchedDataDict:
         try:
             return next(self.data_iterators[name])
         except StopIteration:
             self.data_iterators[name] = iter(self.dataloaders[name])
             return next(self.data_iterators[name])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {
             "turn": self._turn,
             "dataloaders": {name: loader.state_dict() for name, loader in self.dataloaders.items()},

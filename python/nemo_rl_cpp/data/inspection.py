@@ -9,9 +9,13 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt, multichoice_qa_processor
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.datasets import RawDataset
+    from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
 
 _MOST_ROWS = 1000
 _MOST_CHARACTERS = 2_000_000
@@ -56,8 +60,9 @@ class _Lengths:
 
 
 def inspect_rows(
-    raw: Any, rows: Any, tokenizer: Any, limits: Limits, where: str, environment: tuple[str | None, Any] = (None, None)
-) -> Iterator[Remark]:
+    raw: RawDataset, rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
+    environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
+) -> Iterator[Remark]:  # fmt: skip
     """Remarks about the rows of one data set: its prompts against the limits, its truths against the environment.
 
     `raw` holds processor, task_spec and perhaps preprocessor; `environment` is (name, its section of the configuration). Of
@@ -91,16 +96,13 @@ def inspect_rows(
             break
     if raw.processor is multichoice_qa_processor and not raw.task_spec.prompt and rows[0].get("options"):
         yield Remark(
-            "warning",
-            where,
-            "has options, but no prompt_file, so prompts show the questions alone: set prompt_file (prompts/multichoice.txt)",
-        )
+            "warning", where, "has options, but no prompt_file, so prompts show the questions alone: set prompt_file (prompts/multichoice.txt)",
+        )  # fmt: skip
     if unread := getattr(raw, "unread_columns", ()):
         yield Remark(
-            "warning",
-            where,
-            f"has the columns {', '.join(unread)}, which are not part of the prompts: join them into the question's column if the model is to see them",
-        )
+            "warning", where, f"has the columns {', '.join(unread)}, which are not part of the prompts: join them into the question's column "
+            "if the model is to see them",
+        )  # fmt: skip
     yield from _about_lengths(lengths, limits, where, len(rows))
     name, section = environment
     if name in _MATH_ENVIRONMENTS:
@@ -113,12 +115,8 @@ def _about_lengths(lengths: _Lengths, limits: Limits, where: str, rows: int) -> 
     looked_at = "" if lengths.seen == rows else f" looked at (of {rows:,})"
     for key, limit, effect in (
         (limits.context_key, limits.context, "they leave no room for a response"),
-        (
-            limits.cut_key,
-            limits.cut,
-            "they are cut to a few tokens, so the model never sees their question, and get no gradient",
-        ),
-    ):
+        (limits.cut_key, limits.cut, "they are cut to a few tokens, so the model never sees their question, and get no gradient"),
+    ):  # fmt: skip
         count = lengths.over.get(key, 0)
         if not count or (key == limits.cut_key and limits.cut == limits.context):
             continue
@@ -140,7 +138,9 @@ _WORD = re.compile(
 )  # of three it makes a product of letters, which only the same text equals
 
 
-def _about_truths(truths: list[tuple[int, Any]], section: Mapping[str, Any], name: str, where: str) -> Iterator[Remark]:
+def _about_truths(
+    truths: list[tuple[int, object]], section: Mapping[str, object], name: str, where: str
+) -> Iterator[Remark]:
     kind = section.get("verifier_type") or "math"
     judge = _of_math if kind == "math" else _of_choice
     dapo = section.get("math_verify_impl") == "dapo_math_verify"
@@ -163,13 +163,13 @@ def _about_truths(truths: list[tuple[int, Any]], section: Mapping[str, Any], nam
     )
 
 
-def _of_choice(truth: Any, _: bool) -> str | None:
+def _of_choice(truth: object, _: bool) -> str | None:
     from nemo_rl_cpp.environments.verifiers import normalize_response
 
     return None if truth is not None and len(normalize_response(str(truth))) == 1 else "never"
 
 
-def _of_math(truth: Any, dapo: bool) -> str | None:
+def _of_math(truth: object, dapo: bool) -> str | None:
     """None for a truth that can be read, "never" where no response can match, "as text" where only the same text does."""
     text = "" if truth is None else str(truth)
     if not text.strip() or "####" in text:

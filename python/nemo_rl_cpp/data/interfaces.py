@@ -3,24 +3,86 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 
 from nemo_rl_cpp.data.prompt_files import find_file
 
 if TYPE_CHECKING:
     import torch
 
-LLMMessageLogType = list[dict[str, "str | torch.Tensor"]]
-"""A conversation: messages with "role" and "content", and once tokenised "token_ids" (int64 [S]) and more."""
+T_co = TypeVar("T_co", covariant=True)
+
+Row = dict[str, object]
+"""A row of a data set: what its columns hold, by their names."""
+
+
+class Indexed(Protocol[T_co]):
+    """Things by their numbers: the rows of a data set, or the samples that are made of them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+
+
+class Message(TypedDict, total=False):
+    """A message of S tokens in a rollout.
+
+    role: who speaks: system, user, assistant, environment.
+    content: the text.
+    token_ids: int64 [S].
+    generation_logprobs: float32 [S], of messages that the policy has sampled.
+    token_loss_mask: int64 [S], 1 on the tokens that are trained.
+    """
+
+    role: str
+    content: str
+    token_ids: torch.Tensor
+    generation_logprobs: torch.Tensor
+    token_loss_mask: torch.Tensor
+
+
+LLMMessageLogType = list[Message]
+"""A conversation."""
 
 FlatMessagesType = dict[str, "list[str] | torch.Tensor"]
 """A conversation by key instead of by message: tensors joined, everything else as a list over messages."""
 
-PathLike = str | os.PathLike[Any]
+PathLike = str | os.PathLike[str]
 
-TokenizerType = Any
-"""`nemo_rl_cpp.data.tokenizer.Tokenizer` or a transformers tokenizer."""
+
+class TokenizerType(Protocol):
+    """What a run asks of a tokenizer: of `nemo_rl_cpp.data.tokenizer.Tokenizer`, or of one of transformers."""
+
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    all_special_ids: list[int]
+
+    def __len__(self) -> int: ...
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_tensors: str | None = None
+    ) -> Mapping[str, list[int] | list[list[int]] | torch.Tensor]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]] | Sequence[torch.Tensor], skip_special_tokens: bool = False
+    ) -> list[str]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **options: object,
+    ) -> str: ...
+
+    def save_pretrained(self, folder: str, /) -> object: ...
 
 
 class DatumSpec(TypedDict):
@@ -37,12 +99,12 @@ class DatumSpec(TypedDict):
 
     message_log: LLMMessageLogType
     length: int
-    extra_env_info: dict[str, Any] | None
+    extra_env_info: Mapping[str, object] | None
     loss_multiplier: float
     idx: int
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str]]
-    __extra__: NotRequired[Any]
+    __extra__: NotRequired[object]
 
 
 @dataclass
@@ -98,7 +160,7 @@ class TaskDataProcessFnCallable(Protocol):
 
     def __call__(
         self,
-        datum_dict: dict[str, Any],
+        datum_dict: Row,
         task_data_spec: TaskDataSpec,
         tokenizer: TokenizerType,
         max_seq_length: int | None,
@@ -109,4 +171,4 @@ class TaskDataProcessFnCallable(Protocol):
 class TaskDataPreProcessFnCallable(Protocol):
     """Changes a row before the processor sees it."""
 
-    def __call__(self, datum_dict: dict[str, Any]) -> dict[str, Any]: ...
+    def __call__(self, datum_dict: Row) -> Row: ...

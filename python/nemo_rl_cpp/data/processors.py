@@ -7,16 +7,14 @@ Each takes (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and give
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
-from nemo_rl_cpp.data.conversation import Message, split_conversation, tools_of
-from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
+from nemo_rl_cpp.data.conversation import ChatMessage, split_conversation, tools_of
+from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.prompt_place import fill_prompt
 from nemo_rl_cpp.data.prompt_rendering import render_prompt, system_part
-
-TokenizerLike = TokenizerType
 
 
 class Entry(NamedTuple):
@@ -31,7 +29,7 @@ class Prompt(NamedTuple):
     """What a row says: the prompt's messages and what its environment gets."""
 
     entries: list[Entry]
-    extra_env_info: dict[str, Any]
+    extra_env_info: dict[str, object]
 
     @property
     def length(self) -> int:
@@ -39,11 +37,11 @@ class Prompt(NamedTuple):
         return sum(len(entry.ids) for entry in self.entries)
 
 
-PromptMaker = Callable[[Mapping[str, Any], TaskDataSpec, TokenizerLike], Prompt]
+PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 
 
 def _datum(
-    make: PromptMaker, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, limit: int | None, idx: int
+    make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
     """The DatumSpec. A prompt of `limit` tokens or more leaves no room to answer: it is cut to a few tokens,
     so that it costs nothing, and masked out of the loss; `length` keeps the true length."""
@@ -74,13 +72,30 @@ def _datum(
     return datum
 
 
-def _column(row: Mapping[str, Any], key: str, processor: str) -> Any:
+PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
+"""What each processor of this file makes a prompt with; needs no torch."""
+
+
+def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
+    """The processor, under the name and with the description of its prompt maker."""
+
+    def process(
+        datum_dict: Row, task_data_spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
+    ) -> DatumSpec:
+        return _datum(make, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+    process.__name__, process.__qualname__, process.__doc__ = make.__name__, make.__qualname__, make.__doc__
+    PROMPT_MAKERS[process] = make
+    return process
+
+
+def _column(row: Row, key: str, processor: str) -> object:
     if key not in row:
         raise ValueError(f"{processor} reads the key {key!r}, but the row has {list(row)}")
     return row[key]
 
 
-def _question(value: Any, key: str) -> str:
+def _question(value: object, key: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
@@ -88,15 +103,15 @@ def _question(value: Any, key: str) -> str:
     return value
 
 
-def system_message(spec: TaskDataSpec) -> list[Message]:
+def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
     """The system prompt's message, without the line end that editors put at the end of a file; [] if there is none."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
-def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerLike) -> list[Entry]:
+def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
     """System and user message as two entries of one prompt: the template runs once, and its text is divided."""
-    messages = [*system_message(spec), {"role": "user", "content": question}]
+    messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
     at = system_part(tokenizer, messages, text) if len(messages) > 1 else 0
@@ -108,7 +123,9 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerLi
     return [Entry("system", text[:at], ids[:count]), Entry("user", text[at:], ids[count:])]
 
 
-def _math(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+@_processor
+def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
+    """Rows {"problem", "expected_answer"}: system and user message as two entries."""
     problem = _question(_column(row, "problem", "math_data_processor"), "problem")
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:
@@ -118,16 +135,22 @@ def _math(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) 
     )
 
 
-def _asked(row: Mapping[str, Any], spec: TaskDataSpec, processor: str) -> tuple[list[Message], dict[str, Any]]:
+def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
     """The conversation of a row, its last question in the prompt file's place, and what the environment gets."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        messages[last] = {**messages[last], "content": fill_prompt(spec.prompt, messages[last]["content"])}
+        messages[last] = {**messages[last], "content": fill_prompt(spec.prompt, str(messages[last]["content"]))}
     return messages, {"ground_truth": truth, **(row.get("extra_env_info") or {})}
 
 
-def _conversation(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+@_processor
+def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
+    """Rows {"messages"}: the conversation up to the last question as one user entry, system prompt in front.
+
+    The last assistant message is the truth. A prompt file takes the last question. A row's column "tools" goes to the
+    template.
+    """
     messages, info = _asked(row, spec, "math_hf_data_processor")
     system = system_message(spec)
     if system and any(message["role"] in ("system", "developer") for message in messages):
@@ -140,18 +163,26 @@ def _conversation(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: Tokeniz
     return Prompt([Entry("user", text, prompt_ids(tokenizer, text, messages))], info)
 
 
-def _raw_completion(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+@_processor
+def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
+    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template; a BOS token where the tokenizer adds one.
+
+    The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
+    few-shot tasks, which end their line with the row's "stop_strings".
+    """
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
         raise ValueError(
-            f"raw_completion_data_processor continues one text, but the row has the roles {', '.join(m['role'] for m in messages)}: "
+            f"raw_completion_data_processor continues one text, but the row has the roles {', '.join(str(m['role']) for m in messages)}: "
             "set processor to math_hf_data_processor, which uses the chat template"
         )
-    text = (spec.system_prompt or "") + messages[0]["content"]
+    text = f"{spec.system_prompt or ''}{messages[0]['content']}"
     return Prompt([Entry("user", text, prompt_ids(tokenizer, text))], info)
 
 
-def _multichoice(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: TokenizerLike) -> Prompt:
+@_processor
+def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
+    """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the question."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:
@@ -161,71 +192,11 @@ def _multichoice(row: Mapping[str, Any], spec: TaskDataSpec, tokenizer: Tokenize
         listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
         question = f"{spec.prompt}\n\nQuestion: {question}\nOptions:\n{listed}"
     answer = _column(row, "answer", name)
-    extra: dict[str, Any] = {"ground_truth": answer if answer is None else str(answer)}
+    extra: dict[str, object] = {"ground_truth": answer if answer is None else str(answer)}
     if "subject" in row:
         extra["subject"] = row["subject"]
     return Prompt(_separate_messages(question, spec, tokenizer), extra)
 
-
-def math_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerLike,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """Rows {"problem", "expected_answer"}: system and user message as two entries."""
-    return _datum(_math, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-
-
-def math_hf_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerLike,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """Rows {"messages"}: the conversation up to the last question as one user entry, system prompt in front.
-
-    The last assistant message is the truth. A prompt file takes the last question. A row's column "tools" goes to the
-    template.
-    """
-    return _datum(_conversation, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-
-
-def raw_completion_data_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerLike,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """Rows {"messages": [question, answer]} as plain text to be continued: no chat template; a BOS token where the tokenizer adds one.
-
-    The prompt file wraps the question and the system prompt goes before it, both literally. For base models and for
-    few-shot tasks, which end their line with the row's "stop_strings".
-    """
-    return _datum(_raw_completion, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-
-
-def multichoice_qa_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerLike,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the question."""
-    return _datum(_multichoice, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-
-
-PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {
-    math_data_processor: _math,
-    math_hf_data_processor: _conversation,
-    multichoice_qa_processor: _multichoice,
-    raw_completion_data_processor: _raw_completion,
-}
-"""What the processors of this file make a prompt with; needs no torch."""
 
 FILLS_A_PLACE = (math_data_processor, math_hf_data_processor, raw_completion_data_processor)
 """Processors that put the question into the prompt file's place `{}`."""

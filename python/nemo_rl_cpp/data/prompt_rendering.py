@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+
+    Messages = Sequence[Mapping[str, object]]
+    Tools = Sequence[Mapping[str, object]] | None
+
 _SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHERS = str.maketrans(_SIGNS, "1234567890bcdefghijklmnopqrstuvwxyzaBCDEFGHIJKLMNOPQRSTUVWXYZA")
-_KEPT: set[tuple[Any, ...]] = set()  # (template, roles, ...) whose messages are known to reach the text
+_KEPT: set[tuple[object, ...]] = set()  # (template, roles, ...) whose messages are known to reach the text
 
 
 def render_prompt(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
     """The chat template's text of a conversation. ChatTemplateError when a message's content is not in it."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
@@ -37,7 +40,9 @@ def render_prompt(
     return text
 
 
-def _lost(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any, missing: list[int]) -> list[int]:
+def _lost(
+    tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools, missing: list[int]
+) -> list[int]:
     """Numbers of the messages that the template leaves out; `missing` are those whose content is not in the text as it is.
 
     A template may change a content (escape it, drop its reasoning), and a short content may be in the text by chance: numbers
@@ -51,10 +56,12 @@ def _lost(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any
     return [i for i, message in enumerate(messages) if _content(message) and _mark(i) not in probe]
 
 
-def _is_all_the_same(tokenizer: Any, messages: Any, i: int, add_generation_prompt: bool, tools: Any, text: str) -> bool:
+def _is_all_the_same(
+    tokenizer: TokenizerType, messages: Messages, i: int, add_generation_prompt: bool, tools: Tools, text: str
+) -> bool:
     """Whether a message of other letters and digits in the same places gives the same `text`: a template may drop contents
     by their length or marks."""
-    content = messages[i]["content"].translate(_OTHERS)
+    content = str(messages[i]["content"]).translate(_OTHERS)
     others = [{**message, "content": content} if k == i else message for k, message in enumerate(messages)]
     try:
         return content != messages[i]["content"] and _apply(tokenizer, others, add_generation_prompt, tools) == text
@@ -62,7 +69,7 @@ def _is_all_the_same(tokenizer: Any, messages: Any, i: int, add_generation_promp
         return False
 
 
-def _leaves_out(messages: Sequence[Mapping[str, Any]], i: int, section: str) -> str:
+def _leaves_out(messages: Messages, i: int, section: str) -> str:
     role = messages[i]["role"]
     begin = f"the chat template leaves out message {i} ({role}, {_content(messages[i])[:60]!r}): the model would never see it; "
     if not section:
@@ -76,7 +83,7 @@ def _mark(i: int) -> str:
     return f"9001{i}1009"  # digits, which no filter for letters changes
 
 
-def _apply(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: Any) -> str:
+def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools) -> str:
     options = {"tools": tools} if tools else {}
     try:
         return tokenizer.apply_chat_template(
@@ -90,12 +97,12 @@ def _apply(tokenizer: Any, messages: Any, add_generation_prompt: bool, tools: An
         ) from error
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: Mapping[str, object]) -> str:
     content = message.get("content")
     return content.strip() if isinstance(content, str) else ""
 
 
-def system_part(tokenizer: Any, messages: Sequence[Mapping[str, Any]], text: str) -> int:
+def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
     """How many characters at the beginning of `text`, the prompt of `messages`, belong to its first (system) message.
 
     Up to where the text of that message alone goes on unchanged; or, for templates that write no system message alone or

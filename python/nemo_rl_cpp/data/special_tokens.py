@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.data.tokenizer_files import NAMED_TOKENS, extra_special_tokens, token_text
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
 
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
-def _added_token(token: Any, **flags: bool) -> Any:
+def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
     """A `tokenizers.AddedToken` of a text, or of a dictionary with its flags."""
     from tokenizers import AddedToken
 
@@ -24,7 +28,7 @@ class SpecialTokens:
     """Base of the tokenizer: takes the tokens that tokenizer_config.json's keys name and declares them to the
     `tokenizers.Tokenizer`, so that each is one token and decoding can skip the special ones."""
 
-    def __init__(self, backend: Any, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
+    def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
         self.backend_tokenizer = backend
         self._named = {name: token_text(config.get(name)) for name in NAMED_TOKENS}
         self._additional = extra_special_tokens(config)
@@ -32,7 +36,7 @@ class SpecialTokens:
         self._add_listed_tokens(config.get("added_tokens_decoder") or {})
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
-    def _add_listed_tokens(self, listed: Mapping[Any, Any]) -> None:
+    def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
         """Adds the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with other flags."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
@@ -45,7 +49,7 @@ class SpecialTokens:
                     stacklevel=4,
                 )
 
-    def _declare_special_tokens(self, named: Iterable[Any] = ()) -> None:
+    def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
         """Makes the named and the additional special tokens special; `named` may give them with flags."""
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
@@ -117,8 +121,8 @@ class SpecialTokens:
         return list(self._model_ends) or own
 
     @property
-    def special_tokens_map(self) -> dict[str, Any]:
-        named: dict[str, Any] = {k: v for k, v in self._named.items() if v is not None}
+    def special_tokens_map(self) -> dict[str, str | list[str]]:
+        named: dict[str, str | list[str]] = {k: v for k, v in self._named.items() if v is not None}
         if self.pad_token is not None:
             named["pad_token"] = self.pad_token
         if self._additional:

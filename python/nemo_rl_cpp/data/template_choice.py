@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, uses_messages
 from nemo_rl_cpp.data.prompt_files import find_file
@@ -13,7 +12,7 @@ from nemo_rl_cpp.data.prompt_files import find_file
 _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 
 
-def choose_template(value: Any, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
+def choose_template(value: object, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
     """The template that `value`, given under `key`, stands for; `own` are those of the tokenizer.
 
     None passes contents through, "default" keeps the tokenizer's own. A text with jinja's marks is a template, a path is

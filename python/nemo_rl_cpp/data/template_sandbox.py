@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import jinja2.compiler
 import jinja2.nodes
+import jinja2.runtime
 import jinja2.sandbox
 
 from nemo_rl_cpp.data import template_sizes as sizes
@@ -45,7 +46,7 @@ def count(size: int, what: str) -> None:
         raise jinja2.exceptions.SecurityError(f"its values come to more than {LARGEST_SUM} characters")
 
 
-def _joined(pieces: Iterable[Any], what: str = "~") -> str:
+def _joined(pieces: Iterable[object], what: str = "~") -> str:
     texts, size = [], 0
     for piece in pieces:
         size += sizes.of_value(piece)
@@ -56,14 +57,14 @@ def _joined(pieces: Iterable[Any], what: str = "~") -> str:
     return "".join(texts)
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     """A value on its way into the text, which jinja turns into one."""
     if not isinstance(value, str):
         count(sizes.of_value(value), "an output")
     return value
 
 
-def _sliced(value: Any, part: slice) -> Any:
+def _sliced(value: Any, part: slice) -> object:
     if isinstance(value, (str, list, tuple)):
         count(len(value), "a slice")
     return value[part]
@@ -103,16 +104,16 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     joined = staticmethod(_joined)
     sliced = staticmethod(_sliced)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, finalize=_shown, **kwargs)
         self.concat = lambda pieces: _joined(pieces, "the text")
         self.filters = {name: limited_filter(name, apply) for name, apply in self.filters.items()}
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: object, right: object) -> object:
         count(sizes.of_operation(operator, left, right), operator)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's names
+    def call(__self, __context: jinja2.runtime.Context, __obj: object, *args: Any, **kwargs: object) -> object:  # noqa: N805 - jinja's names
         method = getattr(__obj, "__wrapped__", __obj)  # jinja wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
@@ -122,12 +123,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
 
-def limited_filter(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+def limited_filter(name: str, apply: Callable[..., object]) -> Callable[..., object]:
     """A filter that counts what it is about to make."""
     at = 1 if getattr(apply, "jinja_pass_arg", None) is not None else 0  # of the value, behind what jinja passes
 
     @wraps(apply)
-    def limited(*args: Any, **kwargs: Any) -> Any:
+    def limited(*args: Any, **kwargs: object) -> object:
         if len(args) <= at:
             return apply(*args, **kwargs)
         value = args[at]

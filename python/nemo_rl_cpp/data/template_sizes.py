@@ -15,7 +15,7 @@ _WIDTHS = re.compile(r"\d+")
 _PADDING = ("center", "ljust", "rjust", "zfill")
 
 
-def of_value(value: Any) -> int:
+def of_value(value: object) -> int:
     """Of a value as a text; nested ones are looked through until the sum is beyond LARGEST_VALUE."""
     if isinstance(value, str):
         return len(value)
@@ -31,7 +31,7 @@ def of_value(value: Any) -> int:
     return size
 
 
-def of_operation(operator: str, left: Any, right: Any) -> int:
+def of_operation(operator: str, left: object, right: object) -> int:
     """Of `left operator right`."""
     if isinstance(left, int) and isinstance(right, int):
         if operator == "**":
@@ -48,7 +48,7 @@ def of_operation(operator: str, left: Any, right: Any) -> int:
     return 0
 
 
-def of_percent(form: str, given: Any) -> int:
+def of_percent(form: str, given: object) -> int:
     """Of `form % given`: its text, its widths and what it is given."""
     specs = list(_PERCENT.finditer(form))
     values = given if isinstance(given, tuple) else (given,)
@@ -60,7 +60,7 @@ def of_percent(form: str, given: Any) -> int:
     return size + sum(map(of_value, values))
 
 
-def of_format(form: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def of_format(form: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> int:
     """Of `form.format(*args, **kwargs)`."""
     try:
         fields = list(string.Formatter().parse(form))
@@ -86,7 +86,7 @@ def of_format(form: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> in
     return size
 
 
-def of_method(name: str, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def of_method(name: str, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> int:
     """Of `owner.name(*args, **kwargs)`, where it makes text or items."""
     numbers = [abs(v) for v in (*args, *kwargs.values()) if isinstance(v, int)]
     if name in _PADDING:
@@ -132,7 +132,7 @@ def of_filter(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     return own
 
 
-def _of_json(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _of_json(value: object, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> int:
     """Characters, escaped at worst, and for each item an indented line and separators."""
     options = dict(zip(("ensure_ascii", "indent", "separators", "sort_keys"), args)) | dict(kwargs)
     size = (6 if options.get("ensure_ascii") else 2) * of_value(value)
@@ -145,7 +145,7 @@ def _of_json(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> in
     return size + items * each
 
 
-def _items(value: Any) -> tuple[int, int]:
+def _items(value: object) -> tuple[int, int]:
     """(how many values there are in all, how deeply they are nested), of what `of_value` has found small enough."""
     if not isinstance(value, (list, tuple, Mapping)):
         return 1, 1

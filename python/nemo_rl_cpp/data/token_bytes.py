@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+    from nemo_rl_cpp.data.interfaces import TokenizerType
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -21,14 +27,13 @@ def _byte_of_character() -> dict[str, int]:
     return table
 
 
-def _parts(component: Any) -> list[dict[str, Any]]:
-    """The leaves of a tokenizer.json component, sequences flattened."""
-    if not component:
+def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """A decoder of tokenizer.json, sequences flattened."""
+    if not decoder:
         return []
-    if component["type"] == "Sequence":
-        children = component.get("decoders") or component.get("pretokenizers") or component.get("normalizers") or []
-        return [leaf for child in children for leaf in _parts(child)]
-    return [component]
+    if decoder["type"] == "Sequence":
+        return [leaf for child in decoder.get("decoders") or [] for leaf in _leaves(child)]
+    return [decoder]
 
 
 class TokenBytes:
@@ -38,9 +43,9 @@ class TokenBytes:
     what a decoder does only at the start of a text (dropping one leading space) is not part of a token's bytes.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Backend):
         spec = json.loads(tokenizer.to_str())
-        decoders = _parts(spec.get("decoder"))
+        decoders = _leaves(spec.get("decoder"))
         kinds = {leaf["type"] for leaf in decoders}
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
@@ -77,7 +82,9 @@ class TokenBytes:
         return token.encode("utf-8")
 
 
-def token_bytes_table(tokenizer: Any, size: int | None = None, skip_special_tokens: bool = False) -> list[bytes]:
+def token_bytes_table(
+    tokenizer: TokenizerType, size: int | None = None, skip_special_tokens: bool = False
+) -> list[bytes]:
     """Bytes of the ids 0..size-1 (default: len(tokenizer)) of our tokenizer or of a transformers tokenizer.
 
     `size` is usually the model's vocabulary, which may be larger than the tokenizer's; the spare ids get b"".

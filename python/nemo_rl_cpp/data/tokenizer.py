@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
@@ -15,31 +15,34 @@ from nemo_rl_cpp.data.special_tokens import SpecialTokens
 from nemo_rl_cpp.data.token_bytes import TokenBytes
 from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings, write_settings
 
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer as Backend
+
+    from nemo_rl_cpp.config.policy import TokenizerConfig
+
+TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
+"""Ids of one text, of several, or of several as a tensor [B, S]."""
+Templates = str | dict[str, str] | None
+"""A chat template, or several by their names; None: there is none."""
+
 _CLEAN_UP = (
-    (" .", "."),
-    (" ?", "?"),
-    (" !", "!"),
-    (" ,", ","),
-    (" ' ", "'"),
-    (" n't", "n't"),
-    (" 'm", "'m"),
-    (" 's", "'s"),
-    (" 've", "'ve"),
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"),
     (" 're", "'re"),
-)
+)  # fmt: skip
 
 
-class Encoding(dict):
+class Encoding(dict[str, TokenIds]):
     """What calling a tokenizer gives: `input_ids` and `attention_mask`, by key or by attribute."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> TokenIds:
         try:
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
 
 
-def _as_ids(ids: Any) -> list[int]:
+def _as_ids(ids: int | Iterable[int] | torch.Tensor) -> list[int]:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     return [ids] if isinstance(ids, int) else [int(i) for i in ids]
@@ -60,7 +63,7 @@ class Tokenizer(SpecialTokens):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Backend,
         config: Mapping[str, Any] | None = None,
         *,
         name_or_path: str = "",
@@ -70,13 +73,13 @@ class Tokenizer(SpecialTokens):
         self.name_or_path = name_or_path
         self.init_kwargs = dict(config or {})
         self._model_template = self._templates(self.init_kwargs.pop("chat_template", None))
-        self._run_template: tuple[Any] | None = None
+        self._run_template: tuple[Templates] | None = None
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
         self.clean_up_tokenization_spaces = bool(self.init_kwargs.get("clean_up_tokenization_spaces", False))
         # Padding and truncation of a tokenizer.json are leftovers of somebody's training script.
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self.chat_template_kwargs: dict[str, Any] = {}
+        self.chat_template_kwargs: dict[str, object] = {}
         self._bytes: TokenBytes | None = None
 
     # -- folders -----------------------------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ class Tokenizer(SpecialTokens):
         write_settings(target, config, {k: v for k, v in self._named.items() if v is not None}, self._additional)
 
     @staticmethod
-    def _templates(value: Any) -> str | dict[str, str] | None:
+    def _templates(value: str | list[dict[str, str]] | None) -> Templates:
         if isinstance(value, list):
             return {entry["name"]: entry["template"] for entry in value}
         return value
@@ -133,15 +136,15 @@ class Tokenizer(SpecialTokens):
     # -- chat template -------------------------------------------------------------------------------------------------
 
     @property
-    def chat_template(self) -> str | dict[str, str] | None:
+    def chat_template(self) -> Templates:
         """The template in use, or templates by name: the run's where `use_chat_template` gave one, else the model's."""
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
-    def chat_template(self, template: str | dict[str, str] | None) -> None:
+    def chat_template(self, template: Templates) -> None:
         self._model_template, self._run_template = template, None
 
-    def use_chat_template(self, template: str | dict[str, str] | None) -> None:
+    def use_chat_template(self, template: Templates) -> None:
         """Uses `template` from here on. It is the run's and not the model's: `save_pretrained` does not write it."""
         self._run_template = (template,)
 
@@ -161,7 +164,9 @@ class Tokenizer(SpecialTokens):
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
-    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str | None] | None:
+    def convert_ids_to_tokens(
+        self, ids: int | Iterable[int], skip_special_tokens: bool = False
+    ) -> str | list[str | None] | None:
         """The vocabulary's own spelling of tokens (a leading space may be written as another character)."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
@@ -187,7 +192,7 @@ class Tokenizer(SpecialTokens):
 
     # -- text to ids -------------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None) -> Any:
+    def encode(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None) -> TokenIds:
         """Token ids of one text: a list, or an int64 tensor [1, S] with `return_tensors="pt"`."""
         ids = self(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)
         return ids["input_ids"]
@@ -256,7 +261,7 @@ class Tokenizer(SpecialTokens):
         )
 
     @staticmethod
-    def _tensor(rows: list[list[int]]) -> Any:
+    def _tensor(rows: list[list[int]]) -> torch.Tensor:
         import torch
 
         lengths = {len(row) for row in rows}
@@ -268,9 +273,9 @@ class Tokenizer(SpecialTokens):
 
     def apply_chat_template(
         self,
-        conversation: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        conversation: Sequence[Mapping[str, object]] | Sequence[Sequence[Mapping[str, object]]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
         *,
         add_generation_prompt: bool = False,
@@ -282,7 +287,7 @@ class Tokenizer(SpecialTokens):
         truncation: bool = False,
         max_length: int | None = None,
         add_special_tokens: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """A conversation (a list of {"role", "content"} messages), or several, as the model's prompt text or ids.
 
@@ -321,7 +326,7 @@ class Tokenizer(SpecialTokens):
         )
         return encoded if return_dict else encoded["input_ids"]
 
-    def _select_template(self, given: str | None, tools: Any) -> str:
+    def _select_template(self, given: str | None, tools: object) -> str:
         templates = self.chat_template
         if isinstance(templates, Mapping):
             if given in templates:
@@ -342,7 +347,10 @@ class Tokenizer(SpecialTokens):
     # -- ids to text -------------------------------------------------------------------------------------------------
 
     def decode(
-        self, token_ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+        self,
+        token_ids: int | Iterable[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
         """The text of a list or 1-D tensor of ids; bytes that form no character come out as U+FFFD."""
         text = self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
@@ -355,13 +363,19 @@ class Tokenizer(SpecialTokens):
         return text
 
     def batch_decode(
-        self, sequences: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+        self,
+        sequences: Iterable[Iterable[int]],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
         return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences]
 
 
 def get_tokenizer(
-    tokenizer_config: Any, get_processor: bool = False, *, section: str = "policy.tokenizer"
+    tokenizer_config: TokenizerConfig | Mapping[str, object],
+    get_processor: bool = False,
+    *,
+    section: str = "policy.tokenizer",
 ) -> Tokenizer:
     """The tokenizer of a `policy.tokenizer` section (a dictionary or an object with the same names); messages name `section`.
 
@@ -384,7 +398,7 @@ def get_tokenizer(
     return tokenizer
 
 
-def _chat_template_of(value: Any, default: Any, key: str) -> Any:
+def _chat_template_of(value: object, default: Templates, key: str) -> Templates:
     from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
 
     return choose_template(value, default, key)

@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def token_text(token: Any) -> str | None:
+def token_text(token: str | Mapping[str, Any] | None) -> str | None:
     """A special token is written as a text or as a dictionary with its flags."""
     return token.get("content") if isinstance(token, Mapping) else token
 
@@ -52,10 +52,12 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     return settings
 
 
-def write_settings(folder: Path, settings: Mapping[str, Any], named: Mapping[str, str], additional: list[str]) -> None:
+def write_settings(
+    folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
+) -> None:
     """Writes tokenizer_config.json (`settings`, the chat template among them) and special_tokens_map.json (the special tokens by
     role, and those without one) into an existing folder."""
-    special: dict[str, Any] = dict(named)
+    special: dict[str, str | list[str]] = dict(named)
     if additional:
         special["additional_special_tokens"] = additional
     for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):

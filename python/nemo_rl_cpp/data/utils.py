@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_cpp.config.data import defaults_for
 from nemo_rl_cpp.data.config_access import get_field, to_plain
@@ -20,14 +20,32 @@ from nemo_rl_cpp.data.datasets import (
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.data import DataConfig
+    from nemo_rl_cpp.data.interfaces import Indexed, Row, TaskDataSpec, TokenizerType
+    from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
+    from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
+    from nemo_rl_cpp.environments.interfaces import Environment
 
-def _list_of(section: Any) -> list[dict[str, Any]]:
+    Settings = dict[str, object]  # a section of a configuration as plain data
+    Datasets = AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
+
+
+class Resumable(Protocol):
+    """A loader whose position can be kept: `StatefulDataLoader`, one of several tasks, or one of another package."""
+
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
+
+
+def _list_of(section: object) -> list[Settings]:
     if section is None:
         return []
     return list(section) if isinstance(section, (list, tuple)) else [section]
 
 
-def get_train_dataset_name(data_config: Any) -> str | None:
+def get_train_dataset_name(data_config: DataConfig | Settings | None) -> str | None:
     """`dataset_name` of the training data, of the first of several; None without any."""
     sections = _list_of(get_field(data_config, "train", None))
     default = get_field(get_field(data_config, "default", None), "dataset_name", None)
@@ -38,19 +56,16 @@ class _Tasks:
     """What the loaded data sets of one side (training or validation) bind to their task names."""
 
     def __init__(self) -> None:
-        self.datasets: dict[str, list[Any]] = {}
-        self.processors: dict[str, Any] = {}
-        self.preprocessors: dict[str, Any] = {}
-        self.environments: dict[str, Any] = {}
+        self.datasets: dict[str, list[Indexed[Row]]] = {}
+        self.processors: dict[str, tuple[TaskDataSpec, Processor]] = {}
+        self.preprocessors: dict[str, Preprocessor] = {}
+        self.environments: dict[str, Environment] = {}
 
-    def add(self, raw: RawDataset, rows: Any, environment: Any) -> None:
+    def add(self, raw: RawDataset, rows: Indexed[Row], environment: Environment | None) -> None:
         name = raw.task_name
         spec, processor = self.processors.get(name, (raw.task_spec, raw.processor))
-        if (spec.prompt, spec.system_prompt, processor) != (
-            raw.task_spec.prompt,
-            raw.task_spec.system_prompt,
-            raw.processor,
-        ):
+        own = raw.task_spec
+        if (spec.prompt, spec.system_prompt, processor) != (own.prompt, own.system_prompt, raw.processor):
             raise ValueError(
                 f"data: two sections have the task name {name!r} but different prompts or processors: give their "
                 "files different names, since a row finds its processor by its task name"
@@ -62,7 +77,9 @@ class _Tasks:
         if environment is not None:
             self.environments[name] = environment
 
-    def processed(self, rows: list[Any], tokenizer: Any, max_seq_length: int | None) -> AllTaskProcessedDataset:
+    def processed(
+        self, rows: list[Indexed[Row]], tokenizer: TokenizerType, max_seq_length: int | None
+    ) -> AllTaskProcessedDataset:
         return AllTaskProcessedDataset(
             merge_datasets(rows),
             tokenizer,
@@ -73,7 +90,7 @@ class _Tasks:
         )
 
 
-def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _check_and_fill(config: Settings, env_configs: Settings | None) -> tuple[list[Settings], list[Settings]]:
     """The sections of both sides with the defaults filled in, everything checked that can be before loading."""
     if config.get("train") is None:
         raise ValueError(
@@ -99,12 +116,12 @@ def _check_and_fill(config: dict[str, Any], env_configs: Any) -> tuple[list[dict
 
 
 def setup_response_data(
-    tokenizer: Any,
-    data_config: Any,
-    env_configs: Any = None,
+    tokenizer: TokenizerType,
+    data_config: DataConfig | Settings,
+    env_configs: Settings | None = None,
     is_vlm: bool = False,
     max_total_sequence_length: int | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Datasets | dict[str, Environment] | None, ...]:
     """The data sets of a run, and with `env_configs` its environments.
 
     Returns (train, validation) without, and (train, validation, task_to_env, val_task_to_env) with `env_configs`.
@@ -148,16 +165,16 @@ def setup_response_data(
     return dataset, val_dataset, train.environments, val.environments
 
 
-def _train_side(train: _Tasks, tokenizer: Any, max_length: int | None, by_task: bool) -> Any:
+def _train_side(train: _Tasks, tokenizer: TokenizerType, max_length: int | None, by_task: bool) -> Datasets:
     if by_task:
         return {name: train.processed(rows, tokenizer, max_length) for name, rows in train.datasets.items()}
     return train.processed([rows for several in train.datasets.values() for rows in several], tokenizer, max_length)
 
 
-def _create_environments(config: dict[str, Any], env_configs: Any) -> dict[str, Any]:
+def _create_environments(config: Settings, env_configs: Settings) -> dict[str, Environment]:
     from nemo_rl_cpp.environments.utils import create_env
 
-    created: dict[str, Any] = {}
+    created: dict[str, Environment] = {}
     try:
         for name in extract_necessary_env_names(config):
             if get_field(env_configs, name, None) is not None:  # a default that no section uses may lack one
@@ -168,7 +185,7 @@ def _create_environments(config: dict[str, Any], env_configs: Any) -> dict[str, 
     return created
 
 
-def _shut_down(environments: Mapping[str, Any]) -> None:
+def _shut_down(environments: Mapping[str, Environment]) -> None:
     for environment in environments.values():
         shutdown = getattr(environment, "shutdown", None)
         if shutdown is not None:
@@ -181,13 +198,15 @@ def dataloader_state_file(checkpoint_path: str | Path, suffix: str = "") -> Path
     return Path(checkpoint_path) / f"train_dataloader{suffix}.json"
 
 
-def save_dataloader_state(dataloader: Any, checkpoint_path: str | Path, suffix: str = "") -> None:
+def save_dataloader_state(dataloader: Resumable, checkpoint_path: str | Path, suffix: str = "") -> None:
     """Writes the loader's position beside a checkpoint."""
     file = dataloader_state_file(checkpoint_path, suffix)
     file.write_text(json.dumps(dataloader.state_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_dataloader_state(dataloader: Any, checkpoint_path: str, data_config: Any, suffix: str = "") -> None:
+def load_dataloader_state(
+    dataloader: Resumable, checkpoint_path: str, data_config: DataConfig | Settings, suffix: str = ""
+) -> None:
     """Takes the loader to the position that a checkpoint keeps.
 
     When the configuration saved beside it (config.yaml) names another training data set, the loader stays where it is, at

@@ -1,5 +1,6 @@
 """Processors: a row of a data set to a tokenised prompt with what its environment needs."""
 
+from nemo_rl_cpp.data.interfaces import TokenizerType as TokenizerLike
 from nemo_rl_cpp.data.processors import (
     FILLS_A_PLACE,
     PROCESSOR_REGISTRY,
@@ -7,7 +8,6 @@ from nemo_rl_cpp.data.processors import (
     Entry,
     Prompt,
     PromptMaker,
-    TokenizerLike,
     math_data_processor,
     math_hf_data_processor,
     multichoice_qa_processor,

@@ -8,11 +8,10 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
+from nemo_rl_cpp.data.interfaces import Row
 
-Row = dict[str, Any]
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at the beginning of a file's
 
@@ -60,7 +59,7 @@ def _json_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _are_columns(whole: Any) -> bool:
+def _are_columns(whole: object) -> bool:
     """Whether a JSON object holds columns of values; a conversation inside makes it a row."""
     return (
         isinstance(whole, dict)
@@ -73,7 +72,7 @@ def _are_columns(whole: Any) -> bool:
     )
 
 
-def _json_lines(path: Path, text: str) -> Iterable[Any]:
+def _json_lines(path: Path, text: str) -> Iterable[object]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:

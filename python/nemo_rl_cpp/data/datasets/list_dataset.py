@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import overload
 
+from nemo_rl_cpp.data.interfaces import Indexed, Row
 from nemo_rl_cpp.data.random_order import permutation
-
-Row = dict[str, Any]
 
 
 class ListDataset:
     """Rows (dictionaries) by index; a column by its name. Transforming methods return a new data set."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]]):
+    def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
 
     @classmethod
-    def from_dict(cls, columns: Mapping[str, Sequence[Any]]) -> ListDataset:
+    def from_dict(cls, columns: Mapping[str, Sequence[object]]) -> ListDataset:
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns differ in length: {lengths}")
@@ -37,7 +36,11 @@ class ListDataset:
     def __repr__(self) -> str:
         return f"ListDataset({len(self)} rows, columns {self.column_names})"
 
-    def __getitem__(self, key: int | str) -> Any:
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+    @overload
+    def __getitem__(self, key: str) -> list[object]: ...
+    def __getitem__(self, key: int | str) -> Row | list[object]:
         """A row by its number, or the list of a column's values by its name."""
         if isinstance(key, str):
             if key not in self.column_names:
@@ -50,7 +53,7 @@ class ListDataset:
 
     def map(
         self,
-        function: Callable[..., Mapping[str, Any]],
+        function: Callable[..., Mapping[str, object]],
         remove_columns: Sequence[str] | None = None,
         with_indices: bool = False,
     ) -> ListDataset:
@@ -68,7 +71,7 @@ class ListDataset:
     def filter(self, function: Callable[[Row], bool]) -> ListDataset:
         return ListDataset(row for row in self._rows if function(dict(row)))
 
-    def add_column(self, name: str, column: Sequence[Any]) -> ListDataset:
+    def add_column(self, name: str, column: Sequence[object]) -> ListDataset:
         if len(column) != len(self):
             raise ValueError(f"the column {name!r} has {len(column)} values for {len(self)} rows")
         return ListDataset({**row, name: value} for row, value in zip(self._rows, column))
@@ -101,7 +104,7 @@ class ListDataset:
 class ChainedDataset:
     """Several data sets of different kinds, one after another."""
 
-    def __init__(self, parts: Sequence[Any]):
+    def __init__(self, parts: Sequence[Indexed[Row]]):
         self._parts = list(parts)
 
     def __len__(self) -> int:

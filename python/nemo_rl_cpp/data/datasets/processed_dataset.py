@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
-from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
+from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed, LLMMessageLogType, Row, TaskDataSpec, TokenizerType
+from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
+from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
 
 
 class AllTaskProcessedDataset:
@@ -20,11 +21,11 @@ class AllTaskProcessedDataset:
 
     def __init__(
         self,
-        dataset: Any,
-        tokenizer: Any,
+        dataset: Indexed[Row],
+        tokenizer: TokenizerType,
         default_task_data_spec: TaskDataSpec | None,
-        task_data_processors: Any,
-        task_data_preprocessors: Any = None,
+        task_data_processors: Processor | Mapping[str, tuple[TaskDataSpec, Processor]],
+        task_data_preprocessors: Preprocessor | Mapping[str, Preprocessor] | None = None,
         max_seq_length: int | None = None,
     ):
         self.dataset = dataset
@@ -33,7 +34,7 @@ class AllTaskProcessedDataset:
         self.task_data_processors = task_data_processors
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
-        self._begun: set[Any] = set()  # tasks whose beginnings are known to be right
+        self._begun: set[object] = set()  # tasks whose beginnings are known to be right
         if isinstance(task_data_processors, Mapping):
             for task_data_spec, _ in task_data_processors.values():
                 self._take_defaults(task_data_spec)
@@ -47,7 +48,7 @@ class AllTaskProcessedDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _processor(self, entry: Mapping[str, Any]) -> tuple[TaskDataSpec, Callable[..., DatumSpec]]:
+    def _processor(self, entry: Row) -> tuple[TaskDataSpec, Processor]:
         table = self.task_data_processors
         if not isinstance(table, Mapping):
             return self.default_task_data_spec, table
@@ -59,7 +60,7 @@ class AllTaskProcessedDataset:
             self._take_defaults(table[task_name][0])
         return table[task_name]
 
-    def _preprocessor(self, entry: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    def _preprocessor(self, entry: Row) -> Preprocessor | None:
         table = self.task_data_preprocessors
         if isinstance(table, Mapping):
             return table.get(entry.get("task_name"))
@@ -78,7 +79,7 @@ class AllTaskProcessedDataset:
         return datum
 
 
-def _check_beginnings(message_log: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
     """AssertionError where a message, or the prompt as a whole, begins with two BOS tokens."""
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
     whole = [int(token) for piece in pieces for token in piece[:2]]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.config_access import get_field
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable, TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY
 from nemo_rl_cpp.data.prompt_place import split_prompt
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from nemo_rl_cpp.config.data import DatasetConfig
+    from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
 
 
 class RawDataset:
@@ -17,9 +23,9 @@ class RawDataset:
     `val_dataset` is None unless rows of this data set serve for validation.
     """
 
-    data_config: Any
-    dataset: Any
-    val_dataset: Any | None
+    data_config: DatasetConfig | Mapping[str, object]
+    dataset: ListDataset | Dataset
+    val_dataset: ListDataset | Dataset | None
     processor: TaskDataProcessFnCallable
     task_spec: TaskDataSpec
     preprocessor: TaskDataPreProcessFnCallable | None = None
@@ -60,7 +66,7 @@ class RawDataset:
         except ValueError as error:
             raise ValueError(f"prompt_file: {spec.prompt_file or 'the prompt'}: {error}") from None
 
-    def set_task_spec(self, data_config: Any) -> None:
+    def set_task_spec(self, data_config: DatasetConfig | Mapping[str, object]) -> None:
         self.data_config = data_config
         self.task_spec = TaskDataSpec(
             task_name=self.task_name,

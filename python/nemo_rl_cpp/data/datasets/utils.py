@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.datasets.files import READERS, read_file, read_folder
 from nemo_rl_cpp.data.datasets.list_dataset import ChainedDataset, ListDataset
 from nemo_rl_cpp.data.prompt_files import MissingFileError
 
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
 
-def assert_no_double_bos(token_ids: Any, tokenizer: Any) -> None:
+    from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
+
+
+def assert_no_double_bos(token_ids: Sequence[int] | torch.Tensor, tokenizer: TokenizerType) -> None:
     """AssertionError if the ids begin with two BOS tokens, as when both template and tokenizer add one."""
     bos = tokenizer.bos_token_id
     if bos is None or len(token_ids) < 2:
@@ -22,7 +29,9 @@ def assert_no_double_bos(token_ids: Any, tokenizer: Any) -> None:
     )
 
 
-def load_dataset_from_path(data_path: str, data_subset: str | None = None, data_split: str | None = "train") -> Any:
+def load_dataset_from_path(
+    data_path: str, data_subset: str | None = None, data_split: str | None = "train"
+) -> ListDataset | Dataset:
     """Rows of a local file (.jsonl, .json, .csv, .txt; .parquet and .arrow with pyarrow), of a folder of such files or
     one that `datasets.save_to_disk` wrote, or of a data set on the hub.
 
@@ -66,7 +75,7 @@ def _is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def _from_disk(path: Path, split: str | None) -> Any:
+def _from_disk(path: Path, split: str | None) -> Dataset:
     datasets = _datasets_library(str(path))
     loaded = datasets.load_from_disk(str(path))
     if not isinstance(loaded, datasets.DatasetDict):
@@ -78,7 +87,7 @@ def _from_disk(path: Path, split: str | None) -> Any:
     return loaded[split or "train"]
 
 
-def _datasets_library(what: str) -> Any:
+def _datasets_library(what: str) -> ModuleType:
     try:
         import datasets
     except ImportError:
@@ -89,7 +98,7 @@ def _datasets_library(what: str) -> Any:
     return datasets
 
 
-def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Any:
+def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
     """A data set of the hub (HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT count), or of the local cache when
     the hub does not answer. SourceError (a ValueError) of one sentence when it is in neither."""
     from nemo_rl_cpp.models.sources import check_on_hub, unreachable
@@ -105,7 +114,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
         raise unreachable(name, "data set") from error
 
 
-def _from_datasets_cache(datasets: Any, name: str, subset: str | None, split: str | None) -> Any:
+def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, split: str | None) -> Dataset:
     """Only from the cache: in its online mode the library would try again and again for minutes."""
     import huggingface_hub.constants as constants
 
@@ -117,13 +126,13 @@ def _from_datasets_cache(datasets: Any, name: str, subset: str | None, split: st
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
-def update_single_dataset_config(data_config: dict[str, Any], default_data_config: dict[str, Any]) -> None:
+def update_single_dataset_config(data_config: dict[str, object], default_data_config: dict[str, object]) -> None:
     """Fills the keys that `data_config` lacks, in place; a key that is there keeps its value, null included."""
     for key, value in default_data_config.items():
         data_config.setdefault(key, value)
 
 
-def merge_datasets(datasets: list[Any]) -> Any:
+def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
     """One data set after the other."""
     if len(datasets) == 1:
         return datasets[0]
@@ -138,7 +147,7 @@ def merge_datasets(datasets: list[Any]) -> Any:
     return ChainedDataset(datasets)
 
 
-def _sections(data_config: Any) -> Iterable[dict[str, Any]]:
+def _sections(data_config: Mapping[str, object]) -> Iterable[dict[str, object]]:
     for key in ("train", "validation", "default"):
         section = data_config.get(key)
         if section is None:
@@ -147,7 +156,7 @@ def _sections(data_config: Any) -> Iterable[dict[str, Any]]:
         yield from (one for one in several if one is not None)
 
 
-def extract_necessary_env_names(data_config: dict[str, Any]) -> list[str]:
+def extract_necessary_env_names(data_config: Mapping[str, object]) -> list[str]:
     """Names of all environments that the sections of `data` ask for, each once, in order of appearance."""
     names = [section.get("env_name") for section in _sections(data_config)]
     return list(dict.fromkeys(name for name in names if name is not None))

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any
+from collections.abc import Mapping
 
-from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetEntry, is_class_name
+from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
 from nemo_rl_cpp.data.config_access import to_plain
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import merge_datasets
 from nemo_rl_cpp.environments.loading import own_dataset_class
 
 _FOR_EVERY_DATASET = {
-    "dataset_name",
-    "env_name",
-    "processor",
-    "prompt_file",
-    "system_prompt_file",
-    "seed",
-    "split_validation_size",
-}
-_OF_THE_EVAL_SECTION = {"max_input_seq_length", "shuffle", "num_workers", "repeat"}
+    "dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed", "split_validation_size",
+}  # fmt: skip
+_OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_workers", "repeat"})
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
@@ -57,7 +51,7 @@ def _accepted(cls: type) -> set[str] | None:
     return names - {"self"}
 
 
-def check_dataset_config(data_config: dict[str, Any], further: set[str] = frozenset()) -> type[RawDataset]:
+def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
     """The class that a section names; ValueError for a key that neither it nor every data set knows, so that a
     misspelt option is not ignored."""
     if "dataset_name" not in data_config:
@@ -77,7 +71,7 @@ def check_dataset_config(data_config: dict[str, Any], further: set[str] = frozen
     return cls
 
 
-def load_response_dataset(data_config: Any) -> RawDataset:
+def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
     """The data set of one section of `data.train` or `data.validation`, with its processor and prompts bound."""
     config = to_plain(data_config)
     dataset = check_dataset_config(config)(**config)
@@ -86,7 +80,7 @@ def load_response_dataset(data_config: Any) -> RawDataset:
     return dataset
 
 
-def load_eval_dataset(data_config: Any) -> RawDataset:
+def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
     """The data set of an evaluation's `data` section: its test or held-out split unless `split` names another."""
     config = to_plain(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)

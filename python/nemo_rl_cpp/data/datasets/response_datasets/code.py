@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_rl_cpp.data.datasets.response_datasets.generated import HELD_OUT, GeneratedDataset
+from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out
 
 _SIGNS = {"plus": "+", "minus": "-", "times": "*"}
@@ -38,7 +37,7 @@ class PythonFunctionsDataset(GeneratedDataset):
         split: str = "train",
         split_validation_size: float = 0,
         seed: int = 42,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         if num_shots < 0:
             raise ValueError(f"data: python_functions needs num_shots >= 0, got {num_shots}")
@@ -48,7 +47,7 @@ class PythonFunctionsDataset(GeneratedDataset):
         }
         self.build(split, num_samples, split_validation_size, seed)
 
-    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         questions, shown = self.functions[held_out], self.functions[False]
         rows = []
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, "functions on this side")):

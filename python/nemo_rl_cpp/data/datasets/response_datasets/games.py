@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_rl_cpp.data.datasets.response_datasets.generated import GeneratedDataset
+from nemo_rl_cpp.data.interfaces import Row
 
 
 class GuessNumberDataset(GeneratedDataset):
@@ -26,7 +25,7 @@ class GuessNumberDataset(GeneratedDataset):
         split: str = "train",
         split_validation_size: float = 0,
         seed: int = 42,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         if not 0 <= min_number < max_number:
             raise ValueError(
@@ -37,7 +36,7 @@ class GuessNumberDataset(GeneratedDataset):
         self.stop_strings = stop_strings
         self.build(split, num_samples, split_validation_size, seed)
 
-    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         rows = []
         for number in self.pick(len(self.secrets), num_samples, seed, "numbers in the range"):
             row = self.row(self.prompt, str(self.secrets[number]), None, secret=self.secrets[number])

@@ -6,10 +6,9 @@ disjoint whatever seeds, sizes and sections a configuration uses. `seed` decides
 
 from __future__ import annotations
 
-from typing import Any
-
 from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 
 HELD_OUT = 0.15
@@ -40,11 +39,11 @@ class GeneratedDataset(RawDataset):
             )
             self.val_dataset = ListDataset(self.rows(True, count, seed))
 
-    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         raise NotImplementedError
 
-    def row(self, prompt: str, answer: str, stop: str | None, **extra: Any) -> dict[str, Any]:
-        row: dict[str, Any] = {
+    def row(self, prompt: str, answer: str | None, stop: str | None, **extra: object) -> Row:
+        row: Row = {
             "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
             "task_name": self.task_name,
         }
@@ -84,7 +83,7 @@ class ArithmeticDataset(GeneratedDataset):
         split: str = "train",
         split_validation_size: float = 0,
         seed: int = 42,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         if max_number < 4 or num_shots < 0:
             raise ValueError(
@@ -99,7 +98,7 @@ class ArithmeticDataset(GeneratedDataset):
     def _held_out(pair: tuple[int, int]) -> bool:
         return is_held_out(f"arithmetic {min(pair)} {max(pair)}", HELD_OUT)
 
-    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         questions, shown = self.pairs[held_out], self.pairs[False]
         rows = []
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, "pairs of numbers on this side")):
@@ -125,7 +124,7 @@ class ReverseDigitsDataset(GeneratedDataset):
         split: str = "train",
         split_validation_size: float = 0,
         seed: int = 42,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         if not 1 <= num_digits <= 5:
             raise ValueError(f"data: num_digits must be 1 to 5, got {num_digits}")
@@ -135,7 +134,7 @@ class ReverseDigitsDataset(GeneratedDataset):
         }
         self.build(split, num_samples, split_validation_size, seed)
 
-    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         words = self.words[held_out]
         numbers = self.pick(len(words), num_samples, seed, "numbers on this side")
         return [self.row(words[n] + "=", words[n][::-1], stop=None) for n in numbers]
@@ -151,13 +150,13 @@ class ReasoningGymDataset(GeneratedDataset):
     def __init__(
         self,
         task: str,
-        task_options: dict[str, Any] | None = None,
+        task_options: dict[str, object] | None = None,
         num_shots: int = 3,
         num_samples: int = 1000,
         split: str = "train",
         split_validation_size: float = 0,
         seed: int = 42,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         try:
             import reasoning_gym
@@ -179,7 +178,7 @@ class ReasoningGymDataset(GeneratedDataset):
         self._create = reasoning_gym.create_dataset
         self.build(split, num_samples, split_validation_size, seed)
 
-    def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, Any]]:
+    def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
         """Up to `count` different questions of one side; fewer when the task has no more."""
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
@@ -187,7 +186,7 @@ class ReasoningGymDataset(GeneratedDataset):
             raise ValueError(
                 f"data: reasoning_gym refuses task_options {self._options} for {self.task!r}: {error}"
             ) from error
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, str | None]] = {}
         misses = 0
         for i in range(40 * count + 1000):
             entry = source[i]
@@ -203,7 +202,7 @@ class ReasoningGymDataset(GeneratedDataset):
                     break
         return list(found.values())
 
-    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[dict[str, Any]]:
+    def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         questions = self._entries(held_out, num_samples or 1, seed)
         shown = questions if not held_out else self._entries(False, max(64, self.num_shots), seed)
         if self.num_shots and any(entry["answer"] is None for entry in shown):

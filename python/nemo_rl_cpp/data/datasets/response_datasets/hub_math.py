@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.response_datasets.response_dataset import text_of
 from nemo_rl_cpp.data.datasets.utils import load_hub_dataset, merge_datasets
+from nemo_rl_cpp.data.interfaces import Message, Row
 
 
 class HubMathDataset(RawDataset):
@@ -29,7 +31,7 @@ class HubMathDataset(RawDataset):
         split_validation_size: float = 0,
         seed: int = 42,
         repeat: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         repeat = self.default_repeat if repeat is None else repeat
         if repeat < 1:
@@ -40,13 +42,13 @@ class HubMathDataset(RawDataset):
         self.val_dataset = None
         self.split_train_validation(split_validation_size, seed)
 
-    def question(self, row: dict[str, Any]) -> str:
+    def question(self, row: Mapping[str, str]) -> str:
         return row[self.input_key]
 
-    def answer(self, row: dict[str, Any]) -> str:
+    def answer(self, row: Mapping[str, str]) -> str:
         return text_of(row[self.output_key])
 
-    def format_data(self, row: dict[str, Any]) -> dict[str, Any]:
+    def format_data(self, row: Mapping[str, str]) -> Row:
         return {
             "messages": [
                 {"role": "user", "content": self.question(row)},
@@ -68,11 +70,16 @@ class OpenMathInstruct2Dataset(HubMathDataset):
         super().__init__(**kwargs)
 
 
+class _DAPORow(TypedDict):
+    prompt: list[Message]
+    reward_model: dict[str, str]
+
+
 class _DAPOFormat(HubMathDataset):
-    def question(self, row: dict[str, Any]) -> str:
+    def question(self, row: _DAPORow) -> str:
         return row["prompt"][0]["content"]
 
-    def answer(self, row: dict[str, Any]) -> str:
+    def answer(self, row: _DAPORow) -> str:
         return row["reward_model"]["ground_truth"]
 
 
@@ -121,7 +128,7 @@ class GSM8KDataset(HubMathDataset):
     eval_split = "test"
     input_key = "question"
 
-    def answer(self, row: dict[str, Any]) -> str:
+    def answer(self, row: Mapping[str, str]) -> str:
         return row["answer"].split("####")[-1].strip().replace(",", "")
 
 
@@ -141,7 +148,7 @@ class MathDataset(HubMathDataset):
     )  # fmt: skip
     default_split = "test"
 
-    def answer(self, row: dict[str, Any]) -> str:
+    def answer(self, row: Mapping[str, str]) -> str:
         return last_boxed(row["solution"])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import TypedDict
 
 from nemo_rl_cpp.data.datasets.response_datasets.hub_math import HubMathDataset
+from nemo_rl_cpp.data.interfaces import Row
 
 _LETTERS = "ABCDEFGHIJ"
 
@@ -19,11 +21,11 @@ class HubMultichoiceDataset(HubMathDataset):
     input_key = "question"
     num_options = 4
 
-    def choices(self, row: dict[str, Any]) -> tuple[list[str], int]:
+    def choices(self, row: Row) -> tuple[list[str], int]:
         """(the options in the order that they are shown in, the number of the right one)."""
         raise NotImplementedError
 
-    def format_data(self, row: dict[str, Any]) -> dict[str, Any]:
+    def format_data(self, row: Row) -> Row:
         texts, right = self.choices(row)
         letters = _LETTERS[: self.num_options]
         options = dict(zip(letters, [*texts, *[None] * (self.num_options - len(texts))]))
@@ -42,13 +44,23 @@ class HubMultichoiceDataset(HubMathDataset):
         }
 
 
+class _MMLURow(TypedDict):
+    choices: list[str]
+    answer: int
+
+
 class MMLUDataset(HubMultichoiceDataset):
     task_name = "mmlu"
     repository = "cais/mmlu"
     subsets = ("all",)
 
-    def choices(self, row: dict[str, Any]) -> tuple[list[str], int]:
+    def choices(self, row: _MMLURow) -> tuple[list[str], int]:
         return list(row["choices"]), int(row["answer"])
+
+
+class _MMLUProRow(TypedDict):
+    options: list[str]
+    answer_index: int
 
 
 class MMLUProDataset(HubMultichoiceDataset):
@@ -56,7 +68,7 @@ class MMLUProDataset(HubMultichoiceDataset):
     repository = "TIGER-Lab/MMLU-Pro"
     num_options = 10
 
-    def choices(self, row: dict[str, Any]) -> tuple[list[str], int]:
+    def choices(self, row: _MMLUProRow) -> tuple[list[str], int]:
         return list(row["options"]), int(row["answer_index"])
 
 
@@ -69,7 +81,7 @@ class GPQADataset(HubMultichoiceDataset):
     default_split = "train"
     input_key = "Question"
 
-    def choices(self, row: dict[str, Any]) -> tuple[list[str], int]:
+    def choices(self, row: Mapping[str, str]) -> tuple[list[str], int]:
         order = list(range(4))
         random.Random(row["Question"]).shuffle(order)
         texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]

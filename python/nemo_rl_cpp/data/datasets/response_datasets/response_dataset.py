@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from nemo_rl_cpp.data.conversation import check_characters, conversation_of, is_list, look_up, split_conversation
 from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+from nemo_rl_cpp.data.interfaces import Row
 
+T = TypeVar("T")
 _INPUT, _OUTPUT = "input", "output"
 _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage", "choices", "options")
 """Names under which data sets keep a part of the prompt beside the question."""
 
 
-def text_of(value: Any) -> Any:
+def text_of(value: T) -> T | str:
     """Numbers as text, since they stand in a message; everything else unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
@@ -48,7 +50,7 @@ class ResponseDataset(RawDataset):
         split: str | None = None,
         split_validation_size: float = 0,
         seed: int = 42,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         self.data_path = data_path
         self.task_name = task_name_of(data_path)
@@ -86,7 +88,7 @@ class ResponseDataset(RawDataset):
                 "and name it in input_key"
             )
 
-    def _formatted(self, row: dict[str, Any], number: int) -> dict[str, Any]:
+    def _formatted(self, row: Row, number: int) -> Row:
         try:
             formatted = self.format_data(row)
         except ValueError as error:
@@ -97,7 +99,7 @@ class ResponseDataset(RawDataset):
             else formatted
         )
 
-    def format_data(self, data: dict[str, Any]) -> dict[str, Any]:
+    def format_data(self, data: Row) -> Row:
         """One row as messages; the last one is the answer."""
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
@@ -115,7 +117,7 @@ class ResponseDataset(RawDataset):
         return {"messages": messages, "task_name": self.task_name}
 
 
-def _answer(value: Any, key: str) -> Any:
+def _answer(value: object, key: str) -> object:
     """An answer as it goes to the environment: the text of an assistant message where it is one, None for an empty cell."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")

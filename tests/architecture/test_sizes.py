@@ -1,6 +1,7 @@
 """Files and functions that a newcomer can hold in mind."""
 
 import ast
+import math
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,12 +56,15 @@ def num_parameters(node):
 
 
 def num_results(node):
-    """How many entries the tuple has that `node` returns by its annotation; 1 where that is no tuple of fixed length."""
+    """How many entries the tuple has that `node` returns by its annotation: 1 where that is no tuple or all its entries are
+    of one type, infinity where neither their number nor their types are said."""
     returns = node.returns
     if not isinstance(returns, ast.Subscript) or ast.unparse(returns.value) not in ("tuple", "Tuple"):
         return 1
     entries = returns.slice.elts if isinstance(returns.slice, ast.Tuple) else [returns.slice]
-    return 1 if any(isinstance(e, ast.Constant) and e.value is ... for e in entries) else len(entries)
+    if not any(isinstance(e, ast.Constant) and e.value is ... for e in entries):
+        return len(entries)
+    return math.inf if ast.unparse(entries[0]) == "Any" else 1
 
 
 def test_files_are_short():
@@ -98,4 +102,6 @@ def test_results_of_more_than_three_parts_have_names():
 def test_parameters_and_results_are_counted():
     text = "def f(self, a, /, b, *args, c=1, **more) -> tuple[int, str, int, int]: ...\ndef g() -> tuple[int, ...]: ..."
     f, g = ast.parse(text).body
+    (h,) = ast.parse("def h() -> tuple[Any, ...]: ...").body
+    assert num_results(h) == math.inf
     assert (num_parameters(f), num_parameters(g), num_results(f), num_results(g)) == (3, 0, 4, 1)

@@ -10,7 +10,7 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
-from nemo_rl_cpp.data.utils import setup_response_data
+from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 
@@ -43,10 +43,8 @@ def make_tokenizer(policy: PolicyConfig) -> Any:
 def make_data(config: TrainMasterConfig, tokenizer: Any) -> RunData:
     """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
     limit = config.policy.max_total_sequence_length
-    train, validation, *environments = setup_response_data(
-        tokenizer, config.data, config.env, max_total_sequence_length=limit
-    )
-    return RunData(train, validation, Environments(*environments))
+    data = load_response_data(tokenizer, config.data, config.env, limit)
+    return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
 
 
 def make_dataloader(data: DataConfig, dataset: Any, num_prompts: int, seed: int) -> Any:

@@ -49,11 +49,6 @@ class Rollouts(BatchedDataDict):
     weight_version = _column("weight_version", "int64 [B] which weights answered", "the rollout runner")
 
     @property
-    def unshaped_reward(self) -> Tensor:
-        """float32 [B] before shaping: shaping must not make a group look mixed that is not."""
-        return self.data["unshaped_total_reward"] if "unshaped_total_reward" in self.data else self.total_reward
-
-    @property
     def parts(self) -> dict[str, Tensor]:
         """name -> float32 [B]: the parts of the reward, where environments give any."""
         return {key[len(PART) :]: value for key, value in self.data.items() if str(key).startswith(PART)}
@@ -102,11 +97,6 @@ class TrainBatch(RaggedBatch):
     def input_lengths(self) -> Tensor:
         """int32 [B] tokens of each sample."""
         return self.lengths.int()
-
-    @property
-    def reward_parts(self) -> dict[str, Tensor]:
-        """name -> float32 [B]."""
-        return {name[len(PART) :]: value for name, value in self.samples.items() if name.startswith(PART)}
 
     @property
     def valid_mask(self) -> Tensor:

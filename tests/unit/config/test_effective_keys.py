@@ -273,6 +273,7 @@ def flat(tree, prefix=""):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
 def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
     (tmp_path / "prompt.txt").write_text("0{}0")

@@ -167,10 +167,11 @@ def bytes_of(tokenizer):
 
 
 def test_byte_level_tokens_are_their_bytes(smollm2):
+    token_bytes = bytes_of(smollm2)
     for text in CORPUS:
         if any(token in text for token in smollm2.all_special_tokens):
             continue
-        assert b"".join(map(bytes_of(smollm2), smollm2.encode(text))) == text.encode("utf-8"), repr(text)
+        assert b"".join(map(token_bytes, smollm2.encode(text))) == text.encode("utf-8"), repr(text)
     table = token_bytes_table(smollm2, size=49200)
     assert len(table) == 49200 and table[49152:] == [b""] * 48
     assert table[2] == b"<|im_end|>" and token_bytes_table(smollm2, 3, skip_special_tokens=True) == [b"", b"", b""]

@@ -90,6 +90,7 @@ HARD_TO_COMPILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", [DOUBLE, ["assert f(2) == 4"]], ids=["pairs", "asserts"])
 @pytest.mark.parametrize("name", HARD_TO_COMPILE)
 def test_compiling_happens_inside_the_limits(name, truth):
@@ -122,6 +123,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)  # half an hour was needed by a pattern that looked for the compiler's words
 def test_nothing_that_a_response_causes_happens_outside_the_limits():
     """All on one worker: it lives on, and does not grow."""
@@ -244,6 +246,7 @@ def test_it_refuses_to_run_unprotected(monkeypatch, tmp_path):
         CodeEnvironment({})
 
 
+@pytest.mark.slow
 def test_the_check_tries_to_get_out(monkeypatch):
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")

@@ -73,6 +73,7 @@ def env():
     environment.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_contained(env, name, tmp_path):
     program, reason = ATTACKS[name]
@@ -160,6 +161,7 @@ def interpreter_for_everyone() -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="the tests above already run as an unprivileged user")
 @pytest.mark.parametrize(
     "name",

@@ -20,6 +20,7 @@ def pool():
     pool.shutdown()
 
 
+@pytest.mark.slow
 def test_hangs_are_killed_and_work_goes_on(pool):
     before = set(verifier_pids(pool))
     verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
@@ -110,6 +111,7 @@ elif sys.argv[1] == "idle":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "idle", "busy"])
 def test_no_orphan_when_the_program_ends_or_is_killed(how, tmp_path):
     """A script without a main guard works too; killed with SIGKILL it can tell nobody, and still nothing stays."""
@@ -159,6 +161,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_mathematics():
     env = MathEnvironment.remote({"num_workers": 2, "verifier_deadline_s": 1.0})
     logs = [[{"role": "assistant", "content": text}] for text in [*HOSTILE, r"$\boxed{7}$"]]

@@ -243,6 +243,7 @@ def test_evaluations_are_checked_too(found):
     assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
 
 
+@pytest.mark.slow
 def test_the_check_of_data_imports_no_torch(tmp_path):
     import subprocess
 

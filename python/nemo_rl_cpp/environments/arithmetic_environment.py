@@ -2,12 +2,12 @@
 
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Any
 
 from nemo_rl_cpp.config.env import PlainEnvConfig
 from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
+from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text
 
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _BARE_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
@@ -25,7 +25,7 @@ def is_well_formed(text: str) -> bool:
     return "\n" in text[:_LONGEST_ANSWER] or _BARE_INTEGER.fullmatch(text[:_LONGEST_ANSWER]) is not None
 
 
-def _expected(info: dict[str, Any]) -> Decimal:
+def _expected(info: GroundTruth) -> Decimal:
     try:
         return Decimal(str(info["ground_truth"]).strip().replace(",", ""))
     except InvalidOperation:
@@ -34,17 +34,19 @@ def _expected(info: dict[str, Any]) -> Decimal:
         ) from None
 
 
-class ArithmeticEnvironment(SingleTurnEnvironment):
+class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     """Reward 1 when the response's first number equals `metadata["ground_truth"]` and the response is well-formed.
 
     Metrics: `well_formed`, the share of well-formed responses, and `accuracy_of_well_formed`.
     """
 
-    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+    def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
         as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # which has no keys
         self._responses = self._well_formed = self._right = 0
 
-    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
+    ) -> EnvironmentReturn[GroundTruth]:
         rewards, answers = [], []
         for message_log, info in zip(message_log_batch, metadata):
             text = assistant_text(message_log)

@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from nemo_rl_cpp.config.env import CodeEnvConfig
 from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.code_tests import parse_tests
 from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
@@ -26,11 +27,11 @@ class CodeEnvMetadata(TypedDict):
         program, in a fenced block or as it is.
     """
 
-    ground_truth: Any
+    ground_truth: object
     code_prefix: NotRequired[str]
 
 
-class CodeEnvironment(VerifyingEnvironment):
+class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     """Reward by the tests that a program passes, each run contained as `docs/guides/environments.md` says.
 
     Refuses to start where a protection is missing (SandboxUnavailableError). Metrics: `num_<reason>` for every reason that a
@@ -56,7 +57,7 @@ class CodeEnvironment(VerifyingEnvironment):
         super().__init__(CodeVerifyWorker, PoolOptions(cfg.num_workers, deadline, None, cfg.max_answer_chars))
 
     def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[CodeEnvMetadata]
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeEnvMetadata]
     ) -> EnvironmentReturn[CodeEnvMetadata]:
         for info in metadata:
             parse_tests(info["ground_truth"])  # mistakes of the data surface here, in the caller's process

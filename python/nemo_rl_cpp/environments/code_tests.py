@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from nemo_rl_cpp.environments.sandbox import Outcome
 
@@ -52,6 +52,24 @@ for check in plan["checks"]:
 os.write(results, json.dumps(found).encode())
 """
 
+
+class Check(TypedDict, total=False):
+    """A test for `HARNESS`: a call with its arguments, an expression, or a statement."""
+
+    call: str
+    arguments: list[object]
+    expression: str
+    statement: str
+
+
+class CheckResult(TypedDict, total=False):
+    """What `HARNESS` says of a test: the value as text, the token of a statement that passed, or what was raised."""
+
+    value: str
+    passed: str
+    error: str
+
+
 Runner = Callable[..., Outcome]
 """`run_program` with limits: (source, stdin=..., files=...) -> Outcome."""
 
@@ -75,13 +93,13 @@ class CodeTests:
     Attributes:
         pairs: (standard input, expected standard output). Each is a run of its own. Spaces at the ends of lines and empty
             lines at the end do not count.
-        checks: dictionaries for `HARNESS`: {"call", "arguments"}, {"expression"} or {"statement"}; all in one run.
+        checks: for `HARNESS`, all in one run.
         expected: for each check the value, compared here, outside: the program never sees it; None for statements.
     """
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    expected: list[Any] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    expected: list[object] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.checks)
@@ -132,9 +150,9 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _results(outcome: Outcome, count: int) -> list[dict[str, Any]]:
+def _results(outcome: Outcome, count: int) -> list[CheckResult]:
     """What the harness wrote; empty dictionaries when it was stopped, or when what is there is not what it writes."""
-    nothing: list[dict[str, Any]] = [{}] * count
+    nothing: list[CheckResult] = [{}] * count
     if outcome.exit_code != 0 or outcome.stopped is not None:
         return nothing
     try:
@@ -148,7 +166,7 @@ def _results(outcome: Outcome, count: int) -> list[dict[str, Any]]:
     )
 
 
-def _fulfils(check: dict[str, Any], wanted: Any, result: dict[str, Any], token: str) -> bool:
+def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> bool:
     if "statement" in check:
         return result.get("passed") == token
     text = result.get("value")
@@ -160,7 +178,7 @@ def _fulfils(check: dict[str, Any], wanted: Any, result: dict[str, Any], token: 
         return False
 
 
-def parse_tests(ground_truth: Any) -> CodeTests:
+def parse_tests(ground_truth: object) -> CodeTests:
     """Tests from a sample's `ground_truth`, as it is or as JSON text:
 
     - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and output;
@@ -189,7 +207,7 @@ def parse_tests(ground_truth: Any) -> CodeTests:
     elif len(truth["inputs"]) != len(truth["outputs"]):
         raise ValueError(f"ground_truth has {len(truth['inputs'])} inputs and {len(truth['outputs'])} outputs")
     elif truth.get("fn_name"):
-        calls = [{"call": truth["fn_name"], "arguments": list(arguments)} for arguments in truth["inputs"]]
+        calls: list[Check] = [{"call": truth["fn_name"], "arguments": list(arguments)} for arguments in truth["inputs"]]
         tests = CodeTests(checks=calls, expected=list(truth["outputs"]))
     else:
         tests = CodeTests(pairs=[(str(given), str(wanted)) for given, wanted in zip(truth["inputs"], truth["outputs"])])
@@ -198,7 +216,7 @@ def parse_tests(ground_truth: Any) -> CodeTests:
     return tests
 
 
-def _assert(statement: str) -> tuple[dict[str, Any], Any]:
+def _assert(statement: str) -> tuple[Check, object]:
     """(check, expected value) of one statement."""
     try:
         [node] = ast.parse(statement).body

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from typing import Any
 
 from nemo_rl_cpp.environments.code_tests import TestResult, parse_tests, uncompiled
 from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
@@ -28,7 +27,7 @@ class CodeVerifyWorker(VerifierBase):
     caught = ()  # what goes wrong inside the sandbox never comes up here; what does is a mistake in the use
 
     def judge(
-        self, response: str, ground_truth: Any, limits: dict[str, Any] | None = None, total_time_s: float = 20.0, reward: str = "all"
+        self, response: str, ground_truth: object, limits: dict[str, float] | None = None, total_time_s: float = 20.0, reward: str = "all"
     ) -> Verdict:  # fmt: skip
         if not response.strip():
             return 0.0, "no_code"
@@ -40,11 +39,11 @@ class CodeVerifyWorker(VerifierBase):
             return 0.0, "syntax_error"
         allowed, end = Limits(**(limits or {})), time.monotonic() + total_time_s
 
-        def runner(program: str, **options: Any) -> Outcome:
+        def runner(program: str, stdin: str = "", files: dict[str, bytes] | None = None) -> Outcome:
             left = end - time.monotonic()
             if left <= 0:
                 return Outcome(stopped="time_limit", detail=f"{total_time_s:g} s for all tests")
-            return run_program(program, limits=allowed, **options)
+            return run_program(program, stdin, allowed, files)
 
         result = tests.run(response, runner)
         if result.passed == result.count:

@@ -5,7 +5,6 @@ Language Models", 2022, appendix D). No torch, no sympy: cheap, and safe on any 
 """
 
 import re
-from typing import Any
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 INVALID = "[INVALID]"
@@ -139,7 +138,7 @@ def verify(
 
 def compute_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
-) -> dict[str, Any]:
+) -> dict[str, float | str | None]:
     """{"score": 1.0 or 0.0, "acc": bool, "pred": the answer found}, from the last 300 characters of the response."""
     right, found = verify(solution_str[-_LOOKED_AT:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if right else 0.0, "acc": right, "pred": found}

@@ -3,12 +3,12 @@
 import abc
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.remote import Remotable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nemo_rl_cpp.data.interfaces import LLMMessageLogType
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 MetadataT = TypeVar("MetadataT")
@@ -34,7 +34,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     answers: "list[str | None] | None"
 
 
-def checked_return(answer: Any, size: int, task: str) -> EnvironmentReturn:
+def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
     """What an environment's `step` gave for `size` conversations: an EnvironmentReturn, or a plain sequence of the same six
     things. ValueError that names the task where it is something else."""
     fields = EnvironmentReturn._fields
@@ -72,14 +72,14 @@ class Environment(Protocol):
     """Whether a conversation's answer depends on that conversation only. True lets rollouts call `step` with some of a
     batch's rows while the others are still generated."""
 
-    def step(self, message_log_batch: "list[LLMMessageLogType]", metadata: list[Any]) -> EnvironmentReturn[Any]:
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """One turn for B conversations, of which each ends with a message of the model.
 
         Before: `metadata` holds for each conversation what the data set gave, or what the last `step` returned. After: the
         answer has one entry a conversation in every field, in their order; a plain sequence of the same six things will do.
         """
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """Numbers gathered since the last call, for the logs of the step; called once after the rollouts of a step."""
 
     def shutdown(self) -> None:
@@ -98,7 +98,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
 
     @abc.abstractmethod
     def step(
-        self, message_log_batch: "list[LLMMessageLogType]", metadata: list[MetadataT]
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
         """One turn for conversations that end with the model's message (role "assistant")."""
 
@@ -106,7 +106,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
         """Finishes a whole batch of rollouts and gives its metrics. A run does not call it: NeMo RL's validation does."""
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """Metrics gathered over the steps since the last call, which they are logged with; none by default."""
         return {}
 

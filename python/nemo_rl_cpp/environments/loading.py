@@ -8,13 +8,18 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.config.env import ENV_REGISTRY, EnvironmentEntry
 from nemo_rl_cpp.errors import in_user_code, one_sentence
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.datasets import RawDataset
+    from nemo_rl_cpp.environments.interfaces import EnvironmentInterface
 
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 DATASET_BASE = "nemo_rl_cpp.data.datasets.RawDataset"
@@ -50,7 +55,7 @@ def import_object(name: str, what: str) -> Any:
     return found
 
 
-def _import_module(parts: list[str], name: str, what: str) -> tuple[Any, list[str]]:
+def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, list[str]]:
     """The longest beginning of the name that is a module, imported, and what is left of the name."""
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
@@ -85,7 +90,7 @@ def _syntax(error: BaseException) -> str | None:
     return None
 
 
-def _no_attribute(name: str, what: str, owner: Any, attribute: str) -> str:
+def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
     module = getattr(owner, "__name__", str(owner))
     names = [own for own in vars(owner) if not own.startswith("_")] if hasattr(owner, "__dict__") else []
     own = [n for n in names if getattr(getattr(owner, n), "__module__", None) == module] or names
@@ -107,14 +112,14 @@ def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV
     return name
 
 
-def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> Any:
+def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> type[EnvironmentInterface]:
     """The class of a registered name or of a dotted one, imported, with the interface that rollouts need."""
     found = import_object(environment_target(name, registry), "environment")
     check_environment_class(found, name)
     return found
 
 
-def check_environment_class(found: Any, name: str) -> None:
+def check_environment_class(found: object, name: str) -> None:
     """LoadingError for what is no environment: `Class.remote`, `step` and `global_post_process_and_metrics` are needed."""
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
@@ -136,7 +141,7 @@ def check_environment_class(found: Any, name: str) -> None:
             )
 
 
-def _takes(function: Any, *arguments: Any) -> bool:
+def _takes(function: Callable[..., object], *arguments: object) -> bool:
     """Whether a call with these arguments fits the signature; True where there is none to be read."""
     try:
         signature = inspect.signature(function)
@@ -149,7 +154,7 @@ def _takes(function: Any, *arguments: Any) -> bool:
     return True
 
 
-def own_dataset_class(name: str) -> Any:
+def own_dataset_class(name: str) -> type[RawDataset]:
     """The user's data set class of a dotted name, with what a run asks of it; LoadingError for one that lacks it."""
     found = import_object(name, "data set class")
     lacking = [method for method in ("set_task_spec", "set_processor") if not callable(getattr(found, method, None))]
@@ -160,7 +165,7 @@ def own_dataset_class(name: str) -> Any:
     return found
 
 
-def reward_function(name: Any) -> Any:
+def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
     """A reward function of a dotted name, or the function itself; LoadingError for what cannot be called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
@@ -170,7 +175,7 @@ def reward_function(name: Any) -> Any:
     return found
 
 
-def check_reward_section(section: Mapping[str, Any]) -> None:
+def check_reward_section(section: Mapping[str, object]) -> None:
     """LoadingError for a section env.reward_functions whose functions cannot be used."""
     unknown = sorted(set(section) - {"functions", "weights"})
     if unknown or "functions" not in section:

@@ -1,9 +1,10 @@
 """Mathematics and multiple choice: one response, right or wrong."""
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from nemo_rl_cpp.config.env import MathEnvConfig
 from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
@@ -32,7 +33,7 @@ class MathEnvironmentMetadata(TypedDict):
     extracted_answer: str | None
 
 
-class BaseMathEnvironment(VerifyingEnvironment):
+class BaseMathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
     """Owns the verifiers of `cfg["verifier_type"]`. Raises ValueError for an unknown type or implementation."""
 
     WORKER_CLASS_DICT: dict[str, type] = {
@@ -62,7 +63,7 @@ class MathEnvironment(BaseMathEnvironment):
 
     def step(
         self,
-        message_log_batch: list[list[dict[str, Any]]],
+        message_log_batch: list[LLMMessageLogType],
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:

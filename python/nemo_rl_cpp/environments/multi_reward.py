@@ -1,10 +1,11 @@
 """Mathematics with three rewards, for GDPO: correctness, an integer as answer, and the format of the response."""
 
 import re
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.math_environment import MathEnvironmentMetadata
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
@@ -13,7 +14,7 @@ REWARD_NAMES = ("reward/correctness", "reward/integer", "reward/format")
 _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
-class MathMultiRewardEnvironment(SingleTurnEnvironment):
+class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
     """Scores a response of the form `<think>...</think>`, a line feed, `<answer>...</answer>`, each part 1 or 0:
 
     - `reward/correctness`: what stands between the answer's tags is the truth, letter for letter;
@@ -25,11 +26,11 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment):
 
     scores_rows_alone = True
 
-    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+    def __init__(self, cfg: Mapping[str, object] | None = None) -> None:
         self._longest = (cfg or {}).get("max_answer_chars") or 1_000_000
 
     def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[MathEnvironmentMetadata],
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
         """The conversation ends; observations say "Environment: correct" or "Environment: incorrect"."""

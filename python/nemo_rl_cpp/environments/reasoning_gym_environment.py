@@ -2,14 +2,15 @@
 
 import importlib.util
 import re
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
 from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
-from nemo_rl_cpp.environments.verifiers import ReasoningGymVerifyWorker
+from nemo_rl_cpp.environments.verifiers import GymEntry, ReasoningGymVerifyWorker
 from nemo_rl_cpp.environments.verifying_environment import VerifyingEnvironment
 
 _NEXT_QUESTION = "\n\nQuestion:"  # how the data set `reasoning_gym` goes on after an answer of several lines
@@ -31,7 +32,14 @@ def extract_answer(text: str, answer_format: str = "auto", several_lines: bool =
     return text.strip().partition("\n")[0].strip()
 
 
-class ReasoningGymEnvironment(VerifyingEnvironment):
+class ReasoningGymMetadata(TypedDict):
+    """What the environment knows of a question: the entry of the task's data set, and the task's name."""
+
+    reasoning_gym_entry: GymEntry
+    reasoning_gym_task: NotRequired[str]
+
+
+class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
     """Reward: the score in [0, 1] that reasoning_gym gives the answer.
 
     `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}),
@@ -42,14 +50,16 @@ class ReasoningGymEnvironment(VerifyingEnvironment):
 
     scores_rows_alone = True
 
-    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+    def __init__(self, cfg: ReasoningGymEnvConfig | None = None) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")
         self.cfg = as_model(cfg or {}, ReasoningGymEnvConfig, "env.reasoning_gym")
         self._format = self.cfg.answer_format
         super().__init__(ReasoningGymVerifyWorker, PoolOptions.from_config(self.cfg))
 
-    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[ReasoningGymMetadata]
+    ) -> EnvironmentReturn[ReasoningGymMetadata]:
         rows_of: dict[str, list[int]] = {}
         texts = []
         for row, info in enumerate(metadata):

@@ -17,14 +17,14 @@ from nemo_rl_cpp.distributed.futures import Future
 class RemoteMethod:
     """A method of a `LocalActor`: call it, or start it with `.remote(...)`."""
 
-    def __init__(self, actor: "LocalActor", method: Callable[..., Any]) -> None:
+    def __init__(self, actor: "LocalActor", method: Callable[..., object]) -> None:
         self._actor = actor
         self._method = method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.remote(*args, **kwargs).result()
 
-    def remote(self, *args: Any, **kwargs: Any) -> Future:
+    def remote(self, *args: object, **kwargs: object) -> Future:
         """Starts the call and returns at once."""
         return self._actor._submit(partial(self._method, *args, **kwargs))
 
@@ -35,7 +35,7 @@ class LocalActor:
     Its thread starts with the first `.remote` call and is a daemon: it never keeps the program from ending.
     """
 
-    def __init__(self, instance: Any) -> None:
+    def __init__(self, instance: object) -> None:
         self._instance = instance
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class LocalActor:
     def __repr__(self) -> str:
         return f"LocalActor({self._instance!r})"
 
-    def _submit(self, call: Callable[[], Any]) -> Future:
+    def _submit(self, call: Callable[[], object]) -> Future:
         future = Future()
         if threading.current_thread() is self._thread:  # an object that calls itself must not wait for itself
             future.run(call)
@@ -76,12 +76,12 @@ class Remotable:
     """Gives a class `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator does."""
 
     @classmethod
-    def remote(cls, *args: Any, **kwargs: Any) -> LocalActor:
+    def remote(cls, *args: object, **kwargs: object) -> LocalActor:
         """Constructs an object behind a handle whose methods have `.remote(...)`."""
         return LocalActor(cls(*args, **kwargs))
 
     @classmethod
-    def options(cls, **options: Any) -> type:
+    def options(cls, **options: object) -> type:
         """The class itself. Ray's scheduling options place an actor on a cluster; here there is one process.
 
         Raises ValueError for an option that asks for GPUs, which this process cannot set aside.
@@ -93,7 +93,7 @@ class Remotable:
         return cls
 
 
-def call_remote(handle: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
     """Starts `handle.method(...)`: a future where the method has `.remote`, else the value itself."""
     function = getattr(handle, method)
     return getattr(function, "remote", function)(*args, **kwargs)

@@ -1,11 +1,10 @@
 """Write the digits backwards: the smallest task that a model of a few thousand parameters learns from scratch."""
 
-from typing import Any
-
 from nemo_rl_cpp.config.env import PlainEnvConfig
 from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
+from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironment, assistant_text
 
 
 def fraction_right(text: str, expected: str) -> float:
@@ -15,14 +14,16 @@ def fraction_right(text: str, expected: str) -> float:
     return sum(a == b for a, b in zip(text.strip(), expected)) / len(expected)
 
 
-class ReverseDigitsEnvironment(SingleTurnEnvironment):
+class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
     """Reward: the fraction of `metadata["ground_truth"]` that the response has right. Metric: `exactly_right`."""
 
-    def __init__(self, cfg: dict[str, Any] | None = None) -> None:
+    def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
         as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # which has no keys
         self._responses = self._exact = 0
 
-    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
+    ) -> EnvironmentReturn[GroundTruth]:
         texts = [assistant_text(message_log) for message_log in message_log_batch]
         rewards = [fraction_right(text, str(info["ground_truth"])) for text, info in zip(texts, metadata)]
         self._responses += len(rewards)

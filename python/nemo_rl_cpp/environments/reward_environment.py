@@ -4,11 +4,11 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.loading import reward_function
 from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
@@ -16,9 +16,13 @@ from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistan
 from nemo_rl_cpp.errors import user_code
 
 RewardFunction = Callable[..., Sequence[float | None]]
+Columns = dict[str, list[object]]
+"""What the samples of a batch have under each name, one entry a sample."""
+Info = Mapping[str, object] | None
+"""The columns of one sample."""
 
 
-class RewardFunctionEnvironment(SingleTurnEnvironment):
+class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
     """Rewards from one function or the (weighted) sum of several.
 
     A function is called with keywords: `prompts` and `completions` (lists of texts, [B]) and every column of the
@@ -41,7 +45,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
 
     def __init__(
         self,
-        reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | dict[str, Any],
+        reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, object],
         weights: Sequence[float] | None = None,
         as_parts: bool = False,
     ) -> None:
@@ -71,8 +75,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
-    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> EnvironmentReturn:
-        columns: dict[str, list[Any]] = {
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Info]) -> EnvironmentReturn[Info]:
+        columns: Columns = {
             key: [(info or {}).get(key) for info in metadata]
             for key in {k: None for info in metadata for k in info or {}}
         }
@@ -113,25 +117,22 @@ class RewardFunctionEnvironment(SingleTurnEnvironment):
         return metrics
 
 
-def _numbers(weights: Any) -> list[float]:
+def _numbers(weights: object) -> list[float]:
     several = [weights] if isinstance(weights, (int, float)) else weights
     if isinstance(several, (str, bytes, Mapping, set, frozenset)) or not is_iterable(several):
         raise ValueError(
             f"weights of reward functions must be a list of numbers, one a function, not {in_a_line(weights)}"
         )
-    found = []
-    for weight in several:
-        found.append(number("a weight of a reward function", weight, -LARGEST, LARGEST))
-    return found
+    return [number("a weight of a reward function", weight, -LARGEST, LARGEST) for weight in several]
 
 
-def _call(function: RewardFunction, name: str, columns: dict[str, list[Any]], rows: int) -> list[float | None]:
+def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> list[float | None]:
     with user_code(f"reward function {name}", partial(_missing_column, columns)):
         returned = awaited(function(**_asked_for(function, name, columns)))
     return rewards_of(name, returned, rows)
 
 
-def _asked_for(function: RewardFunction, name: str, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
     """The columns that a function takes; ValueError where it asks for one that is not there."""
     parameters = inspect.signature(function).parameters.values()
     missing = [
@@ -149,7 +150,7 @@ def _asked_for(function: RewardFunction, name: str, columns: dict[str, list[Any]
     return {key: value for key, value in columns.items() if key in names}
 
 
-def _missing_column(columns: dict[str, list[Any]], error: BaseException) -> str:
+def _missing_column(columns: Columns, error: BaseException) -> str:
     """What to add to a KeyError for a column that the samples do not have."""
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""

@@ -7,19 +7,18 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., object]) -> str:
     """The name of a function; for a partial the name of what it calls; for another object the name of its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-def distinct_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
+def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
     """A name for each: those that several share are numbered (`<lambda>_1`, `<lambda>_2`)."""
     names = [function_name(function) for function in functions]
     taken = {name for name in names if names.count(name) == 1}
@@ -35,7 +34,7 @@ def distinct_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     return distinct
 
 
-def check_signature(function: Callable[..., Any]) -> None:
+def check_signature(function: Callable[..., object]) -> None:
     """ValueError for a function that cannot be called with keywords."""
     name = function_name(function)
     try:
@@ -51,13 +50,13 @@ def check_signature(function: Callable[..., Any]) -> None:
         )
 
 
-def awaited(returned: Any) -> Any:
+def awaited(returned: object) -> object:
     """The result of what an async function returned; anything else as it is."""
     if not inspect.isawaitable(returned):
         return returned
-    results: list[Any] = []
+    results: list[tuple[object, BaseException | None]] = []
 
-    async def wait(what: Awaitable[Any]) -> Any:
+    async def wait(what: Awaitable[object]) -> object:
         return await what
 
     def run() -> None:
@@ -76,7 +75,7 @@ def awaited(returned: Any) -> Any:
     return value
 
 
-def rewards_of(name: str, returned: Any, rows: int) -> list[float | None]:
+def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
     """What a reward function returned as numbers (None: no say); ValueError unless it is one a completion, each finite."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
@@ -98,7 +97,7 @@ def rewards_of(name: str, returned: Any, rows: int) -> list[float | None]:
     return [_number(name, value, row) for row, value in enumerate(values)]
 
 
-def _number(name: str, value: Any, row: int) -> float | None:
+def _number(name: str, value: object, row: int) -> float | None:
     if value is None:
         return None
     try:
@@ -112,7 +111,7 @@ def _number(name: str, value: Any, row: int) -> float | None:
     return number
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     kind = type(value).__name__
     return (
         f"{value}"

@@ -1,22 +1,29 @@
 """The base of environments that answer one response and then end the conversation."""
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT
 from nemo_rl_cpp.environments.metrics import calculate_pass_rate_per_prompt
 
 NO_OBSERVATION = {"role": "environment", "content": ""}
 
 
-def assistant_text(message_log: list[dict[str, Any]]) -> str:
+class GroundTruth(TypedDict):
+    """What an environment knows of a sample: the right answer."""
+
+    ground_truth: str
+
+
+def assistant_text(message_log: LLMMessageLogType) -> str:
     """All of the model's messages of a conversation, joined."""
     return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
-def prompt_text(message_log: list[dict[str, Any]]) -> str:
+def prompt_text(message_log: LLMMessageLogType) -> str:
     """What stands before the model's first message."""
     texts = []
     for message in message_log:
@@ -26,16 +33,16 @@ def prompt_text(message_log: list[dict[str, Any]]) -> str:
     return "".join(texts)
 
 
-class SingleTurnEnvironment(EnvironmentInterface[dict[str, Any]]):
+class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
     """Scores one response a conversation, which ends with it."""
 
     def _finish(
         self,
         rewards: "list[float] | torch.Tensor",
-        metadata: list[dict[str, Any]],
+        metadata: list[MetadataT],
         observations: list[dict[str, str]] | None = None,
         answers: list[str | None] | None = None,
-    ) -> EnvironmentReturn:
+    ) -> EnvironmentReturn[MetadataT]:
         scores = torch.as_tensor(rewards, dtype=torch.float32)
         return EnvironmentReturn(
             observations=observations or [dict(NO_OBSERVATION) for _ in metadata],
@@ -46,9 +53,7 @@ class SingleTurnEnvironment(EnvironmentInterface[dict[str, Any]]):
             answers=answers,
         )
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float | int]]:
         """Sets the reward of samples that did not end properly to 0 and gives the batch's metrics.
 
         Reads rewards, is_end, generation_lengths, prompt_lengths [B] and text [B, S] (the prompts' tokens).

@@ -1,6 +1,6 @@
 """Environments by name."""
 
-from typing import Any
+from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.config.base import Section
@@ -24,7 +24,7 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
         ENV_REGISTRY[env_name]["section"] = section
 
 
-def create_env(env_name: str, env_config: dict[str, Any] | None = None) -> EnvironmentInterface:
+def create_env(env_name: str, env_config: Mapping[str, object] | None = None) -> EnvironmentInterface:
     """A handle on a new environment (see `Environment.remote`) made from its section of the configuration.
 
     `env_name` is a registered name or the dotted name of a class. Raises ValueError for an unknown one, and for a class

@@ -5,8 +5,8 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl_cpp.config.env import VerifierPoolConfig
 from nemo_rl_cpp.environments.worker_process import WorkerProcess, wait_for_any
@@ -77,7 +77,7 @@ class VerifierPool:
     ends is replaced. `shutdown`, the end of the program and the pool's own end kill them all.
     """
 
-    def __init__(self, verifier: type, options: PoolOptions, warm_up: dict[str, Any] | None = None) -> None:
+    def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
                 f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"
@@ -98,7 +98,7 @@ class VerifierPool:
         while len(self._workers) < self._size:
             self._start_worker()
 
-    def verify(self, responses: list[str], ground_truths: list[Any], **kwargs: Any) -> Verdicts:
+    def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
         """Judges every response against its truth; `kwargs` go to the verifier.
 
         Raises RuntimeError when workers cannot start, with what they wrote, or after `shutdown`.
@@ -146,8 +146,8 @@ class _Run:
 
     pool: VerifierPool
     responses: list[str]
-    truths: list[Any]
-    kwargs: dict[str, Any]
+    truths: Sequence[object]
+    kwargs: dict[str, object]
     waiting: deque[int]
     verdicts: Verdicts
     at_work: int = 0
@@ -169,7 +169,7 @@ class _Run:
                 return
             if worker.ready and worker.task is None:
                 i = self.waiting.popleft()
-                request = [self.responses[i], self.truths[i], self.kwargs]
+                request = self.responses[i], self.truths[i], self.kwargs
                 worker.start_task(i, request, self.pool.options.deadline_s)
                 self.at_work += 1
 
@@ -217,11 +217,15 @@ class _Run:
 class RemoteVerifier:
     """One verifier in a worker process, with the verifier's own `verify`."""
 
-    def __init__(self, verifier: type, **options: Any) -> None:
+    def __init__(self, verifier: type, **options: float | None) -> None:
         self._pool = VerifierPool(verifier, PoolOptions(**options))
 
     def verify(
-        self, pred_responses: list[str], ground_truths: list[Any], return_extracted_answer: bool = False, **kwargs: Any
+        self,
+        pred_responses: list[str],
+        ground_truths: Sequence[object],
+        return_extracted_answer: bool = False,
+        **kwargs: object,
     ) -> list[float] | tuple[list[float], list[str | None]]:
         """As the verifier's; a response that takes too long scores 0."""
         verdicts = self._pool.verify(pred_responses, ground_truths, **kwargs)

@@ -14,25 +14,39 @@ import select
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from functools import reduce
+from io import RawIOBase
+from typing import BinaryIO, TypedDict
 
 HEADER = struct.Struct("<Q")
 PARENT_CHECK_SECONDS = 5.0
+Request = tuple[str, object, dict[str, object]]
+"""A response, its truth, and what else the verifier takes."""
 
 
-def write_message(stream: BinaryIO, message: Any) -> None:
+class Reply(TypedDict, total=False):
+    """What the process says: that it is ready (its process id), or score and answer of a response, or what went wrong."""
+
+    ready: int
+    score: float
+    answer: str | None
+    unmatchable: int
+    error: str
+
+
+def write_message(stream: BinaryIO, message: Reply) -> None:
     """Length and JSON, flushed."""
     payload = json.dumps(message).encode()
     stream.write(HEADER.pack(len(payload)) + payload)
     stream.flush()
 
 
-def read_request(raw: Any) -> Any:
+def read_request(raw: RawIOBase) -> Request:
     """The next request; EOFError when the other side has closed."""
     return pickle.loads(_read_exactly(raw, HEADER.unpack(_read_exactly(raw, HEADER.size))[0]))
 
 
-def _read_exactly(raw: Any, size: int) -> bytes:
+def _read_exactly(raw: RawIOBase, size: int) -> bytes:
     """Exactly so many bytes from a raw pipe: a buffer would hide from select what it has read ahead."""
     parts = []
     while size > 0:
@@ -97,10 +111,7 @@ def main(target: str, options_json: str) -> None:
     os.dup2(2, 1)  # a verifier that prints must not write into the answers
 
     module, _, name = target.partition(":")
-    verifier: Any = importlib.import_module(module)
-    for part in name.split("."):
-        verifier = getattr(verifier, part)
-    verifier = verifier()
+    verifier = reduce(getattr, name.split("."), importlib.import_module(module))()
     if hasattr(verifier, "warm_up"):
         verifier.warm_up(**options["warm_up"])
     if options["memory_mb"] is not None and os.path.exists("/proc/self/statm"):
@@ -123,7 +134,7 @@ def main(target: str, options_json: str) -> None:
         before = getattr(verifier, "unmatchable", 0)
         try:
             scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
-            answer = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
+            answer: Reply = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
             if getattr(verifier, "unmatchable", 0) > before:
                 answer["unmatchable"] = 1
         except Exception as error:  # a verifier scores what goes wrong with a response 0; this is a mistake in its use

@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypedDict
 
 from nemo_rl_cpp.environments import dapo_math_verifier
 from nemo_rl_cpp.environments.remote import LocalActor
@@ -39,18 +39,22 @@ class VerifierBase:
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     @classmethod
-    def remote(cls, **pool_options: Any) -> LocalActor:
+    def remote(cls, **pool_options: float | None) -> LocalActor:
         """A handle on this verifier in a worker process that is killed when it misses its deadline."""
         from nemo_rl_cpp.environments.verifier_pool import RemoteVerifier
 
         return LocalActor(RemoteVerifier(cls, **pool_options))
 
-    def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
+    def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         """(score, answer found or None) of one response."""
         raise NotImplementedError
 
     def verify(
-        self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: Any
+        self,
+        pred_responses: list[str],
+        ground_truths: list[str],
+        return_extracted_answer: bool = False,
+        **kwargs: object,
     ) -> list[float] | tuple[list[float], list[str | None]]:
         """Scores [B], and with `return_extracted_answer` also the answers found [B] (None where there is none)."""
         verdicts = []
@@ -77,7 +81,7 @@ class HFVerifyWorker(VerifierBase):
     """
 
     def __init__(self) -> None:
-        self._metric: Callable[..., Any] | None = None
+        self._metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None
 
     def judge(self, response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict:
         if not ground_truth.strip():
@@ -157,7 +161,7 @@ class EnglishMultichoiceVerifyWorker(VerifierBase):
 
     _PATTERN = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
 
-    def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
+    def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         found = self._PATTERN.search(normalize_response(response))
         answer = normalize_extracted_answer(found[1]) if found else None
         return float(answer == _letter(ground_truth)), answer
@@ -166,7 +170,7 @@ class EnglishMultichoiceVerifyWorker(VerifierBase):
 class MultilingualMultichoiceVerifyWorker(VerifierBase):
     """Multiple choice in many languages: a letter A-D (also Arabic, Bengali, full width) after a word for "answer"."""
 
-    def judge(self, response: str, ground_truth: str, **kwargs: Any) -> Verdict:
+    def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         text = normalize_response(response)
         found = next((match for pattern in _MULTILINGUAL_PATTERNS if (match := pattern.search(text))), None)
         answer = normalize_extracted_answer(found[1]) if found else None
@@ -174,20 +178,8 @@ class MultilingualMultichoiceVerifyWorker(VerifierBase):
 
 
 _DRESS = [
-    "**",
-    "$\\boxed{",
-    "}$",
-    "\\$",
-    "$\\text{",
-    "$",
-    "\\mathrm{",
-    "\\{",
-    "\\text",
-    "\\(",
-    "\\mathbf{",
-    "{",
-    "\\boxed",
-]
+    "**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed",
+]  # fmt: skip
 
 _LETTERS = {"A": "أاঅＡ", "B": "بবＢ", "C": "جসＣ", "D": "دডＤ"}
 _TO_LATIN = {foreign: latin for latin, others in _LETTERS.items() for foreign in others}
@@ -254,17 +246,25 @@ def _letter(ground_truth: str) -> str:
     return truth
 
 
+class GymEntry(TypedDict):
+    """A question of a reasoning_gym task. `answer` is None where a task checks responses by other means."""
+
+    question: str
+    answer: str | None
+    metadata: dict[str, str]
+
+
 class ReasoningGymVerifyWorker(VerifierBase):
-    """reasoning_gym's own scorer: `ground_truth` is the entry {"question", "answer", "metadata"} of the data set."""
+    """reasoning_gym's own scorer: `ground_truth` is the entry of the data set."""
 
     def __init__(self) -> None:
         self._scorers: dict[str, Callable[..., float]] = {}
 
-    def warm_up(self, **kwargs: Any) -> None:
+    def warm_up(self, **kwargs: object) -> None:
         """Imports reasoning_gym, which takes seconds."""
         import reasoning_gym  # noqa: F401
 
-    def judge(self, response: str, ground_truth: dict[str, Any], task: str | None = None) -> Verdict:
+    def judge(self, response: str, ground_truth: GymEntry, task: str | None = None) -> Verdict:
         import reasoning_gym
 
         name = task or ground_truth["metadata"]["source_dataset"]

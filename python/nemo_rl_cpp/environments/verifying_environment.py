@@ -1,12 +1,13 @@
 """Single-turn environments that score with a verifier in worker processes."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from nemo_rl_cpp.environments.interfaces import MetadataT
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, Verdicts, VerifierPool
 
 
-class VerifyingEnvironment(SingleTurnEnvironment):
+class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
     """Owns a `VerifierPool` and counts what its verifiers gave up on.
 
     Metrics: `verifier_timeouts`, responses scored 0 because the verifier gave up on them (deadline missed, worker
@@ -14,11 +15,11 @@ class VerifyingEnvironment(SingleTurnEnvironment):
     `verifier_unmatchable_truths`, when there are any: responses scored 0 because no response could match their truth.
     """
 
-    def __init__(self, verifier: type, options: PoolOptions, warm_up: dict[str, Any] | None = None) -> None:
+    def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         self._pool = VerifierPool(verifier, options, warm_up)
         self._reset_counts()
 
-    def _verify(self, responses: list[str], ground_truths: list[Any], **kwargs: Any) -> Verdicts:
+    def _verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
         verdicts = self._pool.verify(responses, ground_truths, **kwargs)
         self._steps += 1
         self._timed_out += verdicts.timed_out
@@ -30,7 +31,7 @@ class VerifyingEnvironment(SingleTurnEnvironment):
     def pop_metrics(self) -> dict[str, float]:
         if not self._steps:
             return {}
-        metrics = {"verifier_timeouts": self._timed_out + self._crashed + self._oversized}
+        metrics: dict[str, float] = {"verifier_timeouts": self._timed_out + self._crashed + self._oversized}
         if self._crashed:
             metrics["verifier_crashes"] = self._crashed
         if self._oversized:

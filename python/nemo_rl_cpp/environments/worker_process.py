@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Mapping
 
-from nemo_rl_cpp.environments.verifier_process import HEADER
+from nemo_rl_cpp.environments.verifier_process import HEADER, Reply, Request
 
 
 class WorkerProcess:
@@ -21,7 +21,7 @@ class WorkerProcess:
     one, and it is killed together with whatever it may have started.
     """
 
-    def __init__(self, target: str, options: dict[str, Any]) -> None:
+    def __init__(self, target: str, options: Mapping[str, object]) -> None:
         self._errors = tempfile.TemporaryFile()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
@@ -32,8 +32,9 @@ class WorkerProcess:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        os.set_blocking(self._process.stdout.fileno(), False)
-        os.set_blocking(self._process.stdin.fileno(), False)
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self.stdout.fileno(), False)
+        os.set_blocking(self.stdin.fileno(), False)
         self._incoming = bytearray()
         self._outgoing = memoryview(b"")
         self.ready = False
@@ -45,18 +46,10 @@ class WorkerProcess:
         return self._process.pid
 
     @property
-    def stdout(self) -> Any:
-        return self._process.stdout
-
-    @property
-    def stdin(self) -> Any:
-        return self._process.stdin
-
-    @property
     def wants_to_write(self) -> bool:
         return len(self._outgoing) > 0
 
-    def start_task(self, task: int, request: Any, deadline_s: float) -> None:
+    def start_task(self, task: int, request: Request, deadline_s: float) -> None:
         """Hands over a request; the deadline counts from now."""
         payload = pickle.dumps(request)
         self._outgoing = memoryview(HEADER.pack(len(payload)) + payload)
@@ -75,7 +68,7 @@ class WorkerProcess:
         except BrokenPipeError:  # it has died; reading says so
             self._outgoing = memoryview(b"")
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[Reply]:
         """Messages that have come in; EOFError when the process has ended."""
         try:
             while chunk := os.read(self.stdout.fileno(), 1 << 20):

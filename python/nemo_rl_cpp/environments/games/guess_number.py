@@ -4,12 +4,13 @@ It is the smallest task of several turns that is worth learning. A player who ha
 """
 
 import re
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 
 from nemo_rl_cpp.config.env import GuessNumberEnvConfig as GuessNumberConfig
 from nemo_rl_cpp.config.sections import as_model
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
@@ -46,7 +47,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
         self._reset_counts()
 
     def step(
-        self, message_log_batch: list[list[dict[str, Any]]], metadata: list[GuessNumberMetadata]
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[GuessNumberMetadata]
     ) -> EnvironmentReturn[GuessNumberMetadata]:
         turns = [self._turn(log[-1]["content"], info) for log, info in zip(message_log_batch, metadata)]
         answers, hints, rewards, ended = (list(column) for column in zip(*turns))
@@ -75,9 +76,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
             return _Turn(found[0], "", 0.0, True)
         return _Turn(found[0], self.higher if secret > guess else self.lower, 0.0, False)
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict[str, float]]:
         """The batch as it is, and the share of games won, when the batch has rewards."""
         rewards = batch.get("total_reward", batch.get("rewards"))
         return batch, {} if rewards is None else {"accuracy": rewards.float().mean().item()}

@@ -1,5 +1,5 @@
 # ---- core: a shared library without Python, so that _C, _cuda and the GoogleTest binary use one copy
-file(GLOB NEMO_CORE_SOURCES CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/ops/*.cpp csrc/distributed/*.cpp
+file(GLOB NEMO_CORE_SOURCES CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/runtime/*.cpp csrc/ops/*.cpp csrc/distributed/*.cpp
      csrc/model/*.cpp csrc/trainer/*.cpp csrc/generation/*.cpp csrc/refit/*.cpp)
 list(FILTER NEMO_CORE_SOURCES EXCLUDE REGEX "_cuda\\.cpp$|nccl_[a-z_]*\\.cpp$")     # these belong to _cuda
 add_library(nemo_rl_core SHARED ${NEMO_CORE_SOURCES} ${NEMO_KERNEL_OBJECTS})
@@ -43,7 +43,7 @@ if(NEMO_RL_BUILD_PYTHON)
 endif()
 
 # ---- CUDA: a module of its own, imported only where torch itself is a CUDA build
-file(GLOB NEMO_CUDA_SOURCES CONFIGURE_DEPENDS csrc/kernels/cuda/*.cu csrc/ops/*_cuda.cpp csrc/distributed/nccl_*.cpp csrc/bindings/cuda_module.cpp)
+file(GLOB NEMO_CUDA_SOURCES CONFIGURE_DEPENDS csrc/kernels/cuda/*.cu csrc/runtime/*_cuda.cpp csrc/ops/*_cuda.cpp csrc/distributed/nccl_*.cpp csrc/bindings/cuda_module.cpp)
 if(NEMO_HAVE_CUDA AND NEMO_RL_BUILD_PYTHON AND EXISTS "${CMAKE_SOURCE_DIR}/csrc/bindings/cuda_module.cpp")
   nemo_python_module(_cuda ${NEMO_CUDA_SOURCES})
   target_link_libraries(_cuda PRIVATE nemo_rl_core nemo::torch_python nemo::torch_cuda nemo::cuda nemo::cublaslt)

@@ -29,6 +29,7 @@ void bind_decoder_model(py::module_& m) {
                                return specs;
                              })
       .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
+      .def_property_readonly("masters_begin", &DecoderModel::masters_begin)
       .def_property_readonly("compute", [](const DecoderModel& self) { return self.compute(); })
       .def("masters_changed", &DecoderModel::masters_changed, release_gil())
       .def("digest", &DecoderModel::digest, release_gil())
@@ -72,7 +73,11 @@ void bind_trainer(py::module_& m) {
       .def_readonly("grad_norm", &OptimizerStep::grad_norm)
       .def_readonly("finite", &OptimizerStep::finite);
   py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
-      .def(py::init<std::shared_ptr<model::DecoderModel>>(), py::arg("model"))
+      .def(py::init<std::shared_ptr<model::DecoderModel>, std::shared_ptr<distributed::Communicator>>(),
+           py::arg("model"), py::arg("ranks") = nullptr)
+      .def("end_block", &Trainer::end_block, release_gil())
+      .def_property_readonly("shard",
+                             [](const Trainer& self) { return py::make_tuple(self.shard().begin, self.shard().end); })
       .def(
           "forward",
           [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,

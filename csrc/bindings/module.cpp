@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   nemo_rl::bindings::bind_batching(m);
   nemo_rl::bindings::bind_attention(m);
   nemo_rl::bindings::bind_ops(m);
+  nemo_rl::bindings::bind_distributed(m);
   nemo_rl::bindings::bind_model(m);
   nemo_rl::bindings::bind_generation(m);
 }

@@ -7,7 +7,7 @@
 #include "common/check.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
-#include "ops/team.h"
+#include "runtime/team.h"
 
 namespace nemo_rl::generation {
 namespace {
@@ -86,7 +86,7 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
     const ops::PackedWeights::Use packed(model_->packed_for(T, pack_after_));
     const auto compute = [&] { keep_ && model_->kept().enabled() ? run_keeping(batch) : run(batch.logits_rows); };
     if (model_->device().is_cpu() && T <= kTeamRows) {
-      ops::Team::lead(compute);
+      runtime::Team::lead(compute);
     } else {
       compute();
     }

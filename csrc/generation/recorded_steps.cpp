@@ -18,7 +18,7 @@ std::int64_t recorded_rows(std::int64_t rows) {
 
 RecordedSteps::Recorder RecordedSteps::recorder_for(const at::Tensor& weights) {
   if (!weights.is_cuda()) return {};
-  return [weights] { return ops::recorded_work_cuda.get(weights)(weights); };
+  return [weights] { return runtime::recorded_work_cuda.get(weights)(weights); };
 }
 
 void RecordedSteps::run(std::int64_t rows, const std::function<std::vector<const void*>()>& places,

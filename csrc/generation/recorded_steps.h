@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include "ops/recorded_work.h"
+#include "runtime/recorded_work.h"
 
 namespace nemo_rl::generation {
 
@@ -17,7 +17,7 @@ std::int64_t recorded_rows(std::int64_t rows);
 
 class RecordedSteps {
  public:
-  using Recorder = std::function<std::unique_ptr<ops::RecordedWork>()>;
+  using Recorder = std::function<std::unique_ptr<runtime::RecordedWork>()>;
 
   /// The recorder of the device on which a model's weights lie: none on the CPU, where a launch costs nothing.
   static Recorder recorder_for(const at::Tensor& weights);
@@ -38,7 +38,7 @@ class RecordedSteps {
 
  private:
   Recorder recorder_;
-  std::unique_ptr<ops::RecordedWork> recorded_;
+  std::unique_ptr<runtime::RecordedWork> recorded_;
   std::set<std::int64_t> seen_;
   std::vector<const void*> places_;
 };

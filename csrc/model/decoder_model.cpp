@@ -2,14 +2,14 @@
 
 #include "common/check.h"
 #include "ops/adamw.h"
-#include "ops/large_tensor.h"
 #include "ops/weight_digest.h"
+#include "runtime/large_tensor.h"
 
 namespace nemo_rl::model {
 namespace {
 
 at::Tensor zeros(const ParameterLayout& layout, at::ScalarType dtype, at::Device device) {
-  return ops::zeros_large({layout.total}, at::TensorOptions().dtype(dtype).device(device));
+  return runtime::zeros_large({layout.total}, at::TensorOptions().dtype(dtype).device(device));
 }
 
 /// The device with its index: "cuda" is the current one.
@@ -64,8 +64,16 @@ void DecoderModel::weights_changed() {
 }
 
 void DecoderModel::masters_changed() {
-  if (has_separate_masters()) ops::round_weights(masters_, compute());
+  if (has_separate_masters()) ops::round_weights(masters_, compute().narrow(0, masters_begin_, masters_.numel()));
   weights_changed();
+}
+
+void DecoderModel::keep_master_shard(std::int64_t begin, std::int64_t end) {
+  if (!has_separate_masters()) return;
+  NRL_CHECK(masters_.numel() == layout_.total && 0 <= begin && begin <= end && end <= layout_.total, "a shard [", begin,
+            ", ", end, ") of ", masters_.numel(), " masters");
+  masters_ = masters_.narrow(0, begin, end - begin).clone();
+  masters_begin_ = begin;
 }
 
 std::uint64_t DecoderModel::digest() const { return ops::weight_digest(compute()); }

@@ -26,6 +26,11 @@ class DecoderModel {
   bool trainable() const { return trainable_; }
   /// What the optimizer updates: float32 (float64) masters; the compute weights themselves unless dtype is bfloat16.
   const at::Tensor& masters() const { return masters_; }
+  /// Keeps the masters of the elements [begin, end) alone, where other processes keep the others'. Nothing to do where
+  /// the masters are the compute weights.
+  void keep_master_shard(std::int64_t begin, std::int64_t end);
+  /// Where masters() begins in compute(): 0 unless a shard is kept.
+  std::int64_t masters_begin() const { return masters_begin_; }
   /// What products read.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
   bool has_separate_masters() const { return masters_.defined() && !masters_.is_same(compute()); }
@@ -49,6 +54,7 @@ class DecoderModel {
   ParameterLayout layout_;
   bool trainable_;
   at::Tensor masters_;
+  std::int64_t masters_begin_ = 0;
   Decoder decoder_;
   Workspace workspace_;
   KeptActivations kept_;

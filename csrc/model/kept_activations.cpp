@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "common/check.h"
-#include "ops/large_tensor.h"
-#include "ops/parallel_items.h"
+#include "runtime/large_tensor.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::model {
 KeptActivations::KeptActivations(std::int64_t num_layers, std::int64_t layer_bytes, std::int64_t last_bytes)
@@ -45,7 +45,7 @@ KeptActivations::Added KeptActivations::add(Node parent, std::int64_t token) {
   std::size_t row = rows_.size();
   if (free_.empty()) {
     if (row % kSlabRows == 0)
-      slabs_.push_back(ops::empty_large({kSlabRows, row_bytes_}, at::TensorOptions().dtype(at::kByte)));
+      slabs_.push_back(runtime::empty_large({kSlabRows, row_bytes_}, at::TensorOptions().dtype(at::kByte)));
     rows_.emplace_back();
   } else {
     row = free_.back();
@@ -100,7 +100,7 @@ void KeptActivations::for_each_row(std::int64_t layer, const LayerActivations& a
   }
   NRL_CHECK(T == 0 || sum == (layer < num_layers_ ? layer_bytes_ : row_bytes_ - num_layers_ * layer_bytes_),
             "kept activations: ", sum, " bytes of a token in layer ", layer);
-  ops::parallel_rows(T, /*grain=*/8, [&](std::int64_t begin, std::int64_t end) {
+  runtime::parallel_rows(T, /*grain=*/8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
       std::int64_t offset = 0;
       for (const auto& field : fields) {

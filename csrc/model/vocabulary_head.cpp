@@ -11,9 +11,9 @@
 #include "kernels/logprob_backward.h"
 #include "ops/gemm.h"
 #include "ops/kernel_types.h"
-#include "ops/large_tensor.h"
 #include "ops/linear.h"
-#include "ops/parallel_items.h"
+#include "runtime/large_tensor.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::model {
 namespace {
@@ -80,7 +80,7 @@ void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::
   const std::int64_t floats =
       std::is_same_v<S, bfloat16> ? kernels::linear_widened_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
   std::byte* const memory =
-      ops::thread_workspace(static_cast<std::size_t>(packed) + static_cast<std::size_t>(floats) * sizeof(float));
+      runtime::thread_workspace(static_cast<std::size_t>(packed) + static_cast<std::size_t>(floats) * sizeof(float));
   const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0),
                                       x.stride(0),
                                       rows,
@@ -120,7 +120,8 @@ void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) {
 
 at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype) {
   const std::int64_t n = shape[0] * shape[1];
-  if (!buffer.defined() || buffer.scalar_type() != dtype || buffer.numel() < n) buffer = ops::empty_large({n}, dtype);
+  if (!buffer.defined() || buffer.scalar_type() != dtype || buffer.numel() < n)
+    buffer = runtime::empty_large({n}, dtype);
   return buffer.narrow(0, 0, n).view(shape);
 }
 

@@ -6,7 +6,7 @@
 #include <array>
 #include <vector>
 
-#include "ops/large_tensor.h"
+#include "runtime/large_tensor.h"
 
 namespace nemo_rl::model {
 
@@ -106,7 +106,8 @@ class Workspace {
     std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (auto n : shape) bytes *= n;
     if (!buffer.defined() || buffer.numel() < bytes)
-      buffer = ops::empty_large({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_), bytes);
+      buffer =
+          runtime::empty_large({bytes + bytes / 8 + 64}, at::TensorOptions().dtype(at::kByte).device(device_), bytes);
     return buffer.narrow(0, 0, bytes).view(dtype).view(shape);
   }
   template <class F>

@@ -4,19 +4,18 @@
 #include <ATen/Parallel.h>
 
 #include <cmath>
-#include <vector>
 
 #include "kernels/adamw.h"
 #include "ops/kernel_types.h"
 
 namespace nemo_rl::ops {
 
-CudaSlot<AdamWLauncher> adamw_step_cuda("adamw_step");
-CudaSlot<double(const at::Tensor&)> l2_norm_cuda("l2_norm");
+runtime::CudaSlot<AdamWLauncher> adamw_step_cuda("adamw_step");
+runtime::CudaSlot<double(const at::Tensor&)> l2_norm_cuda("l2_norm");
 
 namespace {
 
-constexpr std::int64_t kBlock = 16384;
+constexpr std::int64_t kBlock = kFlatBlock;
 
 template <class A>
 void step_flat(kernels::AdamW<A>* kernel, const kernels::AdamWArgs<A>& args, std::int64_t n) {
@@ -65,22 +64,28 @@ void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Te
   }
 }
 
-double l2_norm(const at::Tensor& x) {
-  if (x.is_cuda()) return l2_norm_cuda.get(x)(x);
+at::Tensor block_squares(const at::Tensor& x) {
   const std::int64_t n = x.numel(), blocks = (n + kBlock - 1) / kBlock;
-  std::vector<double> parts(static_cast<std::size_t>(blocks));
+  const auto squares = at::empty({blocks}, at::kDouble);
+  double* const parts = mutable_ptr<double>(squares);
   at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t b = begin; b < end; ++b) {
       const std::int64_t count = std::min(kBlock, n - b * kBlock);
-      parts[static_cast<std::size_t>(b)] = x.scalar_type() == at::kDouble
-                                               ? kernels::sum_of_squares_f64(ptr<double>(x) + b * kBlock, count)
-                                               : kernels::sum_of_squares_f32(ptr<float>(x) + b * kBlock, count);
+      parts[b] = x.scalar_type() == at::kDouble ? kernels::sum_of_squares_f64(ptr<double>(x) + b * kBlock, count)
+                                                : kernels::sum_of_squares_f32(ptr<float>(x) + b * kBlock, count);
     }
   });
+  return squares;
+}
+
+double norm_of_blocks(const at::Tensor& squares) {
+  const double* const parts = ptr<double>(squares);
   double sum = 0;
-  for (double part : parts) sum += part;
+  for (std::int64_t b = 0; b < squares.numel(); ++b) sum += parts[b];
   return std::sqrt(sum);
 }
+
+double l2_norm(const at::Tensor& x) { return x.is_cuda() ? l2_norm_cuda.get(x)(x) : norm_of_blocks(block_squares(x)); }
 
 void round_weights(const at::Tensor& weights, const at::Tensor& compute) {
   NRL_CHECK(weights.numel() == compute.numel() && weights.scalar_type() == at::kFloat &&

@@ -2,7 +2,7 @@
 #pragma once
 #include <optional>
 
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -20,8 +20,15 @@ void adamw_step(const at::Tensor& weights, const at::Tensor& grads, const at::Te
                 const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& settings,
                 std::int64_t step, double grad_scale);
 
+/// Elements of a block: a gradient norm is summed over blocks in order, so a shard begins at a multiple of it.
+constexpr std::int64_t kFlatBlock = 16384;
+
 /// L2 norm of x [n]: squares summed in double over blocks of fixed size, in order.
 double l2_norm(const at::Tensor& x);
+/// The sum of squares of each block of x [n] on the CPU: float64 [blocks].
+at::Tensor block_squares(const at::Tensor& x);
+/// The norm from the sums of all blocks.
+double norm_of_blocks(const at::Tensor& squares);
 
 /// compute = weights rounded to bfloat16.
 void round_weights(const at::Tensor& weights, const at::Tensor& compute);
@@ -29,7 +36,7 @@ void round_weights(const at::Tensor& weights, const at::Tensor& compute);
 using AdamWLauncher = void(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
                            const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute,
                            const AdamWSettings& settings, std::int64_t step, double grad_scale);
-extern CudaSlot<AdamWLauncher> adamw_step_cuda;
-extern CudaSlot<double(const at::Tensor& x)> l2_norm_cuda;
+extern runtime::CudaSlot<AdamWLauncher> adamw_step_cuda;
+extern runtime::CudaSlot<double(const at::Tensor& x)> l2_norm_cuda;
 
 }  // namespace nemo_rl::ops

@@ -8,12 +8,12 @@
 
 namespace nemo_rl::ops {
 
-CudaSlot<GaeLauncher<float>> gae_cuda_f32("gae");
-CudaSlot<GaeLauncher<double>> gae_cuda_f64("gae");
-CudaSlot<TokenAdvantageLauncher<float>> token_advantages_cuda_f32("reinforce_plus_plus");
-CudaSlot<TokenAdvantageLauncher<double>> token_advantages_cuda_f64("reinforce_plus_plus");
-CudaSlot<WhitenLauncher<float>> whiten_cuda_f32("whiten");
-CudaSlot<WhitenLauncher<double>> whiten_cuda_f64("whiten");
+runtime::CudaSlot<GaeLauncher<float>> gae_cuda_f32("gae");
+runtime::CudaSlot<GaeLauncher<double>> gae_cuda_f64("gae");
+runtime::CudaSlot<TokenAdvantageLauncher<float>> token_advantages_cuda_f32("reinforce_plus_plus");
+runtime::CudaSlot<TokenAdvantageLauncher<double>> token_advantages_cuda_f64("reinforce_plus_plus");
+runtime::CudaSlot<WhitenLauncher<float>> whiten_cuda_f32("whiten");
+runtime::CudaSlot<WhitenLauncher<double>> whiten_cuda_f64("whiten");
 
 at::Tensor group_ids_from_prompts(const at::Tensor& prompts) {
   NRL_CHECK_ARG(prompts.dim() >= 1, "prompts has no batch dimension; expected [B, L]");

@@ -6,7 +6,7 @@
 #include "kernels/gae.h"
 #include "kernels/masked_reduce.h"
 #include "kernels/reinforce_plus_plus.h"
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -58,17 +58,17 @@ bool whiten_(at::Tensor& values, const at::Tensor& mask, kernels::WhitenRule rul
 
 template <class T>
 using GaeLauncher = void(const kernels::GaeArgs<T>&, const GaeConfig&);
-extern CudaSlot<GaeLauncher<float>> gae_cuda_f32;
-extern CudaSlot<GaeLauncher<double>> gae_cuda_f64;
+extern runtime::CudaSlot<GaeLauncher<float>> gae_cuda_f32;
+extern runtime::CudaSlot<GaeLauncher<double>> gae_cuda_f64;
 template <class T>
 using TokenAdvantageLauncher = void(const kernels::TokenAdvantageArgs<T>&);
-extern CudaSlot<TokenAdvantageLauncher<float>> token_advantages_cuda_f32;
-extern CudaSlot<TokenAdvantageLauncher<double>> token_advantages_cuda_f64;
+extern runtime::CudaSlot<TokenAdvantageLauncher<float>> token_advantages_cuda_f32;
+extern runtime::CudaSlot<TokenAdvantageLauncher<double>> token_advantages_cuda_f64;
 /// `rows` [B] Moments and `scale` [1] WhitenScale are workspace on the device.
 template <class T>
 using WhitenLauncher = void(const kernels::MaskedArgs<T>&, kernels::WhitenRule, bool zero_masked,
                             kernels::Moments* rows, kernels::WhitenScale* scale);
-extern CudaSlot<WhitenLauncher<float>> whiten_cuda_f32;
-extern CudaSlot<WhitenLauncher<double>> whiten_cuda_f64;
+extern runtime::CudaSlot<WhitenLauncher<float>> whiten_cuda_f32;
+extern runtime::CudaSlot<WhitenLauncher<double>> whiten_cuda_f64;
 
 }  // namespace nemo_rl::ops

@@ -8,9 +8,9 @@
 
 #include "common/check.h"
 #include "ops/attention_checks.h"
-#include "ops/large_tensor.h"
 #include "ops/paged_step.h"
-#include "ops/parallel_items.h"
+#include "runtime/large_tensor.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
@@ -233,14 +233,15 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
                                            lse.defined() ? lse.mutable_data_ptr() : nullptr};
   const auto items = forward_items(sequences, shape);
   const std::size_t bytes = kernels::attention_forward_workspace(shape, max_keys);
-  parallel_items(static_cast<std::int64_t>(items.size()), pairs * shape.num_heads * shape.head_dim * 2 > kSerialCost,
-                 [&](std::int64_t i) { kernels::attention_forward_item(args, items[i], thread_workspace(bytes)); });
+  runtime::parallel_items(
+      static_cast<std::int64_t>(items.size()), pairs * shape.num_heads * shape.head_dim * 2 > kSerialCost,
+      [&](std::int64_t i) { kernels::attention_forward_item(args, items[i], runtime::thread_workspace(bytes)); });
 }
 
 at::Tensor kv_cache_allocate(std::int64_t num_blocks, const AttentionHeads& heads, at::ScalarType dtype,
                              at::Device device) {
-  return empty_large({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile},
-                     at::TensorOptions().dtype(dtype).device(device));
+  return runtime::empty_large({num_blocks, heads.num_kv_heads, 2, heads.head_dim * kKeyTile},
+                              at::TensorOptions().dtype(dtype).device(device));
 }
 
 void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, const AttentionHeads& heads,
@@ -279,11 +280,12 @@ void attention_paged(const at::Tensor& qkv, const PagedStep& step, at::Tensor& c
                                          lse.defined() ? lse.mutable_data_ptr() : nullptr};
   const std::size_t bytes = kernels::attention_paged_workspace(shape);
   const bool parallel = cost > kSerialCost;
-  parallel_items(static_cast<std::int64_t>(work.split.size()), parallel, [&](std::int64_t i) {
+  runtime::parallel_items(static_cast<std::int64_t>(work.split.size()), parallel, [&](std::int64_t i) {
     kernels::kv_cache_write_slice(shape, args.qkv, slices[work.split[i]], args.cache);
   });
-  parallel_items(static_cast<std::int64_t>(work.items.size()), parallel,
-                 [&](std::int64_t i) { kernels::attention_paged_item(args, work.items[i], thread_workspace(bytes)); });
+  runtime::parallel_items(static_cast<std::int64_t>(work.items.size()), parallel, [&](std::int64_t i) {
+    kernels::attention_paged_item(args, work.items[i], runtime::thread_workspace(bytes));
+  });
 }
 
 void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/attention.h"
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -55,20 +55,21 @@ void attention_paged(const at::Tensor& qkv, std::span<const PagedSlice> slices, 
 void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::int64_t length);
 
 using kernels::AttentionShape;
-extern CudaSlot<void(const at::Tensor& qkv, std::span<const AttentionSequence> sequences, const AttentionShape& shape,
-                     const at::Tensor& out, const at::Tensor& lse)>
+extern runtime::CudaSlot<void(const at::Tensor& qkv, std::span<const AttentionSequence> sequences,
+                              const AttentionShape& shape, const at::Tensor& out, const at::Tensor& lse)>
     attention_forward_cuda;
 /// owner[i]: the sequence that owns i's prefix, i itself where it has none.
-extern CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
-                     std::span<const AttentionSequence> sequences, const std::vector<std::int32_t>& owner,
-                     const AttentionShape& shape, const at::Tensor& d_qkv)>
+extern runtime::CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
+                              const at::Tensor& lse, std::span<const AttentionSequence> sequences,
+                              const std::vector<std::int32_t>& owner, const AttentionShape& shape,
+                              const at::Tensor& d_qkv)>
     attention_backward_cuda;
 struct PagedArrays;  // ops/paged_step.h
-extern CudaSlot<void(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
-                     const at::Tensor& cache, const at::Tensor& out)>
+extern runtime::CudaSlot<void(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
+                              const at::Tensor& cache, const at::Tensor& out)>
     attention_paged_cuda;
-extern CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to,
-                     std::int64_t length)>
+extern runtime::CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to,
+                              std::int64_t length)>
     kv_cache_copy_cuda;
 
 }  // namespace nemo_rl::ops

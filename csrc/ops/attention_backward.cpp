@@ -5,7 +5,7 @@
 #include "common/check.h"
 #include "ops/attention.h"
 #include "ops/attention_checks.h"
-#include "ops/parallel_items.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
@@ -132,8 +132,8 @@ void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::
   const std::int64_t kv_heads = shape.num_kv_heads;
   const bool parallel = plan.cost > kSerialCost;
   const std::size_t bytes = kernels::attention_backward_workspace(shape, plan.owner_keys, plan.sharer_keys);
-  parallel_items(static_cast<std::int64_t>(plan.jobs.size()) * kv_heads, parallel, [&](std::int64_t i) {
-    kernels::attention_backward_job(args, plan.jobs[i / kv_heads], i % kv_heads, thread_workspace(bytes));
+  runtime::parallel_items(static_cast<std::int64_t>(plan.jobs.size()) * kv_heads, parallel, [&](std::int64_t i) {
+    kernels::attention_backward_job(args, plan.jobs[i / kv_heads], i % kv_heads, runtime::thread_workspace(bytes));
   });
 
   struct Reduction {
@@ -147,7 +147,7 @@ void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::
       for (std::int64_t key = 0; key < length; key += kReduceKeys)
         reductions.push_back({first, last, head, key, std::min(length, key + kReduceKeys)});
   }
-  parallel_items(static_cast<std::int64_t>(reductions.size()), parallel, [&](std::int64_t i) {
+  runtime::parallel_items(static_cast<std::int64_t>(reductions.size()), parallel, [&](std::int64_t i) {
     const Reduction& r = reductions[i];
     kernels::attention_backward_reduce(args, &plan.jobs[r.first], r.last - r.first, r.kv_head, r.key_begin, r.key_end);
   });

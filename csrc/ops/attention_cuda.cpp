@@ -5,8 +5,9 @@
 
 #include "kernels/cuda/attention_launchers.h"
 #include "ops/attention.h"
-#include "ops/cuda_launch.h"
+#include "ops/kernel_types.h"
 #include "ops/paged_step.h"
+#include "runtime/cuda_launch.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -41,8 +42,8 @@ std::vector<AttentionBlock> packed_blocks(std::span<const AttentionSequence> seq
 
 void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionSequence> sequences,
                                const AttentionShape& shape, const at::Tensor& out, const at::Tensor& lse) {
-  static thread_local UploadedArray<AttentionBlock> uploaded;
-  const CudaLaunch launch(qkv, "attention_forward");
+  static thread_local runtime::UploadedArray<AttentionBlock> uploaded;
+  const runtime::CudaLaunch launch(qkv, "attention_forward");
   const std::int64_t rows = kernels::attention_block_rows(AttentionRows::many, shape);
   check_shape(qkv, shape, rows);
   const auto blocks = packed_blocks(sequences, rows / shape.group());
@@ -60,7 +61,7 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
 
 void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
                              const at::Tensor& cache, const at::Tensor& out) {
-  const CudaLaunch launch(qkv, "attention_paged");
+  const runtime::CudaLaunch launch(qkv, "attention_paged");
   check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape));
   launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), arrays.slots, qkv.size(0), cache.data_ptr(),
                                               launch.stream));
@@ -79,7 +80,7 @@ void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, c
 
 void kv_cache_copy_on_cuda(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to,
                            std::int64_t length) {
-  const CudaLaunch launch(cache, "kv_cache_copy");
+  const runtime::CudaLaunch launch(cache, "kv_cache_copy");
   NRL_CHECK_ARG(shape.type != kernels::ElementType::float64, "kv_cache_copy: float64 is computed on the CPU only");
   launch.check(kernels::kv_cache_copy_launch(shape, cache.data_ptr(), from, to, length, launch.stream));
 }
@@ -124,11 +125,11 @@ void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, co
                                 const at::Tensor& lse, std::span<const AttentionSequence> sequences,
                                 const std::vector<std::int32_t>& owner, const AttentionShape& shape,
                                 const at::Tensor& d_qkv) {
-  static thread_local UploadedArray<AttentionBlock> uploaded;
-  static thread_local UploadedArray<AttentionKeyBlock> uploaded_keys;
-  static thread_local UploadedArray<AttentionSequence> uploaded_sequences;
-  static thread_local UploadedArray<std::int64_t> uploaded_sharers;
-  const CudaLaunch launch(qkv, "attention_backward");
+  static thread_local runtime::UploadedArray<AttentionBlock> uploaded;
+  static thread_local runtime::UploadedArray<AttentionKeyBlock> uploaded_keys;
+  static thread_local runtime::UploadedArray<AttentionSequence> uploaded_sequences;
+  static thread_local runtime::UploadedArray<std::int64_t> uploaded_sharers;
+  const runtime::CudaLaunch launch(qkv, "attention_backward");
   const kernels::AttentionBackwardBlocks cut(shape);
   check_shape(qkv, shape, cut.most_group());
   NRL_CHECK_ARG(d_out.scalar_type() == qkv.scalar_type(), "attention_backward on CUDA: d_out is ",

@@ -13,10 +13,10 @@ using kernels::ClippedPGArgs;
 using kernels::kNumPGMetrics;
 using kernels::kPGRowSize;
 
-CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32("clipped_pg_loss");
-CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64("clipped_pg_loss");
-CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32("calculate_kl");
-CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64("calculate_kl");
+runtime::CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32("clipped_pg_loss");
+runtime::CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64("clipped_pg_loss");
+runtime::CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32("calculate_kl");
+runtime::CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64("calculate_kl");
 
 const std::vector<std::string>& clipped_pg_metric_names() {
   static const std::vector<std::string> names = {"loss",

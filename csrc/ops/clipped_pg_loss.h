@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/clipped_pg_loss.h"
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -62,12 +62,12 @@ KlResult calculate_kl(const at::Tensor& logprobs, const at::Tensor& reference, K
 
 template <class T>
 using ClippedPGLauncher = void(const kernels::ClippedPGArgs<T>&, const ClippedPGConfig&, double* rows, double* metrics);
-extern CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32;
-extern CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64;
+extern runtime::CudaSlot<ClippedPGLauncher<float>> clipped_pg_loss_cuda_f32;
+extern runtime::CudaSlot<ClippedPGLauncher<double>> clipped_pg_loss_cuda_f64;
 
 template <class T>
 using KlLauncher = void(const kernels::KlArgs<T>&);
-extern CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32;
-extern CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64;
+extern runtime::CudaSlot<KlLauncher<float>> calculate_kl_cuda_f32;
+extern runtime::CudaSlot<KlLauncher<double>> calculate_kl_cuda_f64;
 
 }  // namespace nemo_rl::ops

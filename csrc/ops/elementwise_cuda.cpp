@@ -6,12 +6,13 @@
 #include "kernels/cuda/model_launchers.h"
 #include "kernels/weight_digest.h"
 #include "ops/adamw.h"
-#include "ops/cuda_launch.h"
 #include "ops/embedding.h"
+#include "ops/kernel_types.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
 #include "ops/swiglu.h"
 #include "ops/weight_digest.h"
+#include "runtime/cuda_launch.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -21,11 +22,11 @@ std::int64_t num_parts(std::int64_t n, std::int64_t each) { return (n + each - 1
 // ---------------------------------------------------------------- embedding
 
 void embedding_forward_on_cuda(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
-  const CudaLaunch launch(table, "embedding_forward");
+  const runtime::CudaLaunch launch(table, "embedding_forward");
   NRL_CHECK_ARG(h.scalar_type() == at::kFloat && h.is_contiguous() && h.device() == table.device(),
                 "embedding_forward: h must be contiguous float32 on ", table.device().str());
   const auto ids = token_ids.to(table.device());
-  dispatch_cuda(table.scalar_type(), launch.op, [&](auto tag) {
+  runtime::dispatch_cuda(table.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
     launch.check(kernels::embedding_forward_launch(ptr<T>(table), ptr<std::int64_t>(ids), mutable_ptr<float>(h),
                                                    ids.numel(), table.size(1), launch.stream));
@@ -33,7 +34,7 @@ void embedding_forward_on_cuda(const at::Tensor& table, const at::Tensor& token_
 }
 
 void embedding_backward_on_cuda(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table) {
-  const CudaLaunch launch(dh, "embedding_backward");
+  const runtime::CudaLaunch launch(dh, "embedding_backward");
   NRL_CHECK_ARG(dh.scalar_type() == at::kFloat && d_table.scalar_type() == at::kFloat && dh.is_contiguous() &&
                     d_table.is_contiguous() && d_table.device() == dh.device(),
                 "embedding_backward: dh ", dh.sizes(), " and d_table ", d_table.sizes(),
@@ -53,7 +54,7 @@ void embedding_backward_on_cuda(const at::Tensor& dh, const at::Tensor& token_id
   std::vector<std::int64_t> all = rows;
   all.insert(all.end(), first.begin(), first.end());
   all.insert(all.end(), tokens.begin(), tokens.end());
-  const auto uploaded = to_device(all, dh);
+  const auto uploaded = runtime::to_device(all, dh);
   const auto* p = static_cast<const std::int64_t*>(uploaded.const_data_ptr());
   launch.check(kernels::embedding_backward_launch(
       {ptr<float>(dh), p, p + num_rows, p + 2 * num_rows + 1, mutable_ptr<float>(d_table), num_rows, d_table.size(1)},
@@ -61,9 +62,9 @@ void embedding_backward_on_cuda(const at::Tensor& dh, const at::Tensor& token_id
 }
 
 void add_column_sums_on_cuda(const at::Tensor& x, const at::Tensor& out) {
-  const CudaLaunch launch(x, "add_column_sums");
+  const runtime::CudaLaunch launch(x, "add_column_sums");
   const auto parts = launch.scratch(num_parts(x.size(0), kernels::kRowsPerPart) * x.size(1), at::kFloat);
-  dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
+  runtime::dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
     using X = decltype(tag);
     launch.check(kernels::add_column_sums_launch(ptr<X>(x), x.stride(0), x.size(0), x.size(1),
                                                  mutable_ptr<float>(parts), mutable_ptr<float>(out), launch.stream));
@@ -84,7 +85,7 @@ void dispatch_norm(const at::Tensor& x, const at::Tensor& w, const char* op, F&&
 
 void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double eps, const at::Tensor& y,
                               const std::optional<at::Tensor>& rstd) {
-  const CudaLaunch launch(x, "rms_norm_forward");
+  const runtime::CudaLaunch launch(x, "rms_norm_forward");
   const std::int64_t D = w.numel();
   dispatch_norm(x, w, launch.op, [&]<class X, class T>(X, T) {
     const kernels::RmsNormForwardArgs<X, T> args{
@@ -97,7 +98,7 @@ void rms_norm_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, double e
 
 void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w, const at::Tensor& rstd,
                                const at::Tensor& dx, bool accumulate, const at::Tensor& dw) {
-  const CudaLaunch launch(x, "rms_norm_backward");
+  const runtime::CudaLaunch launch(x, "rms_norm_backward");
   NRL_CHECK_ARG(
       dy.scalar_type() == x.scalar_type() && dx.scalar_type() == x.scalar_type() && dw.scalar_type() == at::kFloat,
       "rms_norm_backward: dy and dx must be ", c10::toString(x.scalar_type()), " like x, and dw float32");
@@ -116,11 +117,11 @@ void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const 
 
 void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions,
                   const at::Tensor& cos, const at::Tensor& sin, bool inverse) {
-  const CudaLaunch launch(x, "rope");
+  const runtime::CudaLaunch launch(x, "rope");
   NRL_CHECK_ARG(positions.device() == x.device() && cos.device() == x.device() && sin.device() == x.device(),
                 "rope: x is on ", x.device().str(), ", positions on ", positions.device().str(), ", the table on ",
                 cos.device().str());
-  dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
+  runtime::dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
     const kernels::RopeArgs<T> args{mutable_ptr<T>(x),
                                     x.stride(0),
@@ -135,8 +136,8 @@ void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const
 }
 
 void swiglu_forward_on_cuda(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
-  const CudaLaunch launch(act, "swiglu_forward");
-  dispatch_cuda(act.scalar_type(), launch.op, [&](auto tag) {
+  const runtime::CudaLaunch launch(act, "swiglu_forward");
+  runtime::dispatch_cuda(act.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
     launch.check(kernels::swiglu_forward_launch(ptr<T>(gate_up), mutable_ptr<T>(act), act.size(1), act.size(0),
                                                 activation, launch.stream));
@@ -145,8 +146,8 @@ void swiglu_forward_on_cuda(const at::Tensor& gate_up, const at::Tensor& act, ke
 
 void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
                              kernels::Gate activation) {
-  const CudaLaunch launch(d_act, "swiglu_backward");
-  dispatch_cuda(d_act.scalar_type(), launch.op, [&](auto tag) {
+  const runtime::CudaLaunch launch(d_act, "swiglu_backward");
+  runtime::dispatch_cuda(d_act.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
     launch.check(kernels::swiglu_backward_launch(ptr<T>(d_act), ptr<T>(gate_up), mutable_ptr<T>(d_gate_up),
                                                  d_act.size(1), d_act.size(0), activation, launch.stream));
@@ -158,7 +159,7 @@ void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up,
 void adamw_step_on_cuda(const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg,
                         const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& compute, const AdamWSettings& s,
                         std::int64_t step, double grad_scale) {
-  const CudaLaunch launch(weights, "adamw_step");
+  const runtime::CudaLaunch launch(weights, "adamw_step");
   NRL_CHECK_ARG(weights.scalar_type() == at::kFloat, "adamw_step: weights on CUDA must be float32");
   const kernels::AdamWArgs<float> args{mutable_ptr<float>(weights),
                                        ptr<float>(grads),
@@ -177,7 +178,7 @@ void adamw_step_on_cuda(const at::Tensor& weights, const at::Tensor& grads, cons
 }
 
 double l2_norm_on_cuda(const at::Tensor& x) {
-  const CudaLaunch launch(x, "l2_norm");
+  const runtime::CudaLaunch launch(x, "l2_norm");
   NRL_CHECK_ARG(x.scalar_type() == at::kFloat && x.is_contiguous(),
                 "l2_norm: a buffer on CUDA must be contiguous float32");
   const auto parts = launch.scratch(num_parts(x.numel(), kernels::kSquaresPerPart), at::kDouble),
@@ -188,7 +189,7 @@ double l2_norm_on_cuda(const at::Tensor& x) {
 }
 
 std::vector<std::uint64_t> weight_digest_on_cuda(const at::Tensor& weights) {
-  const CudaLaunch launch(weights, "weight_digest");
+  const runtime::CudaLaunch launch(weights, "weight_digest");
   const auto n = static_cast<std::int64_t>(weights.nbytes());
   const auto parts = launch.scratch(num_parts(n, kernels::kDigestBlock), at::kLong);
   launch.check(kernels::weight_digest_launch(weights.const_data_ptr(), n, static_cast<std::uint64_t*>(parts.data_ptr()),

@@ -6,9 +6,11 @@
 
 namespace nemo_rl::ops {
 
-CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_forward_cuda("embedding_forward");
-CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_backward_cuda("embedding_backward");
-CudaSlot<void(const at::Tensor&, const at::Tensor&)> add_column_sums_cuda("add_column_sums");
+runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_forward_cuda(
+    "embedding_forward");
+runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)> embedding_backward_cuda(
+    "embedding_backward");
+runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&)> add_column_sums_cuda("add_column_sums");
 
 namespace {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <span>
 
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -19,9 +19,10 @@ void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const
 /// out[c] += sum over the rows of x [T, C] (the gradient of a bias), in blocks of fixed size.
 void add_column_sums(const at::Tensor& x, const at::Tensor& out);
 
-extern CudaSlot<void(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h)> embedding_forward_cuda;
-extern CudaSlot<void(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table)>
+extern runtime::CudaSlot<void(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h)>
+    embedding_forward_cuda;
+extern runtime::CudaSlot<void(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table)>
     embedding_backward_cuda;
-extern CudaSlot<void(const at::Tensor& x, const at::Tensor& out)> add_column_sums_cuda;
+extern runtime::CudaSlot<void(const at::Tensor& x, const at::Tensor& out)> add_column_sums_cuda;
 
 }  // namespace nemo_rl::ops

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/gemm.h"
-#include "ops/parallel_items.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
@@ -37,7 +37,7 @@ class PackedRows {
   }
 
  private:
-  ScratchMemory memory_;
+  runtime::ScratchMemory memory_;
   std::uint64_t product_ = 0;
   std::int64_t chunk_ = -1;
 };
@@ -55,7 +55,7 @@ struct ChunkTile {
 template <class F>
 void parallel_chunks(std::int64_t chunks, std::int64_t strips, std::int64_t at_least, std::size_t bytes, const F& f) {
   const std::uint64_t product = PackedRows::next_product();
-  parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool more) {
+  runtime::parallel_tiles(chunks * strips, at_least, [&](std::int64_t begin, std::int64_t end, bool more) {
     auto& rows = PackedRows::of_this_thread();
     void* const packed = rows.memory(bytes);
     while (begin < end) {
@@ -72,7 +72,8 @@ void multiply_block(const kernels::GemmArgs<T, O>& args, std::int64_t k0) {
   using namespace kernels;
   const std::int64_t M = args.input.M, N = args.input.N, terms = std::min(kGemmTerms, args.input.K - k0);
   const std::int64_t chunks = (M + kGemmTileM - 1) / kGemmTileM, strips = (N + kGemmTileN - 1) / kGemmTileN;
-  const std::int64_t at_least = std::max<std::int64_t>(2, tiles_at_least(terms * kGemmTileN * std::min(M, kGemmTileM)));
+  const std::int64_t at_least =
+      std::max<std::int64_t>(2, runtime::tiles_at_least(terms * kGemmTileN * std::min(M, kGemmTileM)));
   parallel_chunks(chunks, strips, at_least,
                   static_cast<std::size_t>(gemm_packed_bytes(kGemmTileM, args.input.K, sizeof(T))),
                   [&](const ChunkTile& t) {
@@ -88,14 +89,15 @@ void run_gemm(kernels::GemmArgs<T, O> args) {
   const std::int64_t packed = kernels::gemm_packed_bytes(input.N, input.K, sizeof(T));
   const bool keeps_sums = sizeof(O) < sizeof(accumulate_t<T>) && input.K > kernels::kGemmTerms;
   const std::int64_t sums = keeps_sums ? input.M * input.N * static_cast<std::int64_t>(sizeof(accumulate_t<T>)) : 0;
-  std::byte* const memory = thread_workspace(static_cast<std::size_t>(packed + sums));
+  std::byte* const memory = runtime::thread_workspace(static_cast<std::size_t>(packed + sums));
   input.packed_b = memory;
   if (keeps_sums) args.sums = reinterpret_cast<accumulate_t<T>*>(memory + packed);
   for (std::int64_t k0 = 0; k0 < input.K; k0 += kernels::kGemmTerms) {
     const std::int64_t units =
         (std::min(kernels::kGemmTerms, input.K - k0) + kernels::kGemmPackTerms - 1) / kernels::kGemmPackTerms;
-    parallel_tiles(units, tiles_at_least(8 * kernels::kGemmPackTerms * input.N),
-                   [&](std::int64_t begin, std::int64_t end, bool) { gemm_pack_of(input)(input, k0, begin, end); });
+    runtime::parallel_tiles(
+        units, runtime::tiles_at_least(8 * kernels::kGemmPackTerms * input.N),
+        [&](std::int64_t begin, std::int64_t end, bool) { gemm_pack_of(input)(input, k0, begin, end); });
     multiply_block(args, k0);
   }
 }

@@ -7,13 +7,13 @@
 #include "ops/gemm.h"
 #include "ops/kernel_types.h"
 #include "ops/packed_weights.h"
-#include "ops/parallel_items.h"
 #include "ops/swiglu.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
-CudaSlot<LinearForwardLauncher> linear_forward_cuda("linear_forward");
-CudaSlot<GemmLauncher> linear_backward_cuda("linear_backward");
+runtime::CudaSlot<LinearForwardLauncher> linear_forward_cuda("linear_forward");
+runtime::CudaSlot<GemmLauncher> linear_backward_cuda("linear_backward");
 
 namespace {
 
@@ -40,7 +40,7 @@ std::int64_t widened_floats(std::int64_t M, std::int64_t K, std::int64_t tile_n)
 
 /// This thread's room for a strip, beside its other scratch memory.
 float* thread_strip(std::int64_t floats) {
-  thread_local ScratchMemory memory;
+  thread_local runtime::ScratchMemory memory;
   return floats == 0 ? nullptr : reinterpret_cast<float*>(memory.get(static_cast<std::size_t>(floats) * sizeof(float)));
 }
 
@@ -51,7 +51,7 @@ void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int
   const std::int64_t M = x.size(0), K = x.size(1), floats = widened_floats<T>(M, K, tile_n);
   const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
   const std::int64_t tiles = kernels::LinearTiles(M, N, K, tile_n).count();
-  parallel_chunks(1, tiles, tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
+  parallel_chunks(1, tiles, runtime::tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
     const kernels::LinearInput<T> input{ptr<T>(x), x.stride(0), M, K, t.packed_rows, thread_strip(floats)};
     if (!t.is_packed) pack(input, 0, 1);
     kernel(args_of(input, 0), t.strip_begin, t.strip_end, t.more);
@@ -69,8 +69,8 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
   const std::int64_t tile = kernels::linear_packed_bytes(kernels::kLinearTileM, K, sizeof(T));
   const std::int64_t at_once =
       std::max<std::int64_t>(1, kMostBytes / kernels::linear_packed_bytes(block, K, sizeof(T))) * block;
-  void* packed =
-      thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(std::min(M, at_once), K, sizeof(T))));
+  void* packed = runtime::thread_workspace(
+      static_cast<std::size_t>(kernels::linear_packed_bytes(std::min(M, at_once), K, sizeof(T))));
   for (std::int64_t m = 0; m < M; m += at_once) {
     const kernels::LinearInput<T> input{ptr<T>(x) + m * x.stride(0), x.stride(0), std::min(at_once, M - m), K, packed};
     const std::int64_t steps = (input.M + kernels::kLinearTileM - 1) / kernels::kLinearTileM;
@@ -78,13 +78,13 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
                      [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
     const kernels::LinearTiles tiles(input.M, N, K, tile_n);
     const std::int64_t floats = widened_floats<T>(input.M, K, tile_n),
-                       at_least = tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM));
-    parallel_tiles(tiles.count(), floats > 0 ? std::max(tiles.steps, at_least) : at_least,
-                   [&](std::int64_t begin, std::int64_t end, bool more) {
-                     auto of_thread = input;
-                     of_thread.widened = thread_strip(floats);
-                     kernel(args_of(of_thread, m), begin, end, more);
-                   });
+                       at_least = runtime::tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM));
+    runtime::parallel_tiles(tiles.count(), floats > 0 ? std::max(tiles.steps, at_least) : at_least,
+                            [&](std::int64_t begin, std::int64_t end, bool more) {
+                              auto of_thread = input;
+                              of_thread.widened = thread_strip(floats);
+                              kernel(args_of(of_thread, m), begin, end, more);
+                            });
   }
 }
 
@@ -99,10 +99,10 @@ void run_wide(std::int64_t M, std::int64_t N, std::int64_t words, std::int64_t w
   const auto bytes = [words](std::int64_t lines) {
     return static_cast<std::size_t>(kernels::linear_wide_packed(lines, words)) * sizeof(float);
   };
-  auto* const packed = reinterpret_cast<float*>(thread_workspace(bytes(at_once * width)));
+  auto* const packed = reinterpret_cast<float*>(runtime::thread_workspace(bytes(at_once * width)));
   for (std::int64_t first = 0; first < strips; first += at_once) {
     const std::int64_t count = std::min(at_once, strips - first);
-    parallel_tiles(count, 1, [&](std::int64_t begin, std::int64_t end, bool) {
+    runtime::parallel_tiles(count, 1, [&](std::int64_t begin, std::int64_t end, bool) {
       for (std::int64_t i = begin; i < end; ++i) pack(first + i, packed + i * strip_words);
     });
     parallel_chunks((M + kRows - 1) / kRows, count, 1, bytes(kRows), [&](const ChunkTile& t) {
@@ -289,7 +289,7 @@ void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional
 }
 
 void linear_ask_ahead(const at::Tensor& w, bool gated) {
-  Team* team = Team::current();
+  runtime::Team* team = runtime::Team::current();
   if (team == nullptr || !w.is_cpu() || !w.is_contiguous()) return;
   if (const auto* packed = PackedWeights::in_use(w, 1, gated))
     return team->ask_ahead({{{packed->memory.const_data_ptr(), packed->bytes()}, {}}});

@@ -2,7 +2,7 @@
 #pragma once
 #include <optional>
 
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -19,7 +19,7 @@ void linear_forward(const at::Tensor& x, const at::Tensor& w, const std::optiona
 void linear_swiglu(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                    const at::Tensor& gate_up, const at::Tensor& act);
 
-/// The next product reads w (of linear_swiglu: `gated`): threads of a team (ops/team.h) that wait for it read their
+/// The next product reads w (of linear_swiglu: `gated`): threads of a team (runtime/team.h) that wait for it read their
 /// part into their caches.
 void linear_ask_ahead(const at::Tensor& w, bool gated = false);
 
@@ -31,10 +31,10 @@ void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at:
 
 using LinearForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                                    const at::Tensor& y, bool accumulate);
-extern CudaSlot<LinearForwardLauncher> linear_forward_cuda;
+extern runtime::CudaSlot<LinearForwardLauncher> linear_forward_cuda;
 /// c (+)= a · b or a^T · b, for both backward products.
 using GemmLauncher = void(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::Tensor& c,
                           bool accumulate, const char* op);
-extern CudaSlot<GemmLauncher> linear_backward_cuda;
+extern runtime::CudaSlot<GemmLauncher> linear_backward_cuda;
 
 }  // namespace nemo_rl::ops

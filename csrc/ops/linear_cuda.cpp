@@ -8,8 +8,9 @@
 #include <tuple>
 
 #include "kernels/cuda/model_launchers.h"
-#include "ops/cublaslt.h"
+#include "ops/kernel_types.h"
 #include "ops/linear.h"
+#include "runtime/cublaslt.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -34,20 +35,21 @@ std::uint32_t common_alignment(const at::Tensor& a, const at::Tensor& b, const a
 }
 
 /// y[M, N] = x[M, K] · w[N, K]^T, column-major: y^T = w · x^T.
-CublasProblem forward_problem(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
-  CublasProblem p;
+runtime::CublasProblem forward_problem(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
+  runtime::CublasProblem p;
   p.transpose_a = true;
   p.m = w.size(0), p.n = x.size(0), p.k = x.size(1);
   p.lda = std::max(w.stride(0), p.k), p.ldb = std::max(x.stride(0), p.k), p.ldc = std::max(y.stride(0), p.m);
-  p.in = cublas_type(x.scalar_type(), "linear_forward"), p.out = cublas_type(y.scalar_type(), "linear_forward");
+  p.in = runtime::cublas_type(x.scalar_type(), "linear_forward"),
+  p.out = runtime::cublas_type(y.scalar_type(), "linear_forward");
   p.alignment = common_alignment(x, w, y, "linear_forward");
   return p;
 }
 
 bool run_forward(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y, bool accumulate,
-                 const CublasAlgorithm& algorithm, const CudaLaunch& launch) {
-  return cublas_run(forward_problem(x, w, y), {w.const_data_ptr(), x.const_data_ptr(), y.data_ptr()}, algorithm,
-                    accumulate, launch);
+                 const runtime::CublasAlgorithm& algorithm, const runtime::CudaLaunch& launch) {
+  return runtime::cublas_run(forward_problem(x, w, y), {w.const_data_ptr(), x.const_data_ptr(), y.data_ptr()},
+                             algorithm, accumulate, launch);
 }
 
 at::Tensor bits(const at::Tensor& y) { return y.view(y.scalar_type() == at::kFloat ? at::kInt : at::kShort); }
@@ -71,7 +73,8 @@ struct CancellingSums {
 };
 
 /// Whether rows come out alike, wherever they stand and however many there are.
-bool exact(const CancellingSums& sums, at::ScalarType out, const CublasAlgorithm& algorithm, const CudaLaunch& launch) {
+bool exact(const CancellingSums& sums, at::ScalarType out, const runtime::CublasAlgorithm& algorithm,
+           const runtime::CudaLaunch& launch) {
   const auto all = at::empty({sums.x.size(0), sums.w.size(0)}, sums.w.options().dtype(out));
   if (!run_forward(sums.x, sums.w, all, false, algorithm, launch)) return false;
   for (const auto& [begin, count] : {std::pair{0, 1}, {100, 1}, {37, 17}, {3, 129}, {128, 128}}) {
@@ -83,14 +86,15 @@ bool exact(const CancellingSums& sums, at::ScalarType out, const CublasAlgorithm
 }
 
 /// For about so many rows, the first of the library's choices that gives the bits of `pinned`.
-CublasAlgorithm algorithm_for_rows(CublasProblem problem, std::int64_t rows, const at::Tensor& w, at::ScalarType out,
-                                   const CublasAlgorithm& pinned, const CudaLaunch& launch) {
+runtime::CublasAlgorithm algorithm_for_rows(runtime::CublasProblem problem, std::int64_t rows, const at::Tensor& w,
+                                            at::ScalarType out, const runtime::CublasAlgorithm& pinned,
+                                            const runtime::CudaLaunch& launch) {
   problem.n = rows;
-  const auto offered = cublas_algorithms(problem, /*whole_sums=*/true, w.get_device());
+  const auto offered = runtime::cublas_algorithms(problem, /*whole_sums=*/true, w.get_device());
   const std::int64_t compared = std::max<std::int64_t>(
       1, std::min(std::clamp(rows, kCheckRows, kMostComparedRows), kMostComparedValues / w.size(0)));
   const CancellingSums sums(compared, w);
-  const auto result = [&](const CublasAlgorithm& algorithm) {
+  const auto result = [&](const runtime::CublasAlgorithm& algorithm) {
     const auto y = at::empty({sums.x.size(0), w.size(0)}, w.options().dtype(out));
     return run_forward(sums.x, sums.w, y, false, algorithm, launch) ? y : at::Tensor();
   };
@@ -102,11 +106,11 @@ CublasAlgorithm algorithm_for_rows(CublasProblem problem, std::int64_t rows, con
 }
 
 /// The algorithm that is the measure for these weights' shape.
-CublasAlgorithm pinned_algorithm(CublasProblem problem, const at::Tensor& w, at::ScalarType out,
-                                 const CudaLaunch& launch) {
+runtime::CublasAlgorithm pinned_algorithm(runtime::CublasProblem problem, const at::Tensor& w, at::ScalarType out,
+                                          const runtime::CudaLaunch& launch) {
   const CancellingSums sums(kCheckRows, w);
   problem.n = kCheckRows, problem.ldb = w.size(1), problem.ldc = w.size(0);
-  for (const auto& algorithm : cublas_algorithms(problem, /*whole_sums=*/true, w.get_device()))
+  for (const auto& algorithm : runtime::cublas_algorithms(problem, /*whole_sums=*/true, w.get_device()))
     if (exact(sums, out, algorithm, launch)) return algorithm;
   NRL_CHECK(false, "linear_forward: cuBLASLt offers no algorithm for weights ", w.sizes(), " ",
             c10::toString(w.scalar_type()), " on ", w.device().str(),
@@ -114,16 +118,16 @@ CublasAlgorithm pinned_algorithm(CublasProblem problem, const at::Tensor& w, at:
 }
 
 /// Chosen at the first product of these weights' shape with up to the next power of two of rows.
-CublasAlgorithm forward_algorithm(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
-                                  const CudaLaunch& launch) {
+runtime::CublasAlgorithm forward_algorithm(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y,
+                                           const runtime::CudaLaunch& launch) {
   struct Chosen {
-    CublasAlgorithm pinned;
-    std::map<std::int64_t, CublasAlgorithm> for_rows;
+    runtime::CublasAlgorithm pinned;
+    std::map<std::int64_t, runtime::CublasAlgorithm> for_rows;
   };
   static std::mutex mutex;
   static std::map<std::tuple<int, std::int64_t, std::int64_t, at::ScalarType, at::ScalarType, std::uint32_t>, Chosen>
       all;
-  const CublasProblem problem = forward_problem(x, w, y);
+  const runtime::CublasProblem problem = forward_problem(x, w, y);
   const auto key = std::tuple(static_cast<int>(x.get_device()), w.size(0), w.size(1), x.scalar_type(), y.scalar_type(),
                               problem.alignment);
   const std::lock_guard lock(mutex);
@@ -142,7 +146,7 @@ CublasAlgorithm forward_algorithm(const at::Tensor& x, const at::Tensor& w, cons
 
 void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias,
                             const at::Tensor& y, bool accumulate) {
-  const CudaLaunch launch(x, "linear_forward");
+  const runtime::CudaLaunch launch(x, "linear_forward");
   NRL_CHECK_ARG(y.scalar_type() == x.scalar_type() || y.scalar_type() == at::kFloat, "linear_forward: no product of ",
                 c10::toString(x.scalar_type()), " into ", c10::toString(y.scalar_type()));
   if (x.size(1) == 0) {
@@ -167,7 +171,7 @@ void linear_forward_on_cuda(const at::Tensor& x, const at::Tensor& w, const std:
       add(bfloat16{}, bfloat16{});
     }
   }
-  const CublasAlgorithm algorithm = forward_algorithm(x, w, y, launch);
+  const runtime::CublasAlgorithm algorithm = forward_algorithm(x, w, y, launch);
   NRL_CHECK(run_forward(x, w, y, accumulate || bias.has_value(), algorithm, launch),
             "linear_forward: cuBLASLt refused x ", x.sizes(), ", w ", w.sizes(), " on ", x.device().str());
   launch.check(cudaGetLastError());
@@ -179,23 +183,23 @@ void linear_backward_on_cuda(const at::Tensor& a, bool transposed, const at::Ten
   static std::mutex mutex;
   static std::map<std::tuple<int, bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                              std::int64_t, cudaDataType_t, cudaDataType_t, std::uint32_t>,
-                  CublasAlgorithm>
+                  runtime::CublasAlgorithm>
       chosen;
-  const CudaLaunch launch(a, op);
-  CublasProblem p;
+  const runtime::CudaLaunch launch(a, op);
+  runtime::CublasProblem p;
   p.transpose_b = transposed;
   p.m = c.size(1), p.n = c.size(0), p.k = b.size(0);
   p.lda = std::max(b.stride(0), p.m), p.ldb = std::max(a.stride(0), a.size(1)), p.ldc = std::max(c.stride(0), p.m);
-  p.in = cublas_type(a.scalar_type(), op), p.out = cublas_type(c.scalar_type(), op);
+  p.in = runtime::cublas_type(a.scalar_type(), op), p.out = runtime::cublas_type(c.scalar_type(), op);
   p.alignment = common_alignment(a, b, c, op);
   const auto key = std::tuple(static_cast<int>(a.get_device()), transposed, p.m, p.n, p.k, p.lda, p.ldb, p.ldc, p.in,
                               p.out, p.alignment);
-  CublasAlgorithm algorithm;
+  runtime::CublasAlgorithm algorithm;
   {
     const std::lock_guard lock(mutex);
     auto found = chosen.find(key);
     if (found == chosen.end()) {
-      const auto offered = cublas_algorithms(p, /*whole_sums=*/false, a.get_device());
+      const auto offered = runtime::cublas_algorithms(p, /*whole_sums=*/false, a.get_device());
       NRL_CHECK(!offered.empty(), op, ": cuBLASLt offers no algorithm for ", a.sizes(), " and ", b.sizes(), " ",
                 c10::toString(a.scalar_type()), " into ", c10::toString(c.scalar_type()));
       if (chosen.size() >= kMostBackwardShapes) chosen.clear();
@@ -203,8 +207,9 @@ void linear_backward_on_cuda(const at::Tensor& a, bool transposed, const at::Ten
     }
     algorithm = found->second;
   }
-  NRL_CHECK(cublas_run(p, {b.const_data_ptr(), a.const_data_ptr(), c.data_ptr()}, algorithm, accumulate, launch), op,
-            ": cuBLASLt refused ", a.sizes(), " and ", b.sizes(), " on ", a.device().str());
+  NRL_CHECK(
+      runtime::cublas_run(p, {b.const_data_ptr(), a.const_data_ptr(), c.data_ptr()}, algorithm, accumulate, launch), op,
+      ": cuBLASLt refused ", a.sizes(), " and ", b.sizes(), " on ", a.device().str());
   launch.check(cudaGetLastError());
 }
 

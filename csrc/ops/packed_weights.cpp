@@ -6,8 +6,8 @@
 #include <atomic>
 
 #include "ops/kernel_types.h"
-#include "ops/large_tensor.h"
-#include "ops/parallel_items.h"
+#include "runtime/large_tensor.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 namespace {
@@ -24,7 +24,8 @@ bool can_be_packed(const at::Tensor& w, bool gated) {
 /// x as the kernels of few rows read it.
 kernels::LinearInput<bfloat16> packed_rows(const at::Tensor& x) {
   const std::int64_t M = x.size(0), K = x.size(1);
-  void* const packed = thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(bfloat16))));
+  void* const packed =
+      runtime::thread_workspace(static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(bfloat16))));
   const kernels::LinearInput<bfloat16> input{ptr<bfloat16>(x), x.stride(0), M, K, packed};
   kernels::linear_pack_bf16(input, 0, 1);
   return input;
@@ -33,8 +34,8 @@ kernels::LinearInput<bfloat16> packed_rows(const at::Tensor& x) {
 /// Calls f(begin, end) for tiles of `width` columns of N.
 template <class F>
 void over_tiles(const kernels::LinearInput<bfloat16>& input, std::int64_t N, std::int64_t width, const F& f) {
-  parallel_tiles(N / width, tiles_at_least(input.K * width * input.M),
-                 [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
+  runtime::parallel_tiles(N / width, runtime::tiles_at_least(input.K * width * input.M),
+                          [&](std::int64_t begin, std::int64_t end, bool) { f(begin, end); });
 }
 
 const bfloat16* bias_of(const std::optional<at::Tensor>& bias) { return bias ? ptr<bfloat16>(*bias) : nullptr; }
@@ -55,11 +56,11 @@ void PackedWeights::pack(const at::Tensor& w, bool gated) {
   if (m.N != N || m.K != K) {
     m.N = N, m.K = K;
     const auto patches = strips * kernels::packed_patches(K) * static_cast<std::int64_t>(sizeof(kernels::PackedPatch));
-    m.memory = empty_large({m.bytes() + patches}, at::TensorOptions().dtype(at::kByte));
+    m.memory = runtime::empty_large({m.bytes() + patches}, at::TensorOptions().dtype(at::kByte));
   }
   m.gated = gated;
   std::atomic<bool> fits{true};
-  parallel_items(strips, true, [&](std::int64_t s) {
+  runtime::parallel_items(strips, true, [&](std::int64_t s) {
     const std::int64_t first = gated ? s / 2 * kStrip + s % 2 * (N / 2) : s * kStrip;
     if (!kernels::packed_weights_pack(ptr<bfloat16>(w) + first * K, K, m.view(), s)) fits = false;
   });

@@ -5,12 +5,12 @@
 
 #include "kernels/rms_norm.h"
 #include "ops/kernel_types.h"
-#include "ops/parallel_items.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
-CudaSlot<RmsNormForwardLauncher> rms_norm_forward_cuda("rms_norm_forward");
-CudaSlot<RmsNormBackwardLauncher> rms_norm_backward_cuda("rms_norm_backward");
+runtime::CudaSlot<RmsNormForwardLauncher> rms_norm_forward_cuda("rms_norm_forward");
+runtime::CudaSlot<RmsNormBackwardLauncher> rms_norm_backward_cuda("rms_norm_backward");
 
 namespace {
 
@@ -24,8 +24,8 @@ void forward(kernels::RmsNormForward<X, T>* kernel, const at::Tensor& x, const a
   const kernels::RmsNormForwardArgs<X, T> args{
       ptr<X>(x), x.stride(0), ptr<T>(w), mutable_ptr<T>(y), y.stride(0), rstd ? mutable_ptr<A>(*rstd) : nullptr,
       inner,     D,           eps};
-  parallel_rows(x.size(0), std::max<std::int64_t>(1, 16384 / (inner * D)),
-                [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+  runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 16384 / (inner * D)),
+                         [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
 }
 
 template <class X, class G, class T>

@@ -2,7 +2,7 @@
 #pragma once
 #include <optional>
 
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -21,7 +21,7 @@ using RmsNormForwardLauncher = void(const at::Tensor& x, const at::Tensor& w, do
 using RmsNormBackwardLauncher = void(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
                                      const at::Tensor& rstd, const at::Tensor& dx, bool accumulate,
                                      const at::Tensor& dw);
-extern CudaSlot<RmsNormForwardLauncher> rms_norm_forward_cuda;
-extern CudaSlot<RmsNormBackwardLauncher> rms_norm_backward_cuda;
+extern runtime::CudaSlot<RmsNormForwardLauncher> rms_norm_forward_cuda;
+extern runtime::CudaSlot<RmsNormBackwardLauncher> rms_norm_backward_cuda;
 
 }  // namespace nemo_rl::ops

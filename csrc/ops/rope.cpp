@@ -2,11 +2,11 @@
 
 #include "kernels/rope.h"
 #include "ops/kernel_types.h"
-#include "ops/parallel_items.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
-CudaSlot<RopeLauncher> rope_cuda("rope");
+runtime::CudaSlot<RopeLauncher> rope_cuda("rope");
 
 void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions, const at::Tensor& cos,
           const at::Tensor& sin, bool inverse) {
@@ -26,11 +26,12 @@ void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Ten
                                     heads,
                                     H,
                                     inverse};
-    parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / (heads * H)), [&](std::int64_t begin, std::int64_t end) {
-      if constexpr (std::is_same_v<T, float>) kernels::rope_f32(args, begin, end);
-      if constexpr (std::is_same_v<T, double>) kernels::rope_f64(args, begin, end);
-      if constexpr (std::is_same_v<T, bfloat16>) kernels::rope_bf16(args, begin, end);
-    });
+    runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / (heads * H)),
+                           [&](std::int64_t begin, std::int64_t end) {
+                             if constexpr (std::is_same_v<T, float>) kernels::rope_f32(args, begin, end);
+                             if constexpr (std::is_same_v<T, double>) kernels::rope_f64(args, begin, end);
+                             if constexpr (std::is_same_v<T, bfloat16>) kernels::rope_bf16(args, begin, end);
+                           });
   });
 }
 

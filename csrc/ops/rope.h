@@ -1,6 +1,6 @@
 // Rotary position embedding in place.
 #pragma once
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -11,6 +11,6 @@ void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Ten
 
 using RopeLauncher = void(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions,
                           const at::Tensor& cos, const at::Tensor& sin, bool inverse);
-extern CudaSlot<RopeLauncher> rope_cuda;
+extern runtime::CudaSlot<RopeLauncher> rope_cuda;
 
 }  // namespace nemo_rl::ops

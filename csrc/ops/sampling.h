@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "kernels/sampling.h"
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -51,15 +51,17 @@ void score_pairs(const at::Tensor& logits, const PairQuery& query, const at::Ten
 void pairs_gradient(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g,
                     const at::Tensor& g_unfiltered, const at::Tensor& d_logits);
 
-extern CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const std::vector<RowDraw>& draws,
-                                          bool with_entropy)>
+extern runtime::CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const std::vector<RowDraw>& draws,
+                                                   bool with_entropy)>
     sample_rows_cuda;
-extern CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const at::Tensor& token_ids,
-                                          const SamplingRule& rule, bool with_entropy)>
+extern runtime::CudaSlot<std::vector<SampledToken>(const at::Tensor& logits, const at::Tensor& token_ids,
+                                                   const SamplingRule& rule, bool with_entropy)>
     score_rows_cuda;
-extern CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&, const at::Tensor&)>
+extern runtime::CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&,
+                              const at::Tensor&)>
     score_pairs_cuda;
-extern CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&, const at::Tensor&)>
+extern runtime::CudaSlot<void(const at::Tensor&, const PairQuery&, const at::Tensor&, const at::Tensor&,
+                              const at::Tensor&)>
     pairs_gradient_cuda;
 
 }  // namespace nemo_rl::ops

@@ -2,19 +2,20 @@
 #include <limits>
 
 #include "kernels/cuda/sampling_launchers.h"
-#include "ops/cuda_launch.h"
+#include "ops/kernel_types.h"
 #include "ops/sampling.h"
+#include "runtime/cuda_launch.h"
 
 namespace nemo_rl::ops {
 namespace {
 
 std::vector<SampledToken> sample_rows_on_cuda(const at::Tensor& logits, const std::vector<RowDraw>& draws,
                                               bool with_entropy) {
-  const CudaLaunch launch(logits, "sample_rows");
+  const runtime::CudaLaunch launch(logits, "sample_rows");
   std::vector<kernels::CudaDraw> wanted;
   wanted.reserve(draws.size());
   for (const RowDraw& d : draws) wanted.push_back({d.logits_row, d.rule, d.uniform});
-  const auto uploaded = to_device(wanted, logits);
+  const auto uploaded = runtime::to_device(wanted, logits);
   const auto count = static_cast<std::int64_t>(draws.size());
   const auto sampled = launch.scratch(count * static_cast<std::int64_t>(sizeof(SampledToken)), at::kByte);
   launch.check(kernels::sample_rows_launch(
@@ -50,7 +51,7 @@ float* or_null(const at::Tensor& t) { return t.defined() ? mutable_ptr<float>(t)
 
 void score_pairs_on_cuda(const at::Tensor& logits, const PairQuery& query, const at::Tensor& logprobs,
                          const at::Tensor& unfiltered, const at::Tensor& entropy) {
-  const CudaLaunch launch(logits, "score_pairs");
+  const runtime::CudaLaunch launch(logits, "score_pairs");
   check_values(logprobs, logits, "logprobs");
   check_values(unfiltered, logits, "unfiltered");
   check_values(entropy, logits, "entropy");
@@ -60,13 +61,13 @@ void score_pairs_on_cuda(const at::Tensor& logits, const PairQuery& query, const
 
 void pairs_gradient_on_cuda(const at::Tensor& logits, const PairQuery& query, const at::Tensor& g,
                             const at::Tensor& g_unfiltered, const at::Tensor& d_logits) {
-  const CudaLaunch launch(logits, "pairs_gradient");
+  const runtime::CudaLaunch launch(logits, "pairs_gradient");
   check_values(g, logits, "g");
   check_values(g_unfiltered, logits, "g_unfiltered");
   NRL_CHECK_ARG(d_logits.sizes() == logits.sizes() && d_logits.is_contiguous() && d_logits.device() == logits.device(),
                 "pairs_gradient: d_logits must be contiguous ", logits.sizes());
   const auto args = pair_rows(logits, query);
-  dispatch_cuda(d_logits.scalar_type(), launch.op, [&](auto tag) {
+  runtime::dispatch_cuda(d_logits.scalar_type(), launch.op, [&](auto tag) {
     using O = decltype(tag);
     launch.check(kernels::pairs_gradient_launch(args, ptr<float>(g),
                                                 g_unfiltered.defined() ? ptr<float>(g_unfiltered) : nullptr,

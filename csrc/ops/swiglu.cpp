@@ -7,8 +7,8 @@
 
 namespace nemo_rl::ops {
 
-CudaSlot<void(const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_forward_cuda("swiglu_forward");
-CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_backward_cuda(
+runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_forward_cuda("swiglu_forward");
+runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, kernels::Gate)> swiglu_backward_cuda(
     "swiglu_backward");
 
 namespace {

@@ -1,7 +1,7 @@
 // Gated activation and its gradient.
 #pragma once
 #include "kernels/swiglu.h"
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -12,9 +12,10 @@ void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::G
 void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
                      kernels::Gate activation = kernels::Gate::silu);
 
-extern CudaSlot<void(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation)> swiglu_forward_cuda;
-extern CudaSlot<void(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
-                     kernels::Gate activation)>
+extern runtime::CudaSlot<void(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation)>
+    swiglu_forward_cuda;
+extern runtime::CudaSlot<void(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
+                              kernels::Gate activation)>
     swiglu_backward_cuda;
 
 }  // namespace nemo_rl::ops

@@ -7,8 +7,8 @@
 
 namespace nemo_rl::ops {
 
-CudaSlot<ValueLossLauncher<float>> value_loss_cuda_f32("mse_value_loss");
-CudaSlot<ValueLossLauncher<double>> value_loss_cuda_f64("mse_value_loss");
+runtime::CudaSlot<ValueLossLauncher<float>> value_loss_cuda_f32("mse_value_loss");
+runtime::CudaSlot<ValueLossLauncher<double>> value_loss_cuda_f64("mse_value_loss");
 
 const std::vector<std::string>& value_loss_metric_names() {
   static const std::vector<std::string> names = {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/value_loss.h"
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -28,7 +28,7 @@ const std::vector<std::string>& value_loss_metric_names();
 
 template <class T>
 using ValueLossLauncher = void(const kernels::ValueLossArgs<T>&, const ValueLossConfig&, double* rows, double* metrics);
-extern CudaSlot<ValueLossLauncher<float>> value_loss_cuda_f32;
-extern CudaSlot<ValueLossLauncher<double>> value_loss_cuda_f64;
+extern runtime::CudaSlot<ValueLossLauncher<float>> value_loss_cuda_f32;
+extern runtime::CudaSlot<ValueLossLauncher<double>> value_loss_cuda_f64;
 
 }  // namespace nemo_rl::ops

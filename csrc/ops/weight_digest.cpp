@@ -9,7 +9,7 @@
 
 namespace nemo_rl::ops {
 
-CudaSlot<std::vector<std::uint64_t>(const at::Tensor&)> weight_digest_cuda("weight_digest");
+runtime::CudaSlot<std::vector<std::uint64_t>(const at::Tensor&)> weight_digest_cuda("weight_digest");
 
 namespace {
 

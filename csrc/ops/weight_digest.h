@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -11,6 +11,6 @@ namespace nemo_rl::ops {
 std::uint64_t weight_digest(const at::Tensor& weights);
 
 /// The digests of its blocks.
-extern CudaSlot<std::vector<std::uint64_t>(const at::Tensor& weights)> weight_digest_cuda;
+extern runtime::CudaSlot<std::vector<std::uint64_t>(const at::Tensor& weights)> weight_digest_cuda;
 
 }  // namespace nemo_rl::ops

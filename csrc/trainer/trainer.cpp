@@ -7,9 +7,9 @@
 #include <numeric>
 
 #include "common/check.h"
-#include "ops/large_tensor.h"
 #include "ops/linear.h"
 #include "ops/sampling.h"
+#include "runtime/large_tensor.h"
 
 namespace nemo_rl::trainer {
 namespace {
@@ -49,7 +49,12 @@ void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType d
 
 }  // namespace
 
-Trainer::Trainer(std::shared_ptr<model::DecoderModel> model) : model_(std::move(model)) {}
+Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, std::shared_ptr<distributed::Communicator> ranks)
+    : model_(std::move(model)), ranks_(std::move(ranks)) {
+  NRL_CHECK_ARG(ranks_ == nullptr || model_->device().is_cpu(),
+                "several processes train one model on the CPU only, not on ", model_->device().str());
+  if (ranks_ != nullptr) model_->keep_master_shard(shard().begin, shard().end);
+}
 
 void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples,
                            const ForwardOptions& options) {
@@ -206,41 +211,92 @@ void Trainer::backward_body(const at::Tensor& dh) {
   activations_.reset();
 }
 
+distributed::Shard Trainer::shard() const {
+  const auto total = model_->layout().total;
+  return ranks_ == nullptr ? distributed::Shard{0, total}
+                           : distributed::shard_of(total, ranks_->rank(), ranks_->size(), ops::kFlatBlock);
+}
+
 const at::Tensor& Trainer::grads() {
-  if (!grads_.defined()) {
-    grads_ = ops::zeros_large({model_->layout().total}, model_->masters().options());
-    grad_views_.emplace(model_->config(), model_->layout(), grads_);
-  }
+  if (!grads_.defined()) use_grads(runtime::zeros_large({model_->layout().total}, model_->masters().options()));
   return grads_;
 }
 
+void Trainer::use_grads(at::Tensor grads) {
+  grads_ = std::move(grads);
+  grad_views_.emplace(model_->config(), model_->layout(), grads_);
+}
+
 const at::Tensor& Trainer::exp_avg() {
-  if (!exp_avg_.defined()) exp_avg_ = ops::zeros_large({model_->layout().total}, model_->masters().options());
+  if (!exp_avg_.defined()) exp_avg_ = runtime::zeros_large({shard().size()}, model_->masters().options());
   return exp_avg_;
 }
 
 const at::Tensor& Trainer::exp_avg_sq() {
-  if (!exp_avg_sq_.defined()) exp_avg_sq_ = ops::zeros_large({model_->layout().total}, model_->masters().options());
+  if (!exp_avg_sq_.defined()) exp_avg_sq_ = runtime::zeros_large({shard().size()}, model_->masters().options());
   return exp_avg_sq_;
 }
 
-void Trainer::zero_grad() { ops::clear(grads()); }
+void Trainer::zero_grad() {
+  blocks_.clear();
+  runtime::clear(grads());
+}
+
+void Trainer::end_block() {
+  blocks_.add(grads());
+  if (auto spare = blocks_.spare(); spare.defined()) {
+    runtime::clear(spare);
+    use_grads(std::move(spare));
+  } else {
+    grads_ = at::Tensor();
+    grads();
+  }
+}
+
+/// Makes grads() the sum of all blocks, in this rank's shard of all ranks' blocks.
+void Trainer::add_blocks() {
+  if (blocks_.count() > 0) use_grads(blocks_.take());
+  if (ranks_ != nullptr)
+    distributed::reduce_scatter(*ranks_, grads(), ops::kFlatBlock, "adding the gradients of all ranks");
+}
 
 double Trainer::grad_norm() const { return grads_.defined() ? ops::l2_norm(grads_) : 0.0; }
+
+/// Of the whole gradient, of which each rank has its shard: as l2_norm of it, to the bit.
+double Trainer::whole_norm() {
+  if (ranks_ == nullptr) return grad_norm();
+  const auto own = ops::block_squares(grads_.narrow(0, shard().begin, shard().size()));
+  const auto blocks = (model_->layout().total + ops::kFlatBlock - 1) / ops::kFlatBlock;
+  const auto all = at::zeros({blocks}, at::kDouble);
+  all.narrow(0, (shard().begin + ops::kFlatBlock - 1) / ops::kFlatBlock, own.numel()).copy_(own);
+  distributed::all_gather_shards(*ranks_, all, /*block=*/1, "the gradient norm");
+  return ops::norm_of_blocks(all);
+}
 
 OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_norm) {
   OptimizerStep result;
   grads();
-  result.grad_norm = grad_norm();
+  add_blocks();
+  result.grad_norm = whole_norm();
   result.finite = std::isfinite(result.grad_norm);
   if (!result.finite) return result;
   // torch.nn.utils.clip_grad_norm_'s rule
   const double scale = max_grad_norm > 0 ? std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6)) : 1.0;
   ++optimizer_steps_;
-  const auto compute = model_->has_separate_masters() ? std::optional<at::Tensor>(model_->compute()) : std::nullopt;
-  ops::adamw_step(model_->masters(), grads_, exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
+  update(settings, scale);
   model_->weights_changed();
   return result;
+}
+
+/// AdamW on this rank's shard; then every rank has all new weights.
+void Trainer::update(const ops::AdamWSettings& settings, double scale) {
+  const auto own = [shard = shard()](const at::Tensor& flat) { return flat.narrow(0, shard.begin, shard.size()); };
+  const auto masters = model_->masters().numel() == shard().size() ? model_->masters() : own(model_->masters());
+  const auto compute =
+      model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
+  ops::adamw_step(masters, own(grads_), exp_avg(), exp_avg_sq(), compute, settings, optimizer_steps_, scale);
+  if (ranks_ != nullptr)
+    distributed::all_gather_shards(*ranks_, model_->compute(), ops::kFlatBlock, "the new weights of all ranks");
 }
 
 }  // namespace nemo_rl::trainer

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "distributed/gradient_sums.h"
 #include "model/decoder_model.h"
 #include "ops/adamw.h"
 #include "trainer/packed_batch.h"
@@ -25,7 +26,10 @@ struct ForwardOptions {
 
 class Trainer {
  public:
-  explicit Trainer(std::shared_ptr<model::DecoderModel> model);
+  /// `ranks`: the processes that train one model together, each a part of the samples; nullptr: this one alone. Each
+  /// holds all weights, and masters and optimizer state of its own shard. The model must lie on the CPU then.
+  explicit Trainer(std::shared_ptr<model::DecoderModel> model,
+                   std::shared_ptr<distributed::Communicator> ranks = nullptr);
 
   model::DecoderModel& model() { return *model_; }
 
@@ -53,13 +57,19 @@ class Trainer {
   void backward();
 
   void zero_grad();
-  /// Clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm changes nothing.
+  /// Ends a block of samples: the gradients since the last end are a term of the sum of all blocks, which are added
+  /// along a fixed tree (distributed/gradient_sums.h). Without any end there is one block.
+  void end_block();
+  /// Adds the blocks of all ranks, clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm
+  /// changes nothing.
   OptimizerStep step(const ops::AdamWSettings& settings, double max_grad_norm);
   double grad_norm() const;
   /// Tokens so far whose forward with keep was generation's own (model/kept_activations.h).
   std::int64_t reused_tokens() const { return reused_tokens_; }
 
-  /// Optimizer state as flat buffers; created at the first use.
+  /// What this process updates, of the flat buffers of the model: all of it unless there are other ranks.
+  distributed::Shard shard() const;
+  /// Optimizer state as flat buffers, created at the first use: gradients of the whole model, moments of the shard.
   const at::Tensor& grads();
   const at::Tensor& exp_avg();
   const at::Tensor& exp_avg_sq();
@@ -68,10 +78,16 @@ class Trainer {
 
  private:
   bool values() const { return model_->config().value_head; }
+  void add_blocks();
+  void use_grads(at::Tensor grads);
+  double whole_norm();
+  void update(const ops::AdamWSettings& settings, double scale);
   void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
+  std::shared_ptr<distributed::Communicator> ranks_;
+  distributed::BlockSums blocks_;
   at::Tensor grads_, exp_avg_, exp_avg_sq_;
   std::optional<model::DecoderParameters> grad_views_;
   std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;

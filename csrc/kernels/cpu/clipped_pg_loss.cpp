@@ -36,7 +36,7 @@ NRL_INLINE double total(const double* lanes) {
 }
 
 template <class T, class P = Pack<T>>
-NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, const Terms<P>& v,
+NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, const LossTerms<P>& v,
                            TileSums<P>& s) {
   P huge(HUGE_VAL);
   const auto valid = k.mask != P(0);
@@ -61,7 +61,7 @@ NRL_INLINE void accumulate(const Row<T>& row, const ClippedPGConfig& c, const To
 /// The gradient of sixteen tokens; GSPO's actor part follows when the row's sum is known.
 template <class T, class P = Pack<T>>
 NRL_INLINE void store_gradient(const Row<T>& row, const ClippedPGConfig& c, std::int64_t t, const Tokens<P>& k,
-                               const Terms<P>& v, TileSums<P>& s) {
+                               const LossTerms<P>& v, TileSums<P>& s) {
   P grad = v.grad * P(grouped_ratio(c) ? T(0) : row.known.grad_weight);
   if (row.known.nll_weight != T(0)) grad = grad - P(row.known.nll_weight);
   P kl_weight(static_cast<T>(row.known.grad_weight * c.kl_penalty)), kl_grad = v.kl_grad * kl_weight;
@@ -112,7 +112,7 @@ template <Variant variant, class T>
   TileSums<Pack<T>> s;
   for (std::int64_t t = start; t < end; t += kPackLanes) {
     Tokens<Pack<T>> k = load_tokens(row, c, t);
-    Terms<Pack<T>> v = terms_of(row, c, k);
+    LossTerms<Pack<T>> v = terms_of(row, c, k);
     accumulate(row, c, k, v, s);
     store_gradient(row, c, t, k, v, s);
   }
@@ -138,7 +138,7 @@ template <class T>
   using P = Pack<T>;
   for (std::int64_t t = start; t < end; t += kPackLanes) {
     Tokens<P> k = load_tokens(row, c, t);
-    Terms<P> v = terms_of(row, c, k);
+    LossTerms<P> v = terms_of(row, c, k);
     P sum = (v.loss - v.loss) + (v.grad - v.grad) + (k.x - k.x) + (v.kl - v.kl) + (v.kl_grad - v.kl_grad);
     T check[kPackLanes];
     store_pack(check, select(k.mask != P(0), sum, P(0)));

@@ -38,7 +38,7 @@ struct Tokens {
 
 /// What they add to the sums.
 template <class P>
-struct Terms {
+struct LossTerms {
   P ratio, clamped, loss, grad;
   P weight, oob, x_over_gen;
   MismatchTerm<P> mismatch;
@@ -108,7 +108,7 @@ template <class P, class M>
 /// Where all sixteen gaps are small no exponential is taken; e^(x - generation) is then the ratio times e^(prev -
 /// generation). A token's result depends on its own gap alone.
 template <class T, class P = Pack<T>>
-NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Terms<P>& out) {
+NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, LossTerms<P>& out) {
   P gap = abs_of(k.prev - k.gen), one(1);
   if (sizeof(T) == 8) {
     out.mismatch = mismatch_term(c.kl_type, k.prev, k.gen);
@@ -129,7 +129,7 @@ NRL_INLINE void mismatch_terms(const ClippedPGConfig& c, const Tokens<P>& k, Ter
 }
 
 template <class T, class P = Pack<T>>
-NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, Terms<P>& out) {
+NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, LossTerms<P>& out) {
   P raw = c.sequence_level_ratios ? P(row.known.importance) : out.mismatch.importance;
   TruncatedWeight<P> w = truncate_importance(c.importance_sampling, raw, P(c.importance_min), P(c.importance_max));
   out.weight = c.importance_sampling == ImportanceSampling::seq_mask_tis ? w.weight * P(row.known.kept) : w.weight;
@@ -140,7 +140,7 @@ NRL_INLINE void importance_terms(const Row<T>& row, const ClippedPGConfig& c, Te
 }
 
 template <class T, class P = Pack<T>>
-NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, Terms<P>& out) {
+NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k, LossTerms<P>& out) {
   out.kl = out.kl_grad = P(0);
   if (c.kl_penalty == 0) return;
   P weight = select(is_finite(k.unf), P(1), P(0));
@@ -152,9 +152,9 @@ NRL_INLINE void kl_terms(const Row<T>& row, const ClippedPGConfig& c, const Toke
 }
 
 template <class T, class P = Pack<T>>
-NRL_INLINE Terms<P> terms_of(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
+NRL_INLINE LossTerms<P> terms_of(const Row<T>& row, const ClippedPGConfig& c, const Tokens<P>& k) {
   PolicyTerm<P> p = policy_terms(row, c, k);
-  Terms<P> out;
+  LossTerms<P> out;
   out.ratio = p.ratio, out.clamped = p.clamped, out.loss = p.loss, out.grad = p.grad;
   mismatch_terms<T>(c, k, out);
   importance_terms(row, c, out);

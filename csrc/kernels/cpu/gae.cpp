@@ -92,7 +92,7 @@ struct Full<double> {
 
 /// The memory of the block after this one, asked for line by line while this one is worked on: neither waits for the
 /// other.
-class Ahead {
+class Prefetch {
  public:
   /// `count` rows of `bytes` from `first` on, `stride` bytes apart.
   void add(const void* first, std::int64_t stride, int count, std::int64_t bytes) {
@@ -136,7 +136,7 @@ constexpr int kAskSquare = kLinesOfBlock / 2 / (4 * (kRows / Full<T>::width) * (
 
 /// to[i][r] = rows[r * stride + i] for r < count, i < n; the other rows of `to` are left alone.
 template <class T>
-void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows], Ahead& ahead) {
+void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*to)[kRows], Prefetch& ahead) {
   constexpr int W = Full<T>::width;
   for (int r = 0; r < count; r += W)
     for (int i = 0; i < n; i += W) {
@@ -155,7 +155,7 @@ void load_transposed(const T* rows, std::int64_t stride, int count, int n, T (*t
 
 /// The reverse: rows[r * stride + i] = from[i][r].
 template <class T>
-void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride, Ahead& ahead) {
+void store_transposed(const T (*from)[kRows], int count, int n, T* rows, std::int64_t stride, Prefetch& ahead) {
   constexpr int W = Full<T>::width;
   for (int r = 0; r < count; r += W)
     for (int i = 0; i < n; i += W) {
@@ -202,7 +202,7 @@ void start_group(RowGroup<T>& g, const GaeArgs<T>& a, const GaeConfig& c) {
 }
 
 template <class T>
-void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start, int n, Ahead& ahead) {
+void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start, int n, Prefetch& ahead) {
   load_transposed(a.values.row(g.first) + start, a.values.row_stride, g.count, n, g.value, ahead);
   load_transposed(a.mask.row(g.first) + start, a.mask.row_stride, g.count, n, g.mask, ahead);
   // the KL penalties, left there before the scan
@@ -210,13 +210,13 @@ void load_block(RowGroup<T>& g, const GaeArgs<T>& a, bool kl, std::int64_t start
 }
 
 template <class T>
-void store_block(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n, Ahead& ahead) {
+void store_block(const RowGroup<T>& g, const GaeArgs<T>& a, std::int64_t start, int n, Prefetch& ahead) {
   store_transposed(g.out_advantage, g.count, n, a.advantages + g.first * a.num_tokens + start, a.num_tokens, ahead);
   store_transposed(g.out_return, g.count, n, a.returns + g.first * a.num_tokens + start, a.num_tokens, ahead);
 }
 
 template <bool kl, bool decoupled, class T>
-void scan_block(RowGroup<T>& g, const GaeConfig& c, int n, Ahead& ahead) {
+void scan_block(RowGroup<T>& g, const GaeConfig& c, int n, Prefetch& ahead) {
   const double gamma = c.gamma, decay_value = c.gamma * c.lambda_value;
   const Doubles zero{};
   Doubles decay[kVectors], pending[kVectors];
@@ -251,9 +251,9 @@ void scan_block(RowGroup<T>& g, const GaeConfig& c, int n, Ahead& ahead) {
 /// The block of `a` that ends before token `stop` of the rows from `first` on; that of the next rows' last tokens where
 /// stop is 0.
 template <class T>
-Ahead next_block(const GaeArgs<T>& a, std::int64_t first, std::int64_t stop, std::int64_t end) {
+Prefetch next_block(const GaeArgs<T>& a, std::int64_t first, std::int64_t stop, std::int64_t end) {
   if (stop <= 0) first += kRows, stop = a.num_tokens;
-  Ahead ahead;
+  Prefetch ahead;
   if (first >= end) return ahead;
   const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>, bytes = (stop - start) * sizeof(T);
   const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
@@ -276,7 +276,7 @@ void run(const GaeArgs<T>& a, const GaeConfig& c, std::int64_t begin, std::int64
     for (std::int64_t stop = a.num_tokens; stop > 0; stop -= kTokens<T>) {
       const std::int64_t start = stop < kTokens<T> ? 0 : stop - kTokens<T>;
       const int n = static_cast<int>(stop - start);
-      Ahead ahead = next_block(a, b, start, end);
+      Prefetch ahead = next_block(a, b, start, end);
       load_block(g, a, kl, start, n, ahead);
       scan(g, c, n, ahead);
       store_block(g, a, start, n, ahead);

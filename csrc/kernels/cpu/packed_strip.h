@@ -65,11 +65,11 @@ struct PackedBlock {
 
 /// Rows of packed x, as linear_pack leaves them: few lie one after another, more side by side.
 template <bool kSideBySide>
-struct PackedRows {
+struct StripRows {
   using X = Terms<bfloat16>;
   const X::Word* at;
   std::int64_t row_step;
-  explicit PackedRows(const LinearInput<bfloat16>& p)
+  explicit StripRows(const LinearInput<bfloat16>& p)
       : at(static_cast<const X::Word*>(p.packed)), row_step(kSideBySide ? 1 : packed_row_words<bfloat16>(p.K)) {}
   void next_word() { at += kSideBySide ? X::S::kLanes : 1; }
   /// sum + a column of weights times the words at hand of row r.
@@ -94,7 +94,7 @@ template <int kRows>
   const PackedPatch* patch = packed.patches + strip * packed_patches(p.K);
   const __m512i lowest = _mm512_set1_epi16(static_cast<short>(patch++->pair));
   const std::int64_t blocks = p.K / PackedBlock::kTerms;
-  PackedRows<(kRows > kLinearFewRows)> x(p);
+  StripRows<(kRows > kLinearFewRows)> x(p);
   X::V sums[kRows][2];
   for (auto& row : sums) row[0] = row[1] = X::S::zero();
   const auto multiply = [&](const PackedBlock& block) __attribute__((always_inline)) {

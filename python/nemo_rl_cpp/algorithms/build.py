@@ -34,6 +34,7 @@ from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir
+from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.report import ReportWriter
@@ -70,9 +71,12 @@ class Parts:
     logger: Logger | None
     checkpoints: CheckpointManager | None
     state: TrainState
+    cluster: RayVirtualCluster | None = None
 
     def release(self) -> None:
-        """Gives logs and checkpoint folder free, of parts that become no run."""
+        """Ends the workers and gives logs and checkpoint folder free, of parts that become no run."""
+        if self.cluster is not None:
+            self.cluster.shutdown()
         if self.logger is not None:
             self.logger.finish()
         if self.checkpoints is not None:
@@ -83,7 +87,7 @@ def build_run(
     config: TrainMasterConfig | Mapping[str, Any],
     *,
     data: Callable[[TrainMasterConfig, Any], RunData] = make_data,
-    policy_factory: Callable[..., Any] = Policy,
+    policy_factory: Callable[..., Any] | None = None,
 ) -> TrainingRun:
     """Everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine, logs.
 
@@ -92,7 +96,7 @@ def build_run(
 
     Args:
         data: gives data sets and environments of (configuration, tokenizer); by default what the configuration says.
-        policy_factory: makes the policy instead of `Policy`, with its arguments.
+        policy_factory: makes the policy instead of `Policy` (`DistributedPolicy` in a cluster of several workers), with its arguments.
 
     Raises ConfigError, ResumeError (a checkpoint of another run), FolderError (a folder that another run holds), all
     ValueErrors, before a model is loaded.
@@ -118,7 +122,7 @@ def _checked(config: TrainMasterConfig | Mapping[str, Any]) -> TrainMasterConfig
 
 
 def make_parts(
-    config: TrainMasterConfig, tokenizer: Any, data: RunData, policy_factory: Callable[..., Any] = Policy
+    config: TrainMasterConfig, tokenizer: Any, data: RunData, policy_factory: Callable[..., Any] | None = None
 ) -> Parts:
     """The parts of a run, as they are in the newest checkpoint or new; the checkpoint folder is locked from here on."""
     loop = config.loop
@@ -126,22 +130,27 @@ def make_parts(
         loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed)
         resume.load_data_position(loader, config.data)
         cluster = make_cluster(config)
-        policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
-        value = make_value(config, tokenizer, resume, cluster) if isinstance(config, PPOMasterConfig) else None
-        return Parts(
-            policy=policy,
-            generation=policy.create_generation(config.policy.generation, seed=loop.seed),
-            value=value,
-            tokenizer=tokenizer,
-            loader=loader,
-            val_loader=make_val_dataloader(data.validation, loop),
-            environments=data.environments,
-            loss_fn=ClippedPGLossFn(config.loss_fn),
-            value_loss_fn=None if value is None else MseValueLossFn(config.value_loss_fn),
-            logger=make_logger(config, resume.state),
-            checkpoints=checkpoints,
-            state=resume.state,
-        )
+        try:
+            policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
+            value = make_value(config, tokenizer, resume, cluster) if isinstance(config, PPOMasterConfig) else None
+            return Parts(
+                policy=policy,
+                generation=policy.create_generation(config.policy.generation, seed=loop.seed),
+                value=value,
+                tokenizer=tokenizer,
+                loader=loader,
+                val_loader=make_val_dataloader(data.validation, loop),
+                environments=data.environments,
+                loss_fn=ClippedPGLossFn(config.loss_fn),
+                value_loss_fn=None if value is None else MseValueLossFn(config.value_loss_fn),
+                logger=make_logger(config, resume.state),
+                checkpoints=checkpoints,
+                state=resume.state,
+                cluster=cluster,
+            )
+        except BaseException:
+            cluster.shutdown()
+            raise
 
 
 def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
@@ -181,6 +190,7 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
         loss_fn=parts.loss_fn,
         validator=make_validator(config, generation, parts),
         services=make_services(config, parts),
+        cluster=parts.cluster,
     )  # fmt: skip
     resume_of(parts.checkpoints, state).load_sampler(run.sampler)
     return run
@@ -190,20 +200,24 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
 
 
 def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
-    """One device, whatever sizes the configuration was written for (`config/fold.py`). ValueError where `cluster.device` asks
-    for a GPU that cannot be used."""
+    """One device, whatever sizes the configuration was written for (`config/fold.py`), or the processes of `cluster.executor:
+    processes`. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
     use_gpus = check_device(config.cluster.device) == "cuda"
-    return RayVirtualCluster([1], use_gpus=use_gpus, name="train_cluster")
+    return RayVirtualCluster(
+        [config.cluster.processes], use_gpus=use_gpus, name="train_cluster", settings=config.cluster
+    )
 
 
 def make_policy(
-    config: TrainMasterConfig, tokenizer: Any, resume: Resume, cluster: Any, factory: Callable[..., Any] = Policy
+    config: TrainMasterConfig, tokenizer: Any, resume: Resume, cluster: Any, factory: Callable[..., Any] | None = None
 ) -> Any:
     """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name.
 
     The reference model is built only when the KL weight is not 0.
     """
+    if factory is None:
+        factory = Policy if cluster.world_size() == 1 else DistributedPolicy
     weights, optimizer = resume.model_paths("policy")
     return factory(
         cluster=cluster,
@@ -218,7 +232,9 @@ def make_policy(
     )
 
 
-def make_value(config: PPOMasterConfig, tokenizer: Any, resume: Resume, cluster: Any) -> Value | None:
+def make_value(
+    config: PPOMasterConfig, tokenizer: Any, resume: Resume, cluster: Any
+) -> Value | DistributedValue | None:
     """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
     value.model_name; None for an estimator that needs no values."""
     if not config.has_critic:
@@ -229,8 +245,10 @@ def make_value(config: PPOMasterConfig, tokenizer: Any, resume: Resume, cluster:
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     total_steps = loop.max_num_steps * loop.critic_epochs
-    return Value(
-        cluster, config.value, tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed, total_steps=total_steps
+    model = Value if cluster.world_size() == 1 else DistributedValue
+    return model(
+        cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
+        total_steps=total_steps,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.prompt_source import PromptSource
@@ -67,6 +68,7 @@ class TrainingRun:
         rollouts: lets the engine answer them and the environments score the answers.
         sampler: collects rollouts until there are enough to train on.
         validator: None when there is nothing to validate on.
+        cluster: the workers of policy, critic and engine, which `close` ends.
     """
 
     config: TrainMasterConfig
@@ -85,6 +87,7 @@ class TrainingRun:
     loss_fn: Any
     validator: Validator | None
     services: RunServices
+    cluster: RayVirtualCluster | None = None
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
@@ -120,9 +123,11 @@ class TrainingRun:
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the environments' processes and gives logs and checkpoint folder free; may be called again. An environment that
+        """Ends the environments' and the cluster's processes and gives logs and checkpoint folder free; may be called again. An environment that
         does not answer for `patience` seconds is left behind; None: waits."""
         self.environments.close(patience)
+        if self.cluster is not None:
+            self.cluster.shutdown()
         if self.services.logger is not None:
             self.services.logger.finish()
         if self.services.checkpoints is not None:

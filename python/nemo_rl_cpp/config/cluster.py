@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from .base import Int, Positive, Section, key, no_effect
 
@@ -11,19 +13,36 @@ class ClusterConfig(Section):
     """How many devices, and who runs them."""
 
     gpus_per_node: Positive = key(
-        1, "devices of a machine that the file was written for; they are folded onto the one at hand, see strict_sizes"
+        1,
+        "devices of a machine; with executor processes that many worker processes, else they are folded onto the one device at hand, see strict_sizes",
     )
     device: Literal["cpu", "cuda"] = key(
         "cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU"
     )
-    num_nodes: Positive = key(1, "machines that the file was written for; folded likewise")
+    num_nodes: Positive = key(1, "machines; processes: counts like gpus_per_node, all on this machine; else folded")
     strict_sizes: bool = key(
         False,
-        "true: device counts and parallel sizes above 1 are errors; false: they are folded onto the one device with a notice",
+        "true: device counts and parallel sizes above what runs are errors; false: they are folded onto what runs, with a notice",
     )
-    executor: Literal["auto", "in_process", "ray"] = key(
-        "auto", "in_process: everything in this process; ray is not supported yet"
+    executor: Literal["auto", "in_process", "processes", "ray"] = key(
+        "auto",
+        "auto and in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray is not supported yet",
+    )
+    cpus_per_worker: Positive | None = key(
+        None,
+        "threads of a worker process; null: the threads of one process (OMP_NUM_THREADS, or the processors) shared equally",
+    )
+    worker_timeout_s: Annotated[float, Field(gt=0)] = key(
+        60.0, "seconds without a sign of life after which a worker process counts as lost, and the run ends"
+    )
+    communication_timeout_s: Annotated[float, Field(gt=0)] = key(
+        1800.0, "seconds that one message between worker processes may take, waiting for a slower one included"
     )
     master_port_range_low: Int = no_effect(1400)
     master_port_range_high: Int = no_effect(1999)
     segment_size: Int | None = no_effect(None)
+
+    @property
+    def processes(self) -> int:
+        """How many processes train together: those that `executor: processes` asks for, else this one."""
+        return self.num_nodes * self.gpus_per_node if self.executor == "processes" else 1

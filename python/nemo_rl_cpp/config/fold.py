@@ -27,7 +27,10 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
     """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends."""
-    sizes = {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
+    ours = config.cluster.processes > 1  # they run, each as a process
+    sizes = (
+        {} if ours else {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
+    )
     for name, model in _models(config):
         for backend, keys in PARALLEL_SIZES.items():
             section = getattr(model, backend)
@@ -44,7 +47,8 @@ def devices_of(config: WholeConfig) -> int:
         section, _, name = key.rpartition(".")
         if name.startswith(_CUTS_A_MODEL):
             cut.setdefault(section, []).append(size)
-    return max(config.cluster.num_nodes * config.cluster.gpus_per_node, *(prod(sizes) for sizes in cut.values()), 1)
+    written = 1 if config.cluster.processes > 1 else config.cluster.num_nodes * config.cluster.gpus_per_node
+    return max(written, *(prod(sizes) for sizes in cut.values()), 1)
 
 
 def engine_of(config: WholeConfig) -> str | None:
@@ -71,14 +75,16 @@ def fold_text(config: WholeConfig) -> str | None:
         written.append("generation on devices of its own")
     if not written:
         return None
+    count = config.cluster.processes
     here = (
-        f"on 1 device ({config.cluster.device}) with the native engine"
+        f"on {f'{count} processes' if count > 1 else '1 device'} ({config.cluster.device}) with the native engine"
         if devices > 1 or apart
         else "with the native engine"
     )
     text = f"written for {' and '.join(written)}: runs {here}; same mathematics"
     if devices > 1:
-        text += f", about {devices} times the time of {devices} such devices"
+        if count == 1:
+            text += f", about {devices} times the time of {devices} such devices"
         if (summary := forecast_summary(config)) is not None:
             text += f"; memory forecast: {summary}"
     return text

@@ -154,6 +154,10 @@ class TrainedModelConfig(Section):
     )
     dtensor_cfg: DTensorConfig = section(DTensorConfig, "NeMo RL's PyTorch backend")
     megatron_cfg: MegatronConfig = section(MegatronConfig, "NeMo RL's Megatron backend")
+    gradient_blocks: Positive | None = key(
+        None,
+        "a power of two: gradients are summed over that many fixed blocks of a global batch along a fixed tree, so that every number of processes that divides it trains the same bits; null: one block a process. Each doubling costs memory of one more gradient in a process with all blocks. The value model's null is the policy's",
+    )
     share_prompt_prefix: bool = key(True, "training computes the prompt of a group once")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
     sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")

@@ -113,6 +113,8 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
+    if config.cluster.processes > 1:
+        report.add("cluster.executor", "processes is for training: an evaluation runs in one process; set it to auto")
     rules_data.check_eval_data(config.data, config.env, report)
 
 
@@ -128,6 +130,8 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
             "policy.max_total_sequence_length",
         )
     rules_model.check_cluster(config.cluster, report)
+    for model in ("policy", "value") if config.has_critic else ("policy",):
+        rules_model.check_blocks(getattr(config, model), model, config.cluster.processes, report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)

@@ -111,4 +111,25 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
     if cluster.executor == "ray":
         installed = importlib.util.find_spec("ray") is not None
         reason = "is not supported yet" if installed else "is not supported yet (and ray is not installed)"
-        report.add("cluster.executor", f"ray {reason}; set it to auto or in_process")
+        report.add("cluster.executor", f"ray {reason}; set it to processes, auto or in_process")
+    if cluster.processes > 1 and cluster.device != "cpu":
+        report.add(
+            "cluster.executor",
+            f"processes runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or executor=auto for one GPU",
+            "cluster.device",
+        )
+
+
+def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
+    """`gradient_blocks` is a power of two that the processes share equally."""
+    blocks = model.gradient_blocks
+    if blocks is None:
+        return
+    if blocks & (blocks - 1):
+        report.add(f"{name}.gradient_blocks", f"is {blocks}: it must be a power of two")
+    elif blocks % processes:
+        report.add(
+            f"{name}.gradient_blocks",
+            f"is {blocks}, which {processes} processes (cluster.num_nodes * gpus_per_node) cannot share equally: give a multiple of the number of processes, or null",
+            "cluster.gpus_per_node",
+        )

@@ -44,6 +44,7 @@ class ValueConfig(TrainedModelConfig):
             self,
             model_name=policy.model_name,
             precision=policy.precision,
+            gradient_blocks=policy.gradient_blocks,
             train_global_batch_size=policy.train_global_batch_size,
             train_micro_batch_size=policy.train_micro_batch_size,
             max_total_sequence_length=policy.max_total_sequence_length,

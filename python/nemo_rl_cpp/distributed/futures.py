@@ -33,6 +33,16 @@ class Future:
             self._error = error
         self._done.set()
 
+    def set(self, value: Any, error: BaseException | None = None) -> None:
+        """Ends the call from outside: with a value, or with the error that it raised."""
+        self._value, self._error = value, error
+        self._done.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the call raised; None while it runs and where it did not fail."""
+        return self._error
+
     def done(self) -> bool:
         """Whether the call has ended."""
         return self._done.is_set()

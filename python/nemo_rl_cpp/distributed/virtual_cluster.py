@@ -1,8 +1,12 @@
-"""The devices of a run. In this process there is one; `cluster.executor: in_process` needs no Ray."""
+"""The devices of a run, and the processes that drive them."""
 
 import os
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
 
 __all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable"]
 
@@ -38,24 +42,51 @@ def _why_no_cuda() -> str:
 
 
 class RayVirtualCluster:
-    """One device, seen as a cluster of one node with one worker.
+    """The workers of a run, one a device. One worker is this process itself; more are processes of this machine on the CPU.
 
-    Raises ValueError for more than one worker, which would need one process a device.
+    Args:
+        bundle_ct_per_node_list: workers of each node.
+        use_gpus: whether models lie on a GPU.
+        settings: section `cluster` of the configuration, for the deadlines and the threads of processes.
+
+    Raises ValueError for several workers on GPUs, or on several nodes.
     """
 
-    def __init__(self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "") -> None:
-        workers = sum(bundle_ct_per_node_list)
-        if workers != 1:
+    def __init__(
+        self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None
+    ) -> None:  # fmt: skip
+        self._size, self._settings = sum(bundle_ct_per_node_list), settings or ClusterConfig()
+        if self._size < 1:
             raise ValueError(
-                f"a cluster of {workers} workers ({bundle_ct_per_node_list} a node) was asked for, but the in-process "
-                "executor drives one device: set cluster.gpus_per_node=1 and cluster.num_nodes=1"
+                f"a cluster needs at least one worker, got {bundle_ct_per_node_list} a node: set cluster.gpus_per_node=1 and cluster.num_nodes=1"
+            )
+        if self._size > 1 and use_gpus:
+            raise ValueError(
+                f"a cluster of {self._size} GPU workers ({bundle_ct_per_node_list} a node) was asked for, but several processes work on "
+                "the CPU only: set cluster.device=cpu, or cluster.gpus_per_node=1 and cluster.num_nodes=1"
             )
         self.use_gpus = use_gpus
         self.name = name
+        self._processes: ProcessWorkers | None = None
 
     def world_size(self) -> int:
-        """Number of workers: 1."""
-        return 1
+        """Number of workers."""
+        return self._size
+
+    @property
+    def processes(self) -> "ProcessWorkers":
+        """The processes of a cluster of several workers; started when they are first asked for."""
+        if self._processes is None:
+            import torch
+
+            from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
+
+            settings = self._settings
+            threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // self._size)
+            self._processes = ProcessWorkers(
+                self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s
+            )
+        return self._processes
 
     def device(self, precision: str = "float32") -> str:
         """Where models lie: "cuda" when the cluster uses GPUs, one can be used and `precision` is computed there (float32,
@@ -63,5 +94,7 @@ class RayVirtualCluster:
         return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def shutdown(self) -> bool:
-        """Nothing was started. Safe to call twice."""
+        """Ends the processes, if there are any. Safe to call twice."""
+        if self._processes is not None:
+            self._processes.kill()
         return True

@@ -1,46 +1,90 @@
-"""The workers behind a policy or an engine. In this process there is one, called directly: no pickling, no copies."""
+"""The workers behind a policy or an engine: one object on each device of a cluster, under one handle."""
 
+import pickle
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from nemo_rl_cpp.distributed.futures import Future, get
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+
+_TARGETS = count(1)  # objects in worker processes, over all groups
 
 
 class RayWorkerGroup:
-    """The workers of a cluster under one handle; methods run on all of them. Names are NeMo RL's.
+    """One object on every worker of a cluster; methods run on all of them. Names are NeMo RL's.
 
-    Results come as futures that hold their value already; `nemo_rl_cpp.distributed.get` unwraps them.
+    In a cluster of one worker the object lives here and is called directly: no pickling, no copies. Else each lives in the
+    worker's process, so the builder, arguments and results are pickled. Several groups may share the processes of a cluster.
+
+    Args:
+        remote_worker_builder: makes the object, from the `Ranks` of its worker.
     """
 
     def __init__(
-        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[], Any], name_prefix: str = ""
+        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], Any], name_prefix: str = ""
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix
-        self._workers = [remote_worker_builder() for _ in range(cluster.world_size())]
+        self._workers: list[Any] = []
+        self._target = next(_TARGETS)
+        if cluster.world_size() == 1:
+            self._workers = [remote_worker_builder(Ranks())]
+        else:
+            self.call_all("__create__", remote_worker_builder)
 
     @property
     def workers(self) -> list[Any]:
-        """The worker objects."""
+        """The objects themselves, where they live in this process."""
         return self._workers
 
     @property
     def dp_size(self) -> int:
         """Number of data-parallel workers."""
-        return len(self._workers)
+        return self.cluster.world_size()
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> Future:
         """Calls the method on one worker."""
-        return Future.completed(getattr(self._workers[worker_idx], method_name)(*args, **kwargs))
+        if self._workers:
+            return Future.completed(getattr(self._workers[worker_idx], method_name)(*args, **kwargs))
+        return self.cluster.processes[worker_idx].call(self._target, method_name, pickle.dumps((args, kwargs)))
 
     def run_all_workers_single_data(self, method_name: str, *args: Any, **kwargs: Any) -> list[Future]:
         """Calls the method on every worker with the same arguments."""
-        return [self.run_single_worker_single_data(method_name, i, *args, **kwargs) for i in range(self.dp_size)]
+        if self._workers:
+            return [self.run_single_worker_single_data(method_name, 0, *args, **kwargs)]
+        payload, processes = pickle.dumps((args, kwargs)), self.cluster.processes
+        return [processes[rank].call(self._target, method_name, payload) for rank in range(self.dp_size)]
+
+    def call_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
+        futures = self.run_all_workers_single_data(method_name, *args, **kwargs)
+        return get(futures) if self._workers else self.cluster.processes.wait(futures)
+
+    def call_for_one_value(self, method_name: str, *args: Any) -> Any:
+        """The value that all workers must agree on. RuntimeError where one has another."""
+        first, *others = self.call_all(method_name, *args)
+        for rank, value in enumerate(others, 1):
+            if value != first:
+                raise RuntimeError(
+                    f"rank {rank} has another {args[-1] if args else method_name} than rank 0: {value} against {first}"
+                )
+        return first
+
+    def call_each(self, method_name: str, each: list[tuple[Any, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
+        """`call_all` with arguments of its own for each worker. What a worker's call hands to its argument `event` comes to the
+        callable of that worker in `on_event`, in this thread."""
+        processes = self.cluster.processes
+        calls = [
+            processes[rank].call(self._target, method_name, pickle.dumps((args, {})), None if told is None else event, told)
+            for rank, (args, told) in enumerate(zip(each, on_event))
+        ]  # fmt: skip
+        return processes.wait(calls)
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """Calls `cleanup_method` on the workers and lets them go. Safe to call twice."""
-        if cleanup_method is not None:
-            get(self.run_all_workers_single_data(cleanup_method))
+        """Calls `cleanup_method` on the workers and lets the objects go. Safe to call twice."""
+        if cleanup_method is not None and (self._workers or self.cluster.world_size() > 1):
+            self.call_all(cleanup_method)
         self._workers = []
         return True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
@@ -32,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class TrainedModel:
-    """One process, one device: what `Policy` and `Value` share.
+    """One process on one device: what `Policy` and `Value` share.
 
     Args:
         section: the configuration section, "policy" or "value"; error messages name its keys.
@@ -42,26 +44,30 @@ class TrainedModel:
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay over the whole of it.
+        ranks: the processes that train it together. Each has all weights, a shard of masters and moments, and its samples of a
+            batch; all make the same calls with the same batch, and results are those of a rank's own samples.
     """
 
     value_head = False
 
     def __init__(
         self, section: str, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
-        total_steps: int | None, seed: int,
+        total_steps: int | None, seed: int, ranks: Ranks | None = None,
     ):  # fmt: skip
         if cluster is not None and cluster.world_size() != 1:
             raise ValueError(
-                f"{section} trains in one process; cluster has {cluster.world_size()} devices (cluster.gpus_per_node, num_nodes)"
+                f"{type(self).__name__} is one process, and the cluster has {cluster.world_size()} workers (cluster.gpus_per_node, "
+                f"num_nodes): take Distributed{type(self).__name__}"
             )
         self.section, self.config, self.tokenizer = section, config, tokenizer
+        self.ranks = ranks or Ranks()
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = open_model_folder(
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
             length_key=f"{section}.max_total_sequence_length", key=f"{section}.model_name",
         )  # fmt: skip
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
-        self.trainer = C.Trainer(self.model)
+        self.trainer = C.Trainer(self.model, self.ranks.communicator)
         self.schedule = create_schedule(config, total_steps)
         self.replay_dir: Path | None = None  # where a batch goes that makes a loss or gradient non-finite
         if optimizer_path is not None:
@@ -82,7 +88,7 @@ class TrainedModel:
 
     @property
     def data_parallel_size(self) -> int:
-        return 1
+        return self.ranks.size
 
     @property
     def learning_rate(self) -> float:
@@ -112,15 +118,17 @@ class TrainedModel:
         )  # fmt: skip
 
     def _score(
-        self, model: Any, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring()
-    ) -> Tensor:
-        """What the model's head says of each wanted token, [T]; 0 elsewhere."""
+        self, model: Any, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
+    ) -> Tensor:  # fmt: skip
+        """What the model's head says of each wanted token of this rank's samples (`rows`, or its part of the batch), [T]; 0
+        elsewhere."""
+        rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else C.Trainer(model)
         batching = self._batching("logprob", micro_batch_size)
-        rows, micro_batches = plan(batch, wanted_tokens(batch), 0, batch.size, batching)
+        native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)
         for micro in micro_batches:
-            trainer.forward(rows, micro, scoring.temperature, batching.share_prefix, False, False, out,
+            trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
                             top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
         return without_removed_tokens(out)[0] if scoring.filters else out
 
@@ -143,16 +151,21 @@ class TrainedModel:
         for begin in range(0, batch.size, gbs):
             if not eval_mode:
                 self.trainer.zero_grad()
+            result, error = None, None
             try:
                 result = go(batch, begin, begin + gbs, **(first if begin == 0 else {}))
-            except NonFiniteError as error:
-                said = error if self.section == "policy" else NonFiniteError(f"{self.section}: {error}")
-                raise self._with_replay(said, batch) from None
-            if begin == 0 and after_first is not None:
-                after_first(result)
+                if begin == 0 and after_first is not None:
+                    after_first(result)
+            except NonFiniteError as found:
+                said = found if self.section == "policy" else NonFiniteError(f"{self.section}: {found}")
+                error = self._with_replay(said, batch)
+            except Exception as found:
+                error = found
+            self.ranks.fail_together(error)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
-                updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, way.forward_backward))
+                alone = replace(way, ranks=Ranks(), blocks=None)
+                updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, alone.forward_backward))
             updates.add(result, {"lr": lr, "wd": weight_decay})
         if not eval_mode:
             self.schedule.step()
@@ -162,13 +175,16 @@ class TrainedModel:
         self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., Any]
     ) -> float:
         """The optimizer step on the gathered gradients of these rows; returns their norm before clipping. `run(data, begin, end)`
-        makes the gradients of some rows again, to find where one is not finite."""
+        makes the gradients of some rows again, by this process alone, to find where one is not finite."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
             max_grad_norm=self.config.effective_max_grad_norm() or 0.0,
         )  # fmt: skip
         if not result.finite:
+            if self.ranks.size > 1:  # the sum lies in shards
+                self.trainer.zero_grad()
+                run(data, *rows)
             names = [
                 n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
             ]
@@ -182,7 +198,7 @@ class TrainedModel:
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
         """The error, with the batch written to `replay_dir` so that `train(torch.load(path), loss_fn)` meets it again."""
-        if self.replay_dir is None:
+        if self.replay_dir is None or self.ranks.rank > 0:
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
         path = self.replay_dir / f"nonfinite_{self.section}_batch.pt"
@@ -202,33 +218,44 @@ class TrainedModel:
         """`weights_path` becomes a Hugging Face folder (weights, config, generation config, tokenizer); `optimizer_path` holds what a
         bit-identical resume needs besides: moments, master weights, schedule. NonFiniteError, and nothing is written, where a
         parameter is infinite or NaN."""
-        if bad := self.non_finite_parameters():
-            raise NonFiniteError(
+        error, bad = None, self.non_finite_parameters()
+        if bad:
+            error = NonFiniteError(
                 f"{self.section}: {len(bad)} parameters are not finite, first {', '.join(bad[:4])}, so nothing was saved to "
                 f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
             )
+        self.ranks.fail_together(error)
+        if self.ranks.rank == 0:
+            self._save_weights(Path(weights_path), tokenizer_path)
+        if optimizer_path is not None:
+            self._save_optimizer(Path(optimizer_path))
+
+    def _save_weights(self, weights_path: Path, tokenizer_path: str | Path | None) -> None:
         save_weights(self.model, weights_path, self.saved_config())
         if not self.value_head:
-            save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(weights_path))
+            save_generation_config(self.folder.path, self.folder.config, self.tokenizer, weights_path)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(weights_path))
             if tokenizer_path is not None:
                 self.tokenizer.save_pretrained(str(tokenizer_path))
-        if optimizer_path is not None:
-            self._save_optimizer(Path(optimizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
-        moments = sum(tensor.nbytes for tensor in self._optimizer_tensors().values()) if optimizer else 0
+        size = self.model.compute.numel()
+        moments = sum(size * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
         return self.model.compute.nbytes + moments
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
         bad: dict[str, None] = {}
-        for flat in {t.data_ptr(): t for t in (self.model.compute, self.model.masters) if t is not None}.values():
-            if not bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
-                views = named_views(self.model.layout, flat)
-                bad |= dict.fromkeys(name for name, view in views.items() if not bool(torch.isfinite(view).all()))
+        for begin, flat in ((0, self.model.compute), (self.model.masters_begin, self.model.masters)):
+            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN survive a sum
+                continue
+            finite = torch.ones(self.model.compute.numel(), dtype=torch.bool)
+            finite[begin : begin + flat.numel()] = torch.isfinite(flat)
+            bad |= dict.fromkeys(
+                n for n, view in named_views(self.model.layout, finite).items() if not bool(view.all())
+            )
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:
@@ -237,15 +264,20 @@ class TrainedModel:
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {"exp_avg": self.trainer.exp_avg, "exp_avg_sq": self.trainer.exp_avg_sq}
-        if self.model.masters.data_ptr() != self.model.compute.data_ptr():
+        if self.model.masters.dtype != self.model.compute.dtype:
             tensors["masters"] = self.model.masters
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
+        """One logical state, whatever the number of ranks: rank 0 gathers it."""
         from safetensors.torch import save_file
 
+        total, shard = self.model.compute.numel(), self.trainer.shard
+        whole = {n: self.ranks.gather_shards(t, shard, total, n) for n, t in self._optimizer_tensors().items()}
+        if self.ranks.rank > 0:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self._optimizer_tensors(), folder / "optimizer.safetensors")
+        save_file(whole, folder / "optimizer.safetensors")
         state = {"optimizer_steps": self.trainer.optimizer_steps, "schedule": self.schedule.state_dict()}
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
@@ -264,12 +296,13 @@ class TrainedModel:
     def _read_optimizer(self, folder: Path) -> None:
         from safetensors import safe_open
 
+        total, (begin, end) = self.model.compute.numel(), self.trainer.shard
         with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
             for name, tensor in self._optimizer_tensors().items():
-                value = saved.get_tensor(name)
-                if value.shape != tensor.shape:
-                    raise ValueError(f"{name} has {value.numel()} elements, this model {tensor.numel()}")
-                tensor.copy_(value)
+                value = saved.get_slice(name)
+                if value.get_shape() != [total]:
+                    raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
+                tensor.copy_(value[begin:end])
         self.model.masters_changed()
         state = json.loads((folder / "optimizer.json").read_text())
         self.trainer.optimizer_steps = state["optimizer_steps"]
@@ -298,25 +331,35 @@ class Updates:
     """What the global batches of one `train` call came to."""
 
     num_global_batches: int
-    losses: list[float] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
+    metrics: list[list[dict[str, float]]] = field(default_factory=list)
     packed_tokens: int = 0
     zero_gradient_tokens: int = 0
 
     def add(self, result: GlobalBatchResult, settings: dict[str, float]) -> None:
         """One global batch, and the settings of its optimizer step."""
-        self.losses.append(result.loss)
-        self.metrics += [metrics | settings for metrics in result.metrics]
+        self.losses.append(result.losses)
+        self.metrics.append([metrics | settings for metrics in result.metrics])
         self.packed_tokens += result.packed_tokens
         self.zero_gradient_tokens += result.zero_gradient_tokens
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence[Updates]) -> Updates:
+        """Those of all ranks as if one process had made them: micro-batches in the order of ranks."""
+        whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
+        whole.losses = [sum(lists, []) for lists in zip(*(part.losses for part in parts))]
+        whole.metrics = [sum(lists, []) for lists in zip(*(part.metrics for part in parts))]
+        whole.packed_tokens = sum(part.packed_tokens for part in parts)
+        whole.zero_gradient_tokens = sum(part.zero_gradient_tokens for part in parts)
+        return whole
 
     def report(self) -> dict[str, Any]:
         """What `train` returns."""
         return {
-            "loss": torch.tensor(self.losses),
+            "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
             "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
-            "all_mb_metrics": collect_metrics(self.metrics, self.num_global_batches),
+            "all_mb_metrics": collect_metrics(sum(self.metrics, []), self.num_global_batches),
             "packed_tokens": self.packed_tokens,
         }
 

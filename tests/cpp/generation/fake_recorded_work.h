@@ -14,7 +14,7 @@ struct RecorderLog {
   std::int64_t count(const std::string& event) const { return std::count(events.begin(), events.end(), event); }
 };
 
-class FakeRecordedWork : public ops::RecordedWork {
+class FakeRecordedWork : public runtime::RecordedWork {
  public:
   explicit FakeRecordedWork(RecorderLog& log) : log_(log) {}
   ~FakeRecordedWork() override { log_.events.push_back("drop"); }

@@ -82,7 +82,7 @@ def wide_model(dtype=torch.bfloat16, seed=3):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("texts", [1, 6, 11, 16, 18])
 def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them(texts, dtype, packed):
-    """Up to 16 rows a step's threads stay together (ops/team.h), up to 12 may read packed weights (ops/packed_weights.h)."""
+    """Up to 16 rows a step's threads stay together (runtime/team.h), up to 12 may read packed weights (ops/packed_weights.h)."""
     model = wide_model(dtype)
     inputs = prompts([3 + i for i in range(texts)])
     settings = dict(max_new_tokens=9, stop_token_ids=[], kv_cache_gb=0.02, max_batch_size=32, packed_weights=packed)

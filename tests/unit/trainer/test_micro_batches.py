@@ -23,7 +23,7 @@ def rows_of(lengths, groups=None, prompts=None):
 
 
 def micro_batches(data, **batching):
-    return plan(data, wanted_tokens(data), 0, data.size, MicroBatching(**batching))[1]
+    return plan(data, wanted_tokens(data), range(data.size), MicroBatching(**batching))[1]
 
 
 def test_the_schema_allows_the_packers_of_the_table():
@@ -63,7 +63,7 @@ def test_every_row_once_within_the_budget(algorithm):
         groups = sorted(draw.randrange(count) for _ in range(count))
         prompts = [3 + group % 4 for group in groups]
         data = rows_of([prompt + draw.randrange(20) for prompt in prompts], groups, prompts)
-        batch, bins = plan(data, wanted_tokens(data), 0, count, MicroBatching(max_tokens=60, algorithm=algorithm))
+        batch, bins = plan(data, wanted_tokens(data), range(count), MicroBatching(max_tokens=60, algorithm=algorithm))
         assert sorted(row for rows in bins for row in rows) == list(range(count))
         assert all(C.packed_tokens(batch, rows, True) <= 60 for rows in bins)
 
@@ -73,7 +73,9 @@ def test_first_fit_decreasing_is_the_native_plan():
     groups = sorted(draw.randrange(8) for _ in range(30))
     prompts = [3 + group % 4 for group in groups]
     data = rows_of([prompt + draw.randrange(20) for prompt in prompts], groups, prompts)
-    batch, bins = plan(data, wanted_tokens(data), 0, 30, MicroBatching(max_tokens=60, algorithm="first_fit_decreasing"))
+    batch, bins = plan(
+        data, wanted_tokens(data), range(30), MicroBatching(max_tokens=60, algorithm="first_fit_decreasing")
+    )
     assert bins == C.plan_micro_batches(batch, list(range(30)), 0, 60, True)
 
 

@@ -131,7 +131,7 @@ def test_filters_and_float64_and_losses_of_the_users_are_asked_afterwards():
 
 def test_backward_must_fit_its_forward():
     trainer, data = trainer_of(), RaggedBatch.of(training_data())
-    batch, _ = plan(data, wanted_tokens(data), 0, data.size, MicroBatching(max_samples=100))
+    batch, _ = plan(data, wanted_tokens(data), range(data.size), MicroBatching(max_samples=100))
     loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, GlobalCounts.of(data), Scoring())
     out = torch.zeros(data.num_tokens)
     trainer.forward_with_loss(batch, [0, 1], 1.0, False, False, out, loss)

@@ -100,7 +100,7 @@ def test_rows_apart_come_last_and_keep_to_the_limits(batching):
     data = RaggedBatch.of(training_data())
     apart = torch.zeros(data.size, dtype=torch.bool)
     apart[[1, 4, 5]] = True
-    batch, micro_batches = plan(data, wanted_tokens(data), 1, 7, batching, apart)
+    batch, micro_batches = plan(data, wanted_tokens(data), range(1, 7), batching, apart)
     flat = [b for rows in micro_batches for b in rows]
     assert sorted(flat) == [1, 2, 4, 5, 6] and set(flat[:2]) == {2, 6}  # row 3 counts nowhere: sample_mask
     for rows in micro_batches:

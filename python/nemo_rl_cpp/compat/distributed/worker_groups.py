@@ -17,7 +17,7 @@ class RayWorkerBuilder:
         self.args = args
         self.kwargs = kwargs
 
-    def __call__(self) -> Any:
+    def __call__(self, ranks: Any = None) -> Any:
         return self.worker_class(*self.args, **self.kwargs)
 
 

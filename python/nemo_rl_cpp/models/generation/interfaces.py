@@ -91,6 +91,25 @@ class Responses:
         """The part of each response, as views."""
         return list(of_tokens.split(self.lengths.tolist()))
 
+    def padded(self, prompts: "RaggedBatch", pad_token_id: int | None) -> "BatchedDataDict[GenerationOutputSpec]":
+        """As a `GenerationOutputSpec` with the prompts that were answered."""
+        from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+        total = prompts.lengths + self.lengths
+        position = torch.arange(int(total.max()))
+        is_prompt = position < prompts.lengths.unsqueeze(1)
+        is_new = ~is_prompt & (position < total.unsqueeze(1))
+        output_ids = torch.full(is_new.shape, 0 if pad_token_id is None else pad_token_id)
+        # masks select row after row, which is the ragged order
+        output_ids[is_prompt] = prompts.tokens["input_ids"]
+        output_ids[is_new] = self.token_ids
+        logprobs = torch.zeros(is_new.shape)
+        logprobs[is_new] = self.logprobs
+        return BatchedDataDict(
+            output_ids=output_ids, generation_lengths=self.lengths, unpadded_sequence_lengths=total, logprobs=logprobs,
+            truncated=self.truncated,
+        )  # fmt: skip
+
 
 class GenerationInterface(Protocol):
     """A generation engine. What a row yields depends on its prompt, its sampling settings and its random key alone, never on

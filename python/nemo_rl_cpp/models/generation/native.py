@@ -16,12 +16,7 @@ from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.models.generation.interfaces import (
-    GenerationDatumSpec,
-    GenerationInterface,
-    GenerationOutputSpec,
-    Responses,
-)
+from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
@@ -59,6 +54,7 @@ class NativeGeneration(GenerationInterface):
         max_model_len: longest sequence, prompt and response together; None: `vllm_cfg.max_model_len`, or no limit.
         seed: part of the key of every random draw.
         digest: gives a digest of the weights that the engine reads.
+        memory_share: the part of this machine's free memory that this engine may count on.
 
     Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
     """
@@ -73,6 +69,7 @@ class NativeGeneration(GenerationInterface):
         max_model_len: int | None = None,
         seed: int = 42,
         digest: Callable[[], str] | None = None,
+        memory_share: float = 1.0,
     ) -> None:
         check_keys(config, "policy.generation", EvalGenerationConfig)
         self.config = config
@@ -82,6 +79,7 @@ class NativeGeneration(GenerationInterface):
         self._runner = runner
         self._vocab_size = runner.vocab_size()
         self._digest = digest
+        self._memory_share = memory_share
         self._stop_token_ids = _stop_token_ids(config, tokenizer, end_token_ids)
         self._knows_bytes = False
         self._next_draw_id = 0
@@ -129,7 +127,7 @@ class NativeGeneration(GenerationInterface):
         )
         truncated = generated.finish_reasons == int(C.FinishReason.length)
         responses = Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
-        return responses if batch is data else self._padded(batch, responses)
+        return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _requests(
         self, data: Mapping[str, Any], prompt_index: Tensor, lengths: Tensor, greedy: bool, stream: str
@@ -194,28 +192,6 @@ class NativeGeneration(GenerationInterface):
             self._knows_bytes = True
         return [[text.encode() for text in texts] for texts in index], torch.tensor(chosen)
 
-    def _padded(self, batch: RaggedBatch, responses: Responses) -> BatchedDataDict[GenerationOutputSpec]:
-        new, lengths = responses.lengths, batch.lengths
-        total = lengths + new
-        width = int(total.max())
-        position = torch.arange(width)
-        is_prompt = position < lengths.unsqueeze(1)
-        is_new = ~is_prompt & (position < total.unsqueeze(1))
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        output_ids = torch.full((batch.size, width), 0 if pad is None else pad)
-        # masks select row after row, which is the ragged order
-        output_ids[is_prompt] = batch.tokens["input_ids"]
-        output_ids[is_new] = responses.token_ids
-        logprobs = torch.zeros(batch.size, width)
-        logprobs[is_new] = responses.logprobs
-        return BatchedDataDict(
-            output_ids=output_ids,
-            generation_lengths=new,
-            unpadded_sequence_lengths=total,
-            logprobs=logprobs,
-            truncated=responses.truncated,
-        )
-
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -240,7 +216,9 @@ class NativeGeneration(GenerationInterface):
     def _limit_cache(self) -> None:
         """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
         gigabytes = _get(self.config, "kv_cache_gb")
-        self._engine.set_max_cache_bytes(int(gigabytes * 1e9) if gigabytes else max(self._free_bytes() // 2, 1))
+        self._engine.set_max_cache_bytes(
+            int(gigabytes * 1e9) if gigabytes else max(int(self._free_bytes() * self._memory_share) // 2, 1)
+        )
 
     def _free_bytes(self) -> int:
         """Memory that can still be taken where the keys and values lie: the GPU's, or this machine's."""

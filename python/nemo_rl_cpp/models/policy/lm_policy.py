@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Scoring, TrainingPass
-from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
+from nemo_rl_cpp.models.trained_model import TrainedModel, Updates, in_layout_of
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 
@@ -35,7 +38,7 @@ class Policy(TrainedModel, PolicyInterface):
         self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_policy", workers_per_node: Any = None,
         init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
         init_reference_model: bool = True, processor: Any = None, worker_extension_cls_fqn: str | None = None,
-        skip_weight_load: bool = False, *, total_steps: int | None = None, seed: int = 0,
+        skip_weight_load: bool = False, *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
         if processor is not None or worker_extension_cls_fqn is not None or skip_weight_load:
             raise ValueError(
@@ -45,7 +48,7 @@ class Policy(TrainedModel, PolicyInterface):
         config = PolicyConfig.of(config)
         super().__init__(
             "policy", cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
-            total_steps=total_steps, seed=seed,
+            total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
         self.name = name_prefix
         self.scoring = Scoring.of(config.generation)
@@ -111,9 +114,19 @@ class Policy(TrainedModel, PolicyInterface):
             calls on the same data; "packed_tokens"}. `reused_forward_share` then says how many of them needed no forward pass but generation's,
             `zero_gradient_share` how many no backward pass, because their loss has no gradient.
         """
-        batch = RaggedBatch.of(data).copy()
+        batch = RaggedBatch.of(data)
+        done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
+        self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)
+        return done.report(data, batch)
+
+    def train_part(
+        self, data: RaggedBatch, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+    ) -> PolicyUpdates:
+        """What `train` does, on this rank's samples of the batch."""
+        batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
-        way = TrainingPass(self.trainer, loss_fn, self._batching("train", mbs), self.scoring)
+        batching, blocks = self._batching("train", mbs), self.config.gradient_blocks
+        way = TrainingPass(self.trainer, loss_fn, batching, self.scoring, ranks=self.ranks, blocks=blocks)
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
         if exactness is not None:
@@ -122,25 +135,22 @@ class Policy(TrainedModel, PolicyInterface):
         def after_first(result: GlobalBatchResult) -> None:
             if on_policy:
                 whole = gbs == batch.size
-                batch.tokens["prev_logprobs"] = result.outputs if whole else self._old_logprobs(batch, exactness)
+                batch.tokens["prev_logprobs"] = result.outputs if whole else self._old_logprobs(batch, exactness, gbs)
             if exactness is not None:
                 self._keep_activations(exactness, tokens=result.packed_tokens * (batch.size // gbs))
 
         reused_before, first = self.trainer.reused_tokens, {"on_policy": on_policy, "exactness": exactness}
         updates = self._pass_over(batch, gbs, way, eval_mode, first, after_first)
-        self.zero_gradient_share = updates.zero_gradient_tokens / max(updates.packed_tokens, 1)
-        if (reused := self.trainer.reused_tokens - reused_before) or on_policy:
-            self.reused_forward_share = reused / max(updates.packed_tokens, 1)
-        return updates.report() | {
-            "exactness": exactness,
-            "prev_logprobs": in_layout_of(data, batch, batch.tokens["prev_logprobs"]),
-        }
+        reused = self.trainer.reused_tokens - reused_before
+        return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
-    def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None) -> Tensor:
+    def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
         """For updates after the first: generation's own when they were the same bits, else a scoring pass now."""
         if exactness is not None and exactness.mismatched_tokens == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
-        return self._score(self.model, batch, None, self.scoring)
+        own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
+        rows = sorted(row for blocks in own for block in blocks for row in block)
+        return self._score(self.model, batch, None, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
         """Gives kept activations up when it is time, so that the step makes its own forward pass. From kept ones generation and training
@@ -155,7 +165,8 @@ class Policy(TrainedModel, PolicyInterface):
         not, where memory is to be saved (activation_checkpointing), or where it does not hold the `tokens` of a step (most micro-batches
         would miss some), a step makes its own forward pass."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
-        limit = self.model.max_kept_bytes or (available_bytes() // 4 if gigabytes is None else int(gigabytes * 1e9))
+        free = available_bytes() // 4 // self.ranks.size
+        limit = self.model.max_kept_bytes or (free if gigabytes is None else int(gigabytes * 1e9))
         fits = gigabytes is not None or tokens * self.model.kept_bytes_per_token <= limit
         if not agree or not fits or limit == 0 or self.device != "cpu" or self.config.activation_checkpointing:
             self.model.keep_activations(0)
@@ -172,6 +183,7 @@ class Policy(TrainedModel, PolicyInterface):
         config = generation_config or self.config.generation
         longest = self.config.generation.effective_max_model_len(self.config.max_total_sequence_length)
         engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
+        options.setdefault("memory_share", 1 / self.ranks.size)
         options.setdefault("max_model_len", min(getattr(engine, "max_model_len", None) or longest, longest))
         options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.config, self.tokenizer))
         return NativeGeneration(
@@ -185,3 +197,44 @@ class Policy(TrainedModel, PolicyInterface):
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Nothing to do: weights and workspace stay where they are."""
+
+
+@dataclass
+class PolicyUpdates:
+    """What one `train` call came to, for this rank's samples.
+
+    Attributes:
+        exactness: of the first global batch; None where nothing was compared.
+        prev_logprobs: [T] of the policy before the first update; 0 outside this rank's samples where it scored them itself.
+        reused_tokens: how many needed no forward pass but generation's.
+        on_policy: whether `prev_logprobs` were made here.
+    """
+
+    updates: Updates
+    exactness: Exactness | None
+    prev_logprobs: Tensor
+    reused_tokens: int
+    on_policy: bool
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence[PolicyUpdates], trained: Sequence[Tensor]) -> PolicyUpdates:
+        """Those of all ranks; `trained[r]` bool [T]: the tokens of rank r's samples."""
+        first, exactness = parts[0], parts[0].exactness
+        for part in parts[1:]:
+            exactness = None if exactness is None else exactness.with_other(part.exactness)
+        prev = torch.zeros_like(first.prev_logprobs)
+        for part, own in zip(parts, trained):
+            prev[own] = part.prev_logprobs[own]
+        reused = sum(part.reused_tokens for part in parts)
+        return cls(Updates.of_ranks([part.updates for part in parts]), exactness, prev, reused, first.on_policy)
+
+    def shares(self, last_reused: float) -> tuple[float, float]:
+        """(zero_gradient_share, reused_forward_share). A later pass over the same batch keeps the second, `last_reused`."""
+        packed = max(self.updates.packed_tokens, 1)
+        reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
+        return self.updates.zero_gradient_tokens / packed, reused
+
+    def report(self, data: Mapping[str, Any] | RaggedBatch, batch: RaggedBatch) -> dict[str, Any]:
+        """What `train` returns for `data`, which is `batch` in the caller's layout."""
+        prev = in_layout_of(data, batch, self.prev_logprobs)
+        return self.updates.report() | {"exactness": self.exactness, "prev_logprobs": prev}

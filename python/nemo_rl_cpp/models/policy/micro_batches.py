@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +57,14 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 
 
 def plan(
-    data: RaggedBatch, wanted: Tensor, begin: int, end: int, batching: MicroBatching, apart: Tensor | None = None
+    data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
 ) -> tuple[Any, list[list[int]]]:
-    """The native batch and its micro-batches (lists of samples of [begin, end)); samples without a wanted token are left out,
-    and those of `apart` (bool [B]) come last, in micro-batches of their own."""
+    """The native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are left out, and those
+    of `apart` (bool [B]) come last, in micro-batches of their own."""
     batch = row_batch(data, wanted)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()
-    rows = [b for b in range(begin, end) if used[b]]
+    rows = [b for b in rows if used[b]]
     parts = [b for b in rows if not last[b]], [b for b in rows if last[b]]
     return batch, [micro for part in parts for micro in _micro_batches(batch, data, wanted, part, batching)]
 

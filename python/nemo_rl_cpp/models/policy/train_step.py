@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
+from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, row_batch, wanted_tokens
 
 
 class NonFiniteError(RuntimeError):
@@ -63,17 +64,29 @@ class Exactness:
         if differs.any():
             self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
 
+    def with_other(self, other: Exactness) -> Exactness:
+        """Of the tokens of both."""
+        mismatched = self.mismatched_tokens + other.mismatched_tokens
+        return Exactness(self.tokens + other.tokens, mismatched, max(self.max_gap, other.max_gap))
+
 
 @dataclass
 class GlobalBatchResult:
     """`outputs`: what the model's head said of each trained token, [T] of the whole batch; 0 elsewhere and in samples outside the
-    global batch. `zero_gradient_tokens`: of `packed_tokens` those that needed no backward."""
+    global batch. `losses`, `metrics`: one a micro-batch. `zero_gradient_tokens`: of `packed_tokens` those that needed no backward.
+
+    Of several ranks each has the results of its own samples."""
 
     outputs: Tensor
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     packed_tokens: int = 0
     zero_gradient_tokens: int = 0
+
+    @property
+    def loss(self) -> float:
+        """The sum over micro-batches."""
+        return sum(self.losses)
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,8 @@ class TrainingPass:
         batching: how a batch is cut.
         scoring: how generation sampled.
         evaluate: how the loss is asked: `evaluate_loss` of log-probabilities, `evaluate_value_loss` of values.
+        ranks: the processes that share a global batch.
+        blocks: whose gradients are added along a fixed tree, see `Ranks.blocks`.
     """
 
     trainer: Any
@@ -118,6 +133,8 @@ class TrainingPass:
     batching: MicroBatching
     scoring: Scoring = Scoring()
     evaluate: Callable[..., LossResult] | None = None
+    ranks: Ranks = Ranks()
+    blocks: int | None = None
 
     def forward_backward(
         self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
@@ -149,7 +166,9 @@ class _GlobalBatch:
         self.apart: Tensor | None = None
         if train and hasattr(way.loss_fn, "zero_gradient_rows"):
             self.apart = way.loss_fn.zero_gradient_rows(data)
-        self.batch, self.micro_batches = plan(data, self.wanted, begin, end, way.batching, self.apart)
+        blocks = way.ranks.blocks(data, begin, end, way.blocks)
+        self.batch = row_batch(data, self.wanted)
+        self.blocks = [plan(data, self.wanted, rows, way.batching, self.apart)[1] for rows in blocks]
         outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)
         self.result = GlobalBatchResult(outputs)
         has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
@@ -157,8 +176,11 @@ class _GlobalBatch:
         self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if train else None
 
     def run(self) -> GlobalBatchResult:
-        for rows in self.micro_batches:
-            self._micro_batch(rows)
+        for micro_batches in self.blocks:
+            for rows in micro_batches:
+                self._micro_batch(rows)
+            if self.train and len(self.blocks) > 1:
+                self.way.trainer.end_block()
         if self.way.scoring.filters:
             self.result.outputs = without_removed_tokens(self.result.outputs)[0]
         return self.result
@@ -181,7 +203,7 @@ class _GlobalBatch:
             result.zero_gradient_tokens += packed_tokens
         elif self.train:
             self._backward(micro, loss)
-        result.loss += loss.value
+        result.losses.append(loss.value)
         counts = {
             "global_valid_seqs": float(self.counts.valid_seqs),
             "global_valid_toks": float(self.counts.valid_toks),

@@ -8,9 +8,10 @@ from typing import Any
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.policy.train_step import TrainingPass, evaluate_value_loss
-from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
+from nemo_rl_cpp.models.trained_model import TrainedModel, Updates, in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 
 
@@ -36,11 +37,11 @@ class Value(TrainedModel, ValueInterface):
     def __init__(
         self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_value", workers_per_node: Any = None,
         init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
-        *, total_steps: int | None = None, seed: int = 0,
+        *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
         super().__init__(
             "value", cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
-            total_steps=total_steps, seed=seed,
+            total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
         self.name = name_prefix
 
@@ -65,10 +66,18 @@ class Value(TrainedModel, ValueInterface):
         Returns:
             {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch}.
         """
-        batch = RaggedBatch.of(data)
-        gbs = self._global_batch_size(batch.size, gbs)
-        way = TrainingPass(self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss)
-        return self._pass_over(batch, gbs, way, eval_mode).report()
+        return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
+
+    def train_part(
+        self, data: RaggedBatch, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+    ) -> Updates:
+        """What `train` does, on this rank's samples of the batch."""
+        gbs = self._global_batch_size(data.size, gbs)
+        way = TrainingPass(
+            self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
+            blocks=self.config.gradient_blocks,
+        )  # fmt: skip
+        return self._pass_over(data, gbs, way, eval_mode)
 
     def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: weights and workspace stay where they are."""

@@ -5,7 +5,7 @@
 
 #include "common/check.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 template <class Launcher>
 class CudaSlot {
@@ -25,4 +25,4 @@ class CudaSlot {
   Launcher* launcher_ = nullptr;
 };
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "ops/parallel_items.h"
+#include "runtime/parallel_items.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 namespace {
 
 std::vector<int> times_done(std::int64_t count, std::int64_t at_least) {
@@ -77,4 +77,4 @@ TEST(TileRange, OwnerAndThievesShareWithoutLossOrRepeat) {
 }
 
 }  // namespace
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

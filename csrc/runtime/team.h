@@ -11,10 +11,10 @@
 #include <mutex>
 #include <utility>
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 /// A range of memory in n equal parts. Thread i will read part i first.
-struct Ahead {
+struct Stretch {
   const void* at = nullptr;
   std::int64_t bytes = 0;
 };
@@ -23,7 +23,7 @@ class Team {
  public:
   static constexpr int kStretches = 2;
 
-  /// Calls f() on this thread. Inside f, the functions of ops/parallel_items.h use the team's threads. Any other
+  /// Calls f() on this thread. Inside f, the functions of runtime/parallel_items.h use the team's threads. Any other
   /// parallel code inside f runs on this thread alone.
   template <class F>
   static void lead(const F& f) {
@@ -66,7 +66,7 @@ class Team {
   }
 
   /// The memory that is read next: two ranges at the same time, or one and an empty one.
-  void ask_ahead(const std::array<Ahead, kStretches>& stretches);
+  void ask_ahead(const std::array<Stretch, kStretches>& stretches);
 
  private:
   using Call = void (*)(const void* context, std::int64_t thread);
@@ -102,4 +102,4 @@ class Team {
   std::exception_ptr failure_;
 };
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

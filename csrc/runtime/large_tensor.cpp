@@ -1,4 +1,4 @@
-#include "ops/large_tensor.h"
+#include "runtime/large_tensor.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -8,7 +8,7 @@
 #include "common/check.h"
 #include "common/large_memory.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 at::Tensor empty_large(at::IntArrayRef sizes, const at::TensorOptions& options, std::int64_t used) {
   const auto bytes = static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
@@ -37,4 +37,4 @@ void clear(const at::Tensor& tensor) {
   });
 }
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "common/large_memory.h"
-#include "ops/team.h"
+#include "runtime/team.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 /// Number of threads that can work here at the same time.
 inline int threads_at_hand() {
@@ -142,4 +142,4 @@ inline std::byte* thread_workspace(std::size_t bytes) {
   return memory.get(bytes);
 }
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

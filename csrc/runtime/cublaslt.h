@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/cuda_launch.h"
+#include "runtime/cuda_launch.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 /// c [m, n] (+)= op(a) [m, k] · op(b) [k, n], all column-major. Sums are float32; float32 operands are multiplied as
 /// such (no TF32).
@@ -39,4 +39,4 @@ std::vector<CublasAlgorithm> cublas_algorithms(const CublasProblem& problem, boo
 bool cublas_run(const CublasProblem& problem, const CublasOperands& operands, const CublasAlgorithm& algorithm,
                 bool accumulate, const CudaLaunch& launch);
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -10,9 +10,10 @@
 #include <cstring>
 #include <vector>
 
-#include "ops/kernel_types.h"
+#include "common/bfloat16.h"
+#include "common/check.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 /// This op's device is the current one while it lives; `stream` is torch's current stream there.
 struct CudaLaunch {
@@ -76,4 +77,4 @@ decltype(auto) dispatch_cuda(at::ScalarType dtype, const char* op, F&& f) {
                      "bfloat16, or the CPU"));
 }
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -5,10 +5,10 @@
 
 #include <map>
 
-#include "ops/cuda_launch.h"
-#include "ops/recorded_work.h"
+#include "runtime/cuda_launch.h"
+#include "runtime/recorded_work.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 namespace {
 
 class CudaGraphs : public RecordedWork {
@@ -77,4 +77,4 @@ const bool registered = [] {
 }();
 
 }  // namespace
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -1,9 +1,9 @@
-#include "ops/team.h"
+#include "runtime/team.h"
 
 #include <algorithm>
 #include <thread>
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 namespace {
 
 /// Lets the other thread of this core go on.
@@ -41,7 +41,7 @@ void Team::close() {
   current_ = this;
 }
 
-void Team::ask_ahead(const std::array<Ahead, kStretches>& stretches) {
+void Team::ask_ahead(const std::array<Stretch, kStretches>& stretches) {
   for (std::size_t s = 0; s < kStretches; ++s) {
     at_[s].store(static_cast<const char*>(stretches[s].at), std::memory_order_relaxed);
     bytes_[s].store(stretches[s].bytes, std::memory_order_relaxed);
@@ -93,4 +93,4 @@ void Team::help(std::int64_t thread) {
   }
 }
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

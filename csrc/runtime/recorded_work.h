@@ -5,9 +5,9 @@
 #include <functional>
 #include <memory>
 
-#include "ops/cuda_dispatch.h"
+#include "runtime/cuda_dispatch.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 /// Recordings by a key. All of them share memory for what is allocated and freed inside a recording, so one may run at
 /// a time.
@@ -24,4 +24,4 @@ class RecordedWork {
 /// For work on the device of `like`.
 extern CudaSlot<std::unique_ptr<RecordedWork>(const at::Tensor& like)> recorded_work_cuda;
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 
 /// Uninitialised memory; on the CPU in huge pages (common/large_memory.h) as far as its first `used` bytes reach, all
 /// of it by default.
@@ -15,4 +15,4 @@ at::Tensor zeros_large(at::IntArrayRef sizes, const at::TensorOptions& options);
 /// while the stores of zero_ do.
 void clear(const at::Tensor& tensor);
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -4,9 +4,9 @@
 #include <type_traits>
 #include <unordered_map>
 
-#include "ops/cublaslt.h"
+#include "runtime/cublaslt.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 namespace {
 
 constexpr std::size_t kMaxWorkspace = std::size_t{32} << 20;
@@ -122,4 +122,4 @@ bool cublas_run(const CublasProblem& problem, const CublasOperands& operands, co
                         launch.stream) == CUBLAS_STATUS_SUCCESS;
 }
 
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

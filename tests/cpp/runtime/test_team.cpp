@@ -9,10 +9,10 @@
 #include <thread>
 #include <vector>
 
-#include "ops/parallel_items.h"
-#include "ops/team.h"
+#include "runtime/parallel_items.h"
+#include "runtime/team.h"
 
-namespace nemo_rl::ops {
+namespace nemo_rl::runtime {
 namespace {
 
 void with_team(int threads, const std::function<void()>& f) {
@@ -123,4 +123,4 @@ TEST(Team, WhatIsAskedAheadMayBeAnything) {
 }
 
 }  // namespace
-}  // namespace nemo_rl::ops
+}  // namespace nemo_rl::runtime

@@ -1,0 +1,56 @@
+// The communicator of a run's processes.
+#include "bindings/module.h"
+#include "distributed/gradient_sums.h"
+
+namespace nemo_rl::bindings {
+namespace {
+
+/// A Python exception class with the attributes rank, phase and seconds.
+template <class Error>
+void bind_error(py::module_& m, const char* name) {
+  static py::object type = py::reinterpret_steal<py::object>(
+      PyErr_NewException((std::string("nemo_rl_cpp._C.") + name).c_str(), PyExc_RuntimeError, nullptr));
+  m.attr(name) = type;
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const Error& error) {
+      py::object made = type(error.what());
+      made.attr("rank") = error.rank;
+      made.attr("phase") = error.phase;
+      made.attr("seconds") = error.seconds;
+      PyErr_SetObject(type.ptr(), made.ptr());
+    }
+  });
+}
+
+}  // namespace
+
+void bind_distributed(py::module_& m) {
+  using namespace distributed;
+  bind_error<PeerLost>(m, "PeerLost");
+  bind_error<TimedOut>(m, "TimedOut");
+  const auto phase = [] { return py::arg("phase"); };
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "See csrc/distributed/communicator.h")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def("all_to_all", &Communicator::all_to_all, py::arg("out"), py::arg("input"), phase(), release_gil())
+      .def("all_gather", &Communicator::all_gather, py::arg("out"), py::arg("input"), phase(), release_gil())
+      .def("broadcast", &Communicator::broadcast, py::arg("tensor"), py::arg("root"), phase(), release_gil())
+      .def("send", &Communicator::send, py::arg("tensor"), py::arg("to"), phase(), release_gil())
+      .def("receive", &Communicator::receive, py::arg("tensor"), py::arg("source"), phase(), release_gil())
+      .def("barrier", &Communicator::barrier, phase(), release_gil());
+  m.def("gloo_communicator", &gloo_communicator, py::arg("group_name"), py::arg("seconds"));
+  m.def(
+      "shard_of",
+      [](std::int64_t total, int rank, int size, std::int64_t block) {
+        const auto shard = shard_of(total, rank, size, block);
+        return py::make_tuple(shard.begin, shard.end);
+      },
+      py::arg("total"), py::arg("rank"), py::arg("size"), py::arg("block"));
+  m.def("reduce_scatter", &reduce_scatter, py::arg("ranks"), py::arg("flat"), py::arg("block"), phase(), release_gil());
+  m.def("all_gather_shards", &all_gather_shards, py::arg("ranks"), py::arg("flat"), py::arg("block"), phase(),
+        release_gil());
+}
+
+}  // namespace nemo_rl::bindings

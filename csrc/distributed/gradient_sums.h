@@ -1,0 +1,54 @@
+// Sums whose order does not depend on who forms them. Numbered blocks are added along one fixed tree: 0 + 1, 2 + 3,
+// then these pairs, and so on. A rank that holds the blocks of one subtree adds them alone, and the ranks' sums are
+// added along the rest of the tree: any number of ranks gives the same bits, where each has the same power of two of
+// blocks.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "distributed/communicator.h"
+
+namespace nemo_rl::distributed {
+
+/// Adds blocks of one process, each as large as the others, as they come.
+class BlockSums {
+ public:
+  /// Takes block number `count()`, whose memory is then this object's.
+  void add(at::Tensor block);
+  /// A buffer that is free again; undefined where none is.
+  at::Tensor spare();
+  /// The sum of all blocks, in one of their buffers; after it there are none.
+  at::Tensor take();
+  std::int64_t count() const { return count_; }
+  /// Forgets all blocks, and keeps their buffers.
+  void clear();
+
+ private:
+  struct Subtree {
+    int level;
+    at::Tensor sum;
+  };
+  std::vector<Subtree> open_;  ///< subtrees that wait for their right neighbours, the largest first
+  std::vector<at::Tensor> spares_;
+  std::int64_t count_ = 0;
+};
+
+/// rows[0] becomes the sum of the rows [N, n] along the tree; the others are scratch.
+void add_rows(const at::Tensor& rows);
+
+/// Elements [begin, end) of a flat buffer, which one rank is responsible for.
+struct Shard {
+  std::int64_t begin = 0, end = 0;
+  std::int64_t size() const { return end - begin; }
+};
+/// Shards of equal size but for the last ones; all begin at multiples of `block` elements.
+Shard shard_of(std::int64_t total, int rank, int size, std::int64_t block);
+
+/// `flat` of this rank, in its own shard, becomes the sum of all ranks' along the tree. Elsewhere it keeps what it was.
+void reduce_scatter(Communicator& ranks, const at::Tensor& flat, std::int64_t block, const char* phase);
+/// Every rank's shard of `flat` becomes the one of the rank that is responsible for it.
+void all_gather_shards(Communicator& ranks, const at::Tensor& flat, std::int64_t block, const char* phase);
+
+}  // namespace nemo_rl::distributed

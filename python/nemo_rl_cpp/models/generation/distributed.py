@@ -1,0 +1,128 @@
+"""Generation in several processes: each engine answers its share of the prompts from its own trainer's weights.
+
+A response does not depend on which engine gives it: its draws follow from its prompt's number and its own (`draw_ids`,
+`sample_index`), never from the rest of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ranks import deal
+from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    Responses,
+)
+
+
+class DistributedGeneration(GenerationInterface):
+    """`NativeGeneration` in the processes of a policy.
+
+    Args:
+        group: the policies whose weights the engines read.
+        config: the section `policy.generation`; None: the policy's own.
+        options: for `Policy.create_generation`.
+        pad_token_id: for padded results.
+    """
+
+    reports_finished = True
+
+    def __init__(self, group: RayWorkerGroup, config: Any, options: dict[str, Any], pad_token_id: int | None) -> None:
+        self.group, self._pad_token_id = group, pad_token_id
+        self._number = group.call_all("create_engine", config, options)[0]
+        self._next_draw_id = 0
+
+    def generate(
+        self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,
+        on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
+    ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
+        """As `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine."""
+        batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
+        batch = self._with_draws(batch)
+        shares = deal(batch, 0, batch.size, self.group.dp_size)
+        told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
+        calls = [(self._number, select(batch, rows), greedy) for rows in shares]
+        responses = joined(shares, self.group.call_each("generate_with", calls, "on_finished", told))
+        return responses if isinstance(data, RaggedBatch) else responses.padded(batch, self._pad_token_id)
+
+    def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
+        """Rows without numbers of their own get them here, as one engine would give them."""
+        if "draw_ids" in batch.samples:
+            return batch
+        batch, first = batch.copy(), self._next_draw_id
+        self._next_draw_id += batch.size
+        batch.samples["draw_ids"] = torch.arange(first, first + batch.size)
+        return batch
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self.group.call_all("ask_engine", self._number, method, *args)
+
+    def prepare_for_generation(self) -> bool:
+        """As `NativeGeneration`'s."""
+        return all(self._ask("prepare_for_generation"))
+
+    def finish_generation(self) -> bool:
+        """As `NativeGeneration`'s."""
+        return all(self._ask("finish_generation"))
+
+    def invalidate_kv_cache(self) -> bool:
+        """Forgets cached keys and values in all engines."""
+        return any(self._ask("invalidate_kv_cache"))
+
+    def weight_digest(self) -> str:
+        """That of the weights that every engine reads."""
+        return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
+
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """Sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
+        each = self._ask("get_logger_metrics")
+        return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
+
+    def clear_logger_metrics(self) -> None:
+        """Begins the sums again."""
+        self._ask("clear_logger_metrics")
+
+
+def _told(
+    on_finished: Callable[[list[int], list[list[int]]], None], share: list[int], rows: list[int], ids: list[list[int]]
+) -> None:
+    on_finished([share[row] for row in rows], ids)
+
+
+def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
+    """These samples of a batch of prompts, with all that the batch says of each."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    taken = torch.zeros(batch.size, dtype=torch.bool)
+    taken[index] = True
+    tokens = {name: value[batch.by_token(taken)] for name, value in batch.tokens.items()}
+    samples = {
+        name: value[index] if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch.size
+        else [value[row] for row in rows] if isinstance(value, list) and len(value) == batch.size
+        else value
+        for name, value in batch.samples.items()
+        if name in GenerationDatumSpec.__annotations__ or isinstance(value, torch.Tensor)
+    }  # fmt: skip
+    return RaggedBatch(offsets_of(batch.lengths[index]), tokens, samples, pad_token_id=batch.pad_token_id)
+
+
+def joined(shares: list[list[int]], parts: list[Responses]) -> Responses:
+    """The responses of all engines in the order of the batch; `shares[r]` are the rows that parts[r] answers."""
+    place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
+    place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
+    order = place.tolist()
+    ids = [row for part in parts for row in part.rows(part.token_ids)]
+    logprobs = [row for part in parts for row in part.rows(part.logprobs)]
+    truncated = torch.cat([part.truncated for part in parts])
+    lengths = torch.cat([part.lengths for part in parts])
+    return Responses(
+        torch.cat([ids[i] for i in order]), offsets_of(lengths[place]), torch.cat([logprobs[i] for i in order]), truncated[place]
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+// Ranks that are threads of this process: messages are copies in memory.
+#pragma once
+#include <ATen/ATen.h>
+
+#include <barrier>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "distributed/communicator.h"
+
+namespace nemo_rl::distributed {
+
+struct Meeting {
+  explicit Meeting(int size) : barrier(size), given(static_cast<std::size_t>(size)) {}
+  std::barrier<> barrier;
+  std::vector<at::Tensor> given;
+};
+
+class MemoryCommunicator final : public Communicator {
+ public:
+  MemoryCommunicator(Meeting& meeting, int rank)
+      : Communicator(rank, static_cast<int>(meeting.given.size())), meeting_(meeting) {}
+
+  void all_to_all(const at::Tensor& out, const at::Tensor& in, const char*) override {
+    exchange(in, [&](int r, const at::Tensor& theirs) { out[r].copy_(theirs[rank()]); });
+  }
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char*) override {
+    exchange(in, [&](int r, const at::Tensor& theirs) { out[r].copy_(theirs); });
+  }
+  void broadcast(const at::Tensor& tensor, int root, const char*) override {
+    exchange(tensor, [&](int r, const at::Tensor& theirs) {
+      if (r == root && r != rank()) tensor.copy_(theirs);
+    });
+  }
+  void send(const at::Tensor&, int, const char*) override { throw std::logic_error("not needed here"); }
+  void receive(const at::Tensor&, int, const char*) override { throw std::logic_error("not needed here"); }
+  void barrier(const char*) override { meeting_.barrier.arrive_and_wait(); }
+
+ private:
+  void exchange(const at::Tensor& mine, const std::function<void(int, const at::Tensor&)>& take) {
+    meeting_.given[static_cast<std::size_t>(rank())] = mine;
+    meeting_.barrier.arrive_and_wait();
+    for (int r = 0; r < size(); ++r) take(r, meeting_.given[static_cast<std::size_t>(r)]);
+    meeting_.barrier.arrive_and_wait();
+  }
+  Meeting& meeting_;
+};
+
+/// f(communicator) on `size` threads.
+inline void on_ranks(int size, const std::function<void(Communicator&)>& f) {
+  Meeting meeting(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      MemoryCommunicator communicator(meeting, rank);
+      f(communicator);
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace nemo_rl::distributed

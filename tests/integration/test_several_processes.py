@@ -1,0 +1,85 @@
+"""Training in several processes: the bits of one process with `gradient_blocks`, the same numbers without, one checkpoint for all."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+BLOCKS = ("policy.gradient_blocks=4",)
+TIMES = ("timing/", "performance/", "system/", "ray/", "memory")
+
+
+def processes(count: int) -> tuple[str, ...]:
+    return (
+        ()
+        if count == 1
+        else ("cluster.executor=processes", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
+    )
+
+
+def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml") -> tuple[dict[str, str], Path]:
+    """SHA-256 of every tensor file of the last checkpoint, and of the metrics that a step computes; and the checkpoint."""
+    section = "ppo" if config.startswith(("ppo", "vapo")) else "grpo"
+    with tiny.make(
+        folder, f"{section}.max_num_steps={steps}", "checkpointing.enabled=true", "checkpointing.save_period=1000",
+        "checkpointing.metric_name=null", *overrides, config=config,
+    ) as run:  # fmt: skip
+        run.train()
+        history = [
+            {
+                k: v
+                for k, v in row.items()
+                if k.startswith(("reward", "loss", "grad_norm", "accuracy", "gen_kl", "critic/loss"))
+            }
+            for row in run.history
+        ]
+    checkpoint = folder / "checkpoints" / f"step_{steps}"
+    files = sorted(path for path in checkpoint.rglob("*.safetensors") if "trainer_state" not in path.parts)
+    digests = {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return digests | {"metrics": json.dumps(history)}, checkpoint
+
+
+@pytest.mark.parametrize(
+    "config, overrides, steps",
+    [
+        ("grpo_tiny.yaml", ("policy.train_global_batch_size=32",), 4),
+        ("dapo_tiny.yaml", (), 3),
+        ("ppo_tiny.yaml", (), 3),
+        ("grpo_guess_number.yaml", (), 2),
+        (
+            "grpo_tiny.yaml",
+            (
+                "policy.precision=bfloat16",
+                "loss_fn.reference_policy_kl_penalty=0.01",
+                "grpo.skip_reference_policy_logprobs_calculation=false",
+            ),
+            3,
+        ),
+    ],
+    ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl"],
+)
+def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overrides, steps):
+    one, _ = trained(tmp_path / "1", steps, *overrides, *BLOCKS, config=config)
+    for count in (2, 4):
+        several, _ = trained(tmp_path / str(count), steps, *overrides, *BLOCKS, *processes(count), config=config)
+        assert several == one, f"{count} processes"
+
+
+def test_without_blocks_only_the_rounding_differs(tmp_path):
+    _, one = trained(tmp_path / "1", 3)
+    _, three = trained(tmp_path / "3", 3, *processes(3))
+    a, b = (load_file(path / "policy" / "weights" / "model.safetensors") for path in (one, three))
+    first, second = (torch.cat([tensors[name].flatten().double() for name in sorted(a)]) for tensors in (a, b))
+    assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
+
+
+def test_a_checkpoint_is_anybodys(tmp_path):
+    """Two steps in two processes, then two in one, then one in four: as five steps in one."""
+    straight, _ = trained(tmp_path / "straight", 5, *BLOCKS, config="ppo_tiny.yaml")
+    for steps, count in ((2, 2), (4, 1), (5, 4)):
+        mixed, _ = trained(tmp_path / "mixed", steps, *BLOCKS, *processes(count), config="ppo_tiny.yaml")
+    assert {k: v for k, v in mixed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}

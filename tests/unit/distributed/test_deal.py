@@ -1,0 +1,59 @@
+"""How the samples of a batch are dealt to processes: all of them, once, groups together, about equally many tokens."""
+
+import pytest
+import torch
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ranks import Ranks, deal
+
+
+def batch(lengths: list[int], groups: list[int] | None = None) -> RaggedBatch:
+    lengths = torch.tensor(lengths)
+    samples = {} if groups is None else {"group_id": torch.tensor(groups)}
+    return RaggedBatch(offsets_of(lengths), {"input_ids": torch.zeros(int(lengths.sum()), dtype=torch.long)}, samples)
+
+
+def test_the_longest_goes_to_the_part_with_the_fewest_tokens():
+    # 9 -> a; 7 -> b; 5 -> b (12); 4 -> a (13); 3 -> b (15)
+    assert deal(batch([3, 9, 4, 7, 5]), 0, 5, 2) == [[1, 2], [0, 3, 4]]
+
+
+def test_groups_stay_together():
+    dealt = deal(batch([5, 5, 1, 1, 4, 4], [7, 7, 8, 8, 9, 9]), 0, 6, 2)
+    assert dealt == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_fewer_groups_than_parts_are_divided():
+    assert deal(batch([5, 5, 5, 5], [0, 0, 0, 0]), 0, 4, 2) == [[0, 2], [1, 3]]
+
+
+def test_samples_of_no_group_are_alone():
+    assert deal(batch([2, 2, 2, 2], [-1, -1, -1, -1]), 0, 4, 4) == [[0], [1], [2], [3]]
+
+
+def test_one_part_is_the_batch_in_its_order():
+    assert deal(batch([1, 9, 2]), 1, 3, 1) == [[1, 2]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_sample_is_dealt_once_and_parts_are_balanced(seed):
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.arange(24).repeat_interleave(4)
+    lengths = torch.randint(1, 200, (96,), generator=generator)
+    for parts in (2, 3, 4, 8):
+        dealt = deal(batch(lengths.tolist(), groups.tolist()), 0, 96, parts)
+        assert sorted(row for rows in dealt for row in rows) == list(range(96))
+        loads = [int(lengths[rows].sum()) for rows in dealt]
+        assert max(loads) - min(loads) <= int(lengths.view(24, 4).sum(1).max())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_blocks_do_not_depend_on_the_number_of_ranks(size):
+    data = batch([3, 9, 4, 7, 5, 2, 8, 6])
+    one = Ranks().blocks(data, 0, 8, 4)
+    several = [block for rank in range(size) for block in Ranks(rank, size).blocks(data, 0, 8, 4)]
+    assert several == one and len(one) == 4
+
+
+def test_blocks_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="gradient_blocks is 4, which 3 processes cannot share equally"):
+        Ranks(0, 3).blocks(batch([1, 2, 3]), 0, 3, 4)

@@ -1,12 +1,31 @@
 """The numbers of a training step, under NeMo RL's names."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.models.policy.train_step import Exactness
+
+Metrics = dict[str, float | str | None | list[float]]
+"""Numbers by their names; a list is a histogram, a text a digest, None what was not asked for."""
+
+
+class TrainingResult(TypedDict):
+    """What a model's `train` returns: one `loss` and `grad_norm` a global batch, one value a micro-batch of each metric."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    all_mb_metrics: dict[str, list[float]]
+    prev_logprobs: NotRequired[torch.Tensor]
+    exactness: NotRequired[Exactness | None]
+
 
 _MEANS = {
     "lr",
@@ -62,7 +81,7 @@ def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
     return math.fsum(math.fsum(values) / count for count, values in total.items() if count > 0)
 
 
-def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+def training_metrics(result: TrainingResult) -> dict[str, float]:
     """The metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in NeMo RL.
 
     `max_logprob_gap` and `logprob_mismatched_tokens` say how far generation's log-probabilities were from those of the
@@ -128,10 +147,10 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
     }
 
 
-def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[Any]]:
+def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object]]:
     """The columns of train_data_step<N>.jsonl: one entry a sample."""
     lengths = batch.input_lengths.tolist()
-    table: dict[str, list[Any]] = {
+    table: dict[str, list[object]] = {
         "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
         "rewards": batch.rewards.tolist(),
         "input_lengths": lengths,

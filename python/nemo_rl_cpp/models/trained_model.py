@@ -37,9 +37,8 @@ class TrainedModel:
     """One process on one device: what `Policy` and `Value` share.
 
     Args:
-        section: the configuration section, "policy" or "value"; error messages name its keys.
         cluster: one device (`RayVirtualCluster` of world size 1), which says where the model lies; None: on the CPU.
-        config: that section.
+        config: the section of the configuration that the class names.
         tokenizer: saved beside the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
@@ -48,10 +47,12 @@ class TrainedModel:
             batch; all make the same calls with the same batch, and results are those of a rank's own samples.
     """
 
+    section: str
+    """of the configuration, "policy" or "value": error messages name its keys"""
     value_head = False
 
     def __init__(
-        self, section: str, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
+        self, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
         total_steps: int | None, seed: int, ranks: Ranks | None = None,
     ):  # fmt: skip
         if cluster is not None and cluster.world_size() != 1:
@@ -59,12 +60,12 @@ class TrainedModel:
                 f"{type(self).__name__} is one process, and the cluster has {cluster.world_size()} workers (cluster.gpus_per_node, "
                 f"num_nodes): take Distributed{type(self).__name__}"
             )
-        self.section, self.config, self.tokenizer = section, config, tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.ranks = ranks or Ranks()
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = open_model_folder(
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
-            length_key=f"{section}.max_total_sequence_length", key=f"{section}.model_name",
+            length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model, self.ranks.communicator)

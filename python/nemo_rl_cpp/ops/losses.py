@@ -1,9 +1,11 @@
 """Native losses: value, gradient and metrics in one pass. Formulas: csrc/kernels/clipped_pg_loss.h."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ class ClippedPGConfig:
     positive_nll_weight: float = 0.0
 
     @cached_property
-    def native(self) -> Any:
+    def native(self) -> C.ClippedPGConfig:
         """The C++ struct."""
         out = C.ClippedPGConfig()
         for name in (

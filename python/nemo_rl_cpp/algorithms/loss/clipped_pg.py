@@ -1,7 +1,9 @@
 """ClippedPGLossFn: PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy losses with KL, over the native op."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp._native import C
 
 
 class NativeGradient(torch.autograd.Function):
@@ -167,7 +172,7 @@ class ClippedPGLossFn:
     def native(
         self,
         curr_logprobs: Tensor,
-        data: Mapping[str, Any],
+        data: Mapping[str, Tensor],
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
         global_valid_positive_toks: Tensor | float | None = None,
@@ -208,7 +213,7 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
-    ) -> Any:
+    ) -> C.TokenLoss | None:
         """The gradient of `native` token by token (ops.token_loss), or None where that cannot be: the trainer then asks
         `native` for it. `data` is the global batch; without `prev_logprobs` in it they are the ones being computed."""
         if type(self).native is not ClippedPGLossFn.native:
@@ -231,7 +236,7 @@ class ClippedPGLossFn:
     def __call__(
         self,
         next_token_logprobs: Tensor,
-        data: Mapping[str, Any],
+        data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | float | None = None,

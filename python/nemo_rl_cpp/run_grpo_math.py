@@ -15,11 +15,10 @@ DEFAULT_CONFIG = "configs/grpo_math_1B.yaml"
 
 
 def _start(config: GRPOMasterConfig) -> None:
-    from nemo_rl_cpp.algorithms.build import build_run  # torch loads here, after the configuration is known to be right
+    from nemo_rl_cpp.algorithms.restarts import train  # torch loads here, after the configuration is known to be right
 
     raise_if_interrupted()
-    with build_run(config) as run:
-        run.train()
+    train(config)
 
 
 def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG) -> int:

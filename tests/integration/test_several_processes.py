@@ -13,12 +13,11 @@ BLOCKS = ("policy.gradient_blocks=4",)
 TIMES = ("timing/", "performance/", "system/", "ray/", "memory")
 
 
-def processes(count: int) -> tuple[str, ...]:
-    return (
-        ()
-        if count == 1
-        else ("cluster.executor=processes", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
-    )
+def workers(count: int, executor: str = "processes") -> tuple[str, ...]:
+    return (f"cluster.executor={executor}", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
+
+
+KL = ("loss_fn.reference_policy_kl_penalty=0.01", "grpo.skip_reference_policy_logprobs_calculation=false")
 
 
 def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml") -> tuple[dict[str, str], Path]:
@@ -44,34 +43,26 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
 
 
 @pytest.mark.parametrize(
-    "config, overrides, steps",
+    "config, overrides, steps, others",
     [
-        ("grpo_tiny.yaml", ("policy.train_global_batch_size=32",), 4),
-        ("dapo_tiny.yaml", (), 3),
-        ("ppo_tiny.yaml", (), 3),
-        ("grpo_guess_number.yaml", (), 2),
-        (
-            "grpo_tiny.yaml",
-            (
-                "policy.precision=bfloat16",
-                "loss_fn.reference_policy_kl_penalty=0.01",
-                "grpo.skip_reference_policy_logprobs_calculation=false",
-            ),
-            3,
-        ),
+        ("grpo_tiny.yaml", ("policy.train_global_batch_size=32",), 4, (workers(2), workers(4), workers(2, "ray"))),
+        ("dapo_tiny.yaml", (), 3, (workers(2),)),
+        ("ppo_tiny.yaml", (), 3, (workers(2), workers(4))),
+        ("grpo_guess_number.yaml", (), 2, (workers(2),)),
+        ("grpo_tiny.yaml", ("policy.precision=bfloat16", *KL), 3, (workers(2),)),
     ],
     ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl"],
 )
-def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overrides, steps):
-    one, _ = trained(tmp_path / "1", steps, *overrides, *BLOCKS, config=config)
-    for count in (2, 4):
-        several, _ = trained(tmp_path / str(count), steps, *overrides, *BLOCKS, *processes(count), config=config)
-        assert several == one, f"{count} processes"
+def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overrides, steps, others):
+    one, _ = trained(tmp_path / "one", steps, *overrides, *BLOCKS, config=config)
+    for i, more in enumerate(others):
+        several, _ = trained(tmp_path / str(i), steps, *overrides, *BLOCKS, *more, config=config)
+        assert several == one, more
 
 
 def test_without_blocks_only_the_rounding_differs(tmp_path):
     _, one = trained(tmp_path / "1", 3)
-    _, three = trained(tmp_path / "3", 3, *processes(3))
+    _, three = trained(tmp_path / "3", 3, *workers(3))
     a, b = (load_file(path / "policy" / "weights" / "model.safetensors") for path in (one, three))
     first, second = (torch.cat([tensors[name].flatten().double() for name in sorted(a)]) for tensors in (a, b))
     assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
@@ -80,6 +71,6 @@ def test_without_blocks_only_the_rounding_differs(tmp_path):
 def test_a_checkpoint_is_anybodys(tmp_path):
     """Two steps in two processes, then two in one, then one in four: as five steps in one."""
     straight, _ = trained(tmp_path / "straight", 5, *BLOCKS, config="ppo_tiny.yaml")
-    for steps, count in ((2, 2), (4, 1), (5, 4)):
-        mixed, _ = trained(tmp_path / "mixed", steps, *BLOCKS, *processes(count), config="ppo_tiny.yaml")
+    for steps, more in ((2, workers(2)), (4, ()), (5, workers(4))):
+        mixed, _ = trained(tmp_path / "mixed", steps, *BLOCKS, *more, config="ppo_tiny.yaml")
     assert {k: v for k, v in mixed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}

@@ -234,7 +234,7 @@ def make_policy(
     The reference model is built only when the KL weight is not 0.
     """
     if factory is None:
-        factory = Policy if cluster.world_size() == 1 else DistributedPolicy
+        factory = Policy if cluster.in_process else DistributedPolicy
     weights, optimizer = resume.model_paths("policy")
     return factory(
         cluster=cluster,
@@ -262,7 +262,7 @@ def make_value(
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     total_steps = loop.max_num_steps * loop.critic_epochs
-    model = Value if cluster.world_size() == 1 else DistributedValue
+    model = Value if cluster.in_process else DistributedValue
     return model(
         cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
         total_steps=total_steps,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Int, Positive, Section, key, no_effect
+from .base import Count, Int, Positive, Section, key, no_effect
 
 
 class ClusterConfig(Section):
@@ -14,26 +14,32 @@ class ClusterConfig(Section):
 
     gpus_per_node: Positive = key(
         1,
-        "devices of a machine; with executor processes that many worker processes, else they are folded onto the one device at hand, see strict_sizes",
+        "devices of a machine; with executor processes or ray that many workers, else they are folded onto the one device at hand, see strict_sizes",
     )
     device: Literal["cpu", "cuda"] = key(
         "cpu", "where models, optimizer and engine lie; cuda has been compiled but not yet run on a GPU"
     )
-    num_nodes: Positive = key(1, "machines; processes: counts like gpus_per_node, all on this machine; else folded")
+    num_nodes: Positive = key(
+        1,
+        "machines; with executor processes they count like gpus_per_node, all on this machine; ray: where it has room; else folded",
+    )
     strict_sizes: bool = key(
         False,
         "true: device counts and parallel sizes above what runs are errors; false: they are folded onto what runs, with a notice",
     )
     executor: Literal["auto", "in_process", "processes", "ray"] = key(
         "auto",
-        "auto and in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray is not supported yet",
+        "auto and in_process: everything in this process; processes: gpus_per_node * num_nodes processes of this machine train and generate together, on the CPU; ray: so many Ray actors, on the cluster of RAY_ADDRESS or on one that is started here",
     )
     cpus_per_worker: Positive | None = key(
         None,
-        "threads of a worker process; null: the threads of one process (OMP_NUM_THREADS, or the processors) shared equally",
+        "threads of a worker (ray: CPUs that it takes of the cluster); null: the threads of one process (OMP_NUM_THREADS, or the processors) shared equally",
     )
     worker_timeout_s: Annotated[float, Field(gt=0)] = key(
         60.0, "seconds without a sign of life after which a worker process counts as lost, and the run ends"
+    )
+    max_restarts: Count = key(
+        0, "how often a run goes on from its newest checkpoint with new workers after one was lost; 0: it ends"
     )
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
         1800.0, "seconds that one message between worker processes may take, waiting for a slower one included"
@@ -44,5 +50,10 @@ class ClusterConfig(Section):
 
     @property
     def processes(self) -> int:
-        """How many processes train together: those that `executor: processes` asks for, else this one."""
-        return self.num_nodes * self.gpus_per_node if self.executor == "processes" else 1
+        """How many processes train together: the workers of the executors `processes` and `ray`, else this process."""
+        return self.num_nodes * self.gpus_per_node if self.has_workers else 1
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether models live in workers, not in this process."""
+        return self.executor in ("processes", "ray")

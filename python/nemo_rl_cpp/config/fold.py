@@ -27,7 +27,7 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
     """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends."""
-    ours = config.cluster.processes > 1  # they run, each as a process
+    ours = config.cluster.has_workers  # they run
     sizes = (
         {} if ours else {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
     )
@@ -47,7 +47,7 @@ def devices_of(config: WholeConfig) -> int:
         section, _, name = key.rpartition(".")
         if name.startswith(_CUTS_A_MODEL):
             cut.setdefault(section, []).append(size)
-    written = 1 if config.cluster.processes > 1 else config.cluster.num_nodes * config.cluster.gpus_per_node
+    written = 1 if config.cluster.has_workers else config.cluster.num_nodes * config.cluster.gpus_per_node
     return max(written, *(prod(sizes) for sizes in cut.values()), 1)
 
 

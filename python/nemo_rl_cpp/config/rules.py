@@ -113,8 +113,10 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
-    if config.cluster.processes > 1:
-        report.add("cluster.executor", "processes is for training: an evaluation runs in one process; set it to auto")
+    if config.cluster.has_workers:
+        report.add(
+            "cluster.executor", f"{config.cluster.executor} is for training: an evaluation runs in one process; set it to auto"
+        )  # fmt: skip
     rules_data.check_eval_data(config.data, config.env, report)
 
 
@@ -130,6 +132,12 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
             "policy.max_total_sequence_length",
         )
     rules_model.check_cluster(config.cluster, report)
+    if config.cluster.max_restarts > 0 and not config.checkpointing.enabled:
+        report.add(
+            "cluster.max_restarts",
+            f"is {config.cluster.max_restarts}, but a restart goes on from a checkpoint and checkpointing.enabled is false; set it true, or max_restarts=0",
+            "checkpointing.enabled",
+        )
     for model in ("policy", "value") if config.has_critic else ("policy",):
         rules_model.check_blocks(getattr(config, model), model, config.cluster.processes, report)
     rules_engine.check_sizes(config, report)

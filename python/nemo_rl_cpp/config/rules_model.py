@@ -108,14 +108,15 @@ def _check_sampling(generation: GenerationConfig, report: Report) -> None:
 
 
 def check_cluster(cluster: ClusterConfig, report: Report) -> None:
-    if cluster.executor == "ray":
-        installed = importlib.util.find_spec("ray") is not None
-        reason = "is not supported yet" if installed else "is not supported yet (and ray is not installed)"
-        report.add("cluster.executor", f"ray {reason}; set it to processes, auto or in_process")
-    if cluster.processes > 1 and cluster.device != "cpu":
+    if cluster.executor == "ray" and importlib.util.find_spec("ray") is None:
         report.add(
             "cluster.executor",
-            f"processes runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or executor=auto for one GPU",
+            "ray is not installed: pip install 'nemo_rl_cpp[ray]', or set it to processes (workers of this machine without Ray) or auto",
+        )
+    if cluster.has_workers and cluster.device != "cpu":
+        report.add(
+            "cluster.executor",
+            f"{cluster.executor} runs on the CPU only, and cluster.device is {cluster.device}: set cluster.device=cpu, or executor=auto for one GPU",
             "cluster.device",
         )
 

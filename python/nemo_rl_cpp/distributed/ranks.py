@@ -109,9 +109,9 @@ def deal(data: RaggedBatch, begin: int, end: int, parts: int) -> list[list[int]]
     return [sorted(rows) for rows in dealt]
 
 
-def connect(rank: int, size: int, host: str, port: int, deadline: float) -> Ranks:
-    """Meets the other ranks at a TCP store that somebody holds at this address. Every call between them ends within `deadline`
-    seconds."""
+def connect(rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None) -> Ranks:
+    """Meets the other ranks at a TCP store that somebody holds at `host` and `port`. Every call between them ends within `deadline`
+    seconds. `address`: where the others reach this process; None: at `host`, on one machine."""
     if size == 1:
         return Ranks()
     import torch.distributed as dist
@@ -122,7 +122,7 @@ def connect(rank: int, size: int, host: str, port: int, deadline: float) -> Rank
     wait = timedelta(seconds=deadline)
     store = dist.TCPStore(host, port, is_master=False, timeout=wait)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or host)]
     options._timeout = wait
     options._threads = 2
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)

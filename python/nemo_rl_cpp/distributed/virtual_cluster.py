@@ -4,9 +4,10 @@ import os
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
+    from nemo_rl_cpp.distributed.worker_calls import Workers
 
 __all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable"]
 
@@ -42,12 +43,13 @@ def _why_no_cuda() -> str:
 
 
 class RayVirtualCluster:
-    """The workers of a run, one a device. One worker is this process itself; more are processes of this machine on the CPU.
+    """The workers of a run, one a device. One worker is this process itself; more are processes of this machine, or Ray actors
+    (`cluster.executor`), on the CPU.
 
     Args:
         bundle_ct_per_node_list: workers of each node.
         use_gpus: whether models lie on a GPU.
-        settings: section `cluster` of the configuration, for the deadlines and the threads of processes.
+        settings: section `cluster` of the configuration: who runs the workers, their threads and deadlines.
 
     Raises ValueError for several workers on GPUs, or on several nodes.
     """
@@ -60,33 +62,32 @@ class RayVirtualCluster:
             raise ValueError(
                 f"a cluster needs at least one worker, got {bundle_ct_per_node_list} a node: set cluster.gpus_per_node=1 and cluster.num_nodes=1"
             )
-        if self._size > 1 and use_gpus:
+        self.in_process = self._size == 1 and self._settings.executor not in ("processes", "ray")
+        if not self.in_process and use_gpus:
             raise ValueError(
                 f"a cluster of {self._size} GPU workers ({bundle_ct_per_node_list} a node) was asked for, but several processes work on "
                 "the CPU only: set cluster.device=cpu, or cluster.gpus_per_node=1 and cluster.num_nodes=1"
             )
         self.use_gpus = use_gpus
         self.name = name
-        self._processes: ProcessWorkers | None = None
+        self._workers: Workers | None = None
 
     def world_size(self) -> int:
         """Number of workers."""
         return self._size
 
     @property
-    def processes(self) -> "ProcessWorkers":
-        """The processes of a cluster of several workers; started when they are first asked for."""
-        if self._processes is None:
+    def workers(self) -> "Workers":
+        """The workers that are not this process; started when they are first asked for."""
+        if self._workers is None:
             import torch
 
-            from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
-
-            settings = self._settings
+            settings, kind = self._settings, ProcessWorkers
+            if settings.executor == "ray":
+                from nemo_rl_cpp.distributed.ray_workers import RayWorkers as kind
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // self._size)
-            self._processes = ProcessWorkers(
-                self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s
-            )
-        return self._processes
+            self._workers = kind(self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s)
+        return self._workers
 
     def device(self, precision: str = "float32") -> str:
         """Where models lie: "cuda" when the cluster uses GPUs, one can be used and `precision` is computed there (float32,
@@ -95,6 +96,6 @@ class RayVirtualCluster:
 
     def shutdown(self) -> bool:
         """Ends the processes, if there are any. Safe to call twice."""
-        if self._processes is not None:
-            self._processes.kill()
+        if self._workers is not None:
+            self._workers.kill()
         return True

@@ -10,60 +10,32 @@ import pickle
 import queue
 import sys
 import threading
-import traceback
 from multiprocessing.connection import Connection
+
+from nemo_rl_cpp.distributed.worker_objects import WorkerObjects
 
 BEAT_SECONDS = 1.0  # between two signs of life
 
 
-class Worker:
+class SocketWorker:
     """Answers the calls of one socket, one after the other."""
 
-    def __init__(self, connection: Connection, rank: int, size: int) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, threading.Lock()
         self._calls: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-        self._objects: dict[int, object] = {}
-        self._name = f"rank {rank} of {size}"
-        self._ranks = None
+        self._objects = WorkerObjects()
 
     def run(self, join: dict) -> None:
         """Meets the other ranks, then answers until the socket is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
-        self._answer(-1, lambda: self._join(join))
+        self._send("answer", -1, self._objects.join(**join))
         while True:
             number, target, method, payload, event = self._calls.get()
-            self._answer(number, lambda: self._call(number, target, method, payload, event))
+            self._send("answer", number, self._objects.call(target, method, payload, event, self._teller(number)))
 
-    def _join(self, join: dict) -> int:
-        import torch
-
-        from nemo_rl_cpp.distributed.ranks import connect
-
-        torch.set_num_threads(join.pop("threads"))
-        self._ranks = connect(**join)
-        return os.getpid()
-
-    def _call(self, number: int, target: int, method: str, payload: bytes, event: str | None) -> object:
-        args, kwargs = pickle.loads(payload)
-        if method == "__create__":
-            self._objects[target] = args[0](self._ranks)
-            return None
-        if method == "__delete__":
-            return self._objects.pop(target, None) and None
-        if event is not None:
-            kwargs[event] = lambda *told: self._send("event", number, told)
-        found = getattr(self._objects[target], method)
-        return found(*args, **kwargs) if callable(found) else found
-
-    def _answer(self, number: int, call) -> None:
-        try:
-            value = call()
-        except BaseException as error:  # it belongs to the one who asked
-            text = "".join(traceback.format_exception(error))
-            self._send("error", number, (_picklable(error), text))
-        else:
-            self._send("value", number, value)
+    def _teller(self, number: int):
+        return lambda *told: self._send("event", number, told)
 
     def _read(self) -> None:
         try:
@@ -86,20 +58,12 @@ class Worker:
             os._exit(0)
 
 
-def _picklable(error: BaseException) -> BaseException:
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 def main() -> None:
-    """Arguments: the number of the socket's file, and what `ranks.connect` needs, as JSON."""
+    """Arguments: the number of the socket's file, and what `WorkerObjects.join` needs, as JSON."""
     fd, join = int(sys.argv[1]), json.loads(sys.argv[2])
     if join["rank"] > 0:
         sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
-    Worker(Connection(fd), join["rank"], join["size"]).run(join)
+    SocketWorker(Connection(fd)).run(join)
 
 
 if __name__ == "__main__":

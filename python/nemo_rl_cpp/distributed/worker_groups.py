@@ -15,8 +15,8 @@ _TARGETS = count(1)  # objects in worker processes, over all groups
 class RayWorkerGroup:
     """One object on every worker of a cluster; methods run on all of them. Names are NeMo RL's.
 
-    In a cluster of one worker the object lives here and is called directly: no pickling, no copies. Else each lives in the
-    worker's process, so the builder, arguments and results are pickled. Several groups may share the processes of a cluster.
+    Where the one worker is this process, the object lives here and is called directly: no pickling, no copies. Else each lives in
+    a worker, so the builder, arguments and results are pickled. Several groups may share the workers of a cluster.
 
     Args:
         remote_worker_builder: makes the object, from the `Ranks` of its worker.
@@ -29,7 +29,7 @@ class RayWorkerGroup:
         self.name_prefix = name_prefix
         self._workers: list[Any] = []
         self._target = next(_TARGETS)
-        if cluster.world_size() == 1:
+        if cluster.in_process:
             self._workers = [remote_worker_builder(Ranks())]
         else:
             self.call_all("__create__", remote_worker_builder)
@@ -48,19 +48,19 @@ class RayWorkerGroup:
         """Calls the method on one worker."""
         if self._workers:
             return Future.completed(getattr(self._workers[worker_idx], method_name)(*args, **kwargs))
-        return self.cluster.processes[worker_idx].call(self._target, method_name, pickle.dumps((args, kwargs)))
+        return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, kwargs)))
 
     def run_all_workers_single_data(self, method_name: str, *args: Any, **kwargs: Any) -> list[Future]:
         """Calls the method on every worker with the same arguments."""
         if self._workers:
             return [self.run_single_worker_single_data(method_name, 0, *args, **kwargs)]
-        payload, processes = pickle.dumps((args, kwargs)), self.cluster.processes
-        return [processes[rank].call(self._target, method_name, payload) for rank in range(self.dp_size)]
+        payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
+        return [workers.call(rank, self._target, method_name, payload) for rank in range(self.dp_size)]
 
     def call_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
         futures = self.run_all_workers_single_data(method_name, *args, **kwargs)
-        return get(futures) if self._workers else self.cluster.processes.wait(futures)
+        return get(futures) if self._workers else self.cluster.workers.wait(futures)
 
     def call_for_one_value(self, method_name: str, *args: Any) -> Any:
         """The value that all workers must agree on. RuntimeError where one has another."""
@@ -75,16 +75,16 @@ class RayWorkerGroup:
     def call_each(self, method_name: str, each: list[tuple[Any, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
         """`call_all` with arguments of its own for each worker. What a worker's call hands to its argument `event` comes to the
         callable of that worker in `on_event`, in this thread."""
-        processes = self.cluster.processes
+        workers = self.cluster.workers
         calls = [
-            processes[rank].call(self._target, method_name, pickle.dumps((args, {})), None if told is None else event, told)
+            workers.call(rank, self._target, method_name, pickle.dumps((args, {})), None if told is None else event, told)
             for rank, (args, told) in enumerate(zip(each, on_event))
         ]  # fmt: skip
-        return processes.wait(calls)
+        return workers.wait(calls)
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
         """Calls `cleanup_method` on the workers and lets the objects go. Safe to call twice."""
-        if cleanup_method is not None and (self._workers or self.cluster.world_size() > 1):
+        if cleanup_method is not None and (self._workers or not self.cluster.in_process):
             self.call_all(cleanup_method)
         self._workers = []
         return True

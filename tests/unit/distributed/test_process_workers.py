@@ -1,58 +1,16 @@
 """Worker processes: what they answer, and what the run's process learns when one of them fails, ends or is silent."""
 
-import os
 import signal
 import time
 from functools import partial
 
 import pytest
-import torch
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.process_workers import WorkerLostError
 from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
-
-
-class Player:
-    """Lives in a worker: each method is one way of working together or of failing."""
-
-    def __init__(self, base, ranks):
-        self.base, self.ranks = base, ranks
-
-    def number(self, add):
-        return self.base + self.ranks.rank + add
-
-    def total(self):
-        return self.ranks.sum(float(self.ranks.rank + 1))
-
-    def shards(self, size):
-        begin = self.ranks.rank * size
-        own = torch.arange(begin, begin + size).float()
-        return self.ranks.gather_shards(own, (begin, begin + size), size * self.ranks.size, "test")
-
-    def fail_on(self, rank):
-        error = ValueError(f"rank {rank} does not like this") if self.ranks.rank == rank else None
-        self.ranks.fail_together(error)
-
-    def raise_while_others_wait(self, rank):
-        if self.ranks.rank == rank:
-            raise ValueError("no barrier for me")
-        self.ranks.communicator.barrier(phase="test")
-
-    def end_while_others_wait(self, rank, number):
-        if self.ranks.rank == rank:
-            os.kill(os.getpid(), number)
-        self.ranks.communicator.barrier(phase="test")
-
-    def tell(self, count, on_told=None):
-        for i in range(count):
-            on_told(self.ranks.rank, i)
-        return count
-
-
-def make(base, ranks):
-    return Player(base, ranks)
+from players import alive, fails, make
 
 
 @pytest.fixture
@@ -60,14 +18,6 @@ def cluster():
     made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1, worker_timeout_s=4.0))
     yield made
     made.shutdown()
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_calls_and_results(cluster):
@@ -94,9 +44,9 @@ def test_a_failure_is_the_ranks_own_and_all_stay(cluster):
 
 
 def test_no_rank_waits_for_one_that_has_failed(cluster, monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.distributed.process_workers._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("nemo_rl_cpp.distributed.worker_calls.GRACE_SECONDS", 0.5)
     group = RayWorkerGroup(cluster, partial(make, 0))
-    pids = cluster.processes.pids
+    pids = cluster.workers.pids
     with pytest.raises(ValueError, match="no barrier for me"):
         group.call_all("raise_while_others_wait", 0)
     assert not any(alive(pid) for pid in pids)
@@ -109,7 +59,7 @@ def test_no_rank_waits_for_one_that_has_failed(cluster, monkeypatch):
 )
 def test_a_lost_process_is_named_and_none_is_left(cluster, number, said):
     group = RayWorkerGroup(cluster, partial(make, 0))
-    pids, began = cluster.processes.pids, time.monotonic()
+    pids, began = cluster.workers.pids, time.monotonic()
     with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {pids[1]}\) {said}.*end_while_others_wait"):
         group.call_all("end_while_others_wait", 1, number)
     assert time.monotonic() - began < 15
@@ -120,7 +70,3 @@ def test_a_builder_that_fails_says_where(cluster):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         RayWorkerGroup(cluster, fails)
     assert "raised on rank" in caught.value.__notes__[0]
-
-
-def fails(ranks):
-    return ranks.rank + "x"

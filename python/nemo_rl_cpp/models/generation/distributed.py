@@ -34,12 +34,11 @@ class DistributedGeneration(GenerationInterface):
         pad_token_id: for padded results.
     """
 
-    reports_finished = True
-
     def __init__(self, group: RayWorkerGroup, config: Any, options: dict[str, Any], pad_token_id: int | None) -> None:
         self.group, self._pad_token_id = group, pad_token_id
         self._number = group.call_all("create_engine", config, options)[0]
         self._next_draw_id = 0
+        self.reports_finished = group.cluster.workers.tells_events
 
     def generate(
         self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,

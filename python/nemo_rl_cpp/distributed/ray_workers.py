@@ -1,0 +1,213 @@
+"""Workers as Ray actors, on one machine or on many: one actor a device, in a placement group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from nemo_rl_cpp.distributed import worker_calls
+from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.worker_calls import WorkerCall, WorkerLostError, Workers, reason
+from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects
+
+_SLICE = 0.5  # seconds of one wait
+_BEAT_SECONDS = 2.0  # between two questions whether an actor lives
+_PLACES_SECONDS = 60.0  # until a cluster has room for all workers
+
+
+class ActorWorker:
+    """What runs in an actor. `beat` is answered beside a call that lasts."""
+
+    def __init__(self) -> None:
+        self._objects = WorkerObjects()
+
+    def address(self) -> str:
+        """Where other nodes reach this one."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def join(self, options: dict) -> Answer:
+        """See `WorkerObjects.join`."""
+        return self._objects.join(**options)
+
+    def call(self, target: int, method: str, payload: bytes) -> Answer:
+        """See `WorkerObjects.call`."""
+        return self._objects.call(target, method, payload)
+
+    def beat(self) -> int:
+        """The number of its process."""
+        return os.getpid()
+
+
+class RayWorkers(Workers):
+    """The actors of a cluster.
+
+    Joins the Ray cluster of RAY_ADDRESS where that is set; else one is started on this machine, and ended with the workers.
+
+    Args:
+        count: how many ranks.
+        threads: of each; as many CPUs of the cluster are taken.
+        silence: seconds without a sign of life after which a worker counts as lost.
+        deadline: seconds that a call between ranks may take.
+
+    Raises ValueError where the cluster has no room for all workers.
+    """
+
+    tells_events = False
+
+    def __init__(self, count: int, threads: int, silence: float, deadline: float) -> None:
+        import ray
+
+        self._ray, self._silence, self._count = ray, silence, count
+        self._actors, self._calls, self._places = [], {}, None
+        self.pids, self._here = [], []  # numbers of all processes, and of those on this node
+        self._started_ray = start_ray(count * threads)
+        try:
+            self._places = self._room(count, threads)
+            self._actors = [self._actor(rank, threads) for rank in range(count)]
+            host = ray.util.get_node_ip_address()
+            self._store = meeting_place(host, deadline)
+            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads}
+            addresses = ray.get([actor.address.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
+            self.pids = ray.get([actor.beat.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
+            self._here = [pid for pid, address in zip(self.pids, addresses) if address == host]
+            self.wait([
+                self._started(rank, "meeting the other ranks", actor.join.remote({"rank": rank, "address": addresses[rank], **meeting}))
+                for rank, actor in enumerate(self._actors)
+            ])  # fmt: skip
+        except BaseException:
+            self.kill()
+            raise
+
+    def _room(self, count: int, threads: int):
+        ray = self._ray
+        places = ray.util.placement_group([{"CPU": threads}] * count, strategy="PACK")
+        if not places.wait(timeout_seconds=_PLACES_SECONDS):
+            there = ray.cluster_resources().get("CPU", 0)
+            ray.util.remove_placement_group(places)
+            raise ValueError(
+                f"the Ray cluster has no room for {count} workers of {threads} CPUs within {_PLACES_SECONDS:.0f} s: it has {there:.0f} "
+                "CPUs in all; lower cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
+            )
+        return places
+
+    def _actor(self, rank: int, threads: int):
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        return (
+            self._ray.remote(concurrency_groups={"beat": 1})(ActorWorker)
+            .options(
+                num_cpus=threads,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}},
+            )
+            .remote()
+        )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def call(
+        self, rank: int, target: int, method: str, payload: bytes, event: str | None = None, on_event: Callable[..., None] | None = None
+    ) -> WorkerCall:  # fmt: skip
+        """See `Workers.call`; `event` is not told of."""
+        return self._started(rank, method.strip("_"), self._actors[rank].call.remote(target, method, payload))
+
+    def _started(self, rank: int, what: str, reference: object) -> WorkerCall:
+        call = WorkerCall(rank, self._count, what)
+        self._calls[call] = reference
+        return call
+
+    def wait(self, calls: Sequence[WorkerCall]) -> list:
+        """See `Workers.wait`."""
+        failed_at, beats = None, _Beats(self._ray, self._actors, [call.rank for call in calls])
+        while waiting := [call for call in calls if not call.done()]:
+            self._ray.wait([self._calls[call] for call in waiting], num_returns=len(waiting), timeout=_SLICE)
+            for call in waiting:
+                self._look_at(call)
+            for call in waiting:
+                if not call.done() and (silent := beats.silence(call.rank)) > self._silence:
+                    call.set(
+                        None, self._lost(call, f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)")
+                    )
+                    failed_at = -worker_calls.GRACE_SECONDS
+            if any(call.error for call in calls):
+                failed_at = time.monotonic() if failed_at is None else failed_at
+                if time.monotonic() - failed_at > worker_calls.GRACE_SECONDS:
+                    break
+        if error := reason(calls):
+            if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
+                self.kill()
+            raise error
+        return [call.result() for call in calls]
+
+    def _look_at(self, call: WorkerCall) -> None:
+        ready, _ = self._ray.wait([self._calls[call]], timeout=0)
+        if not ready:
+            return
+        try:
+            call.end(self._ray.get(self._calls.pop(call)))
+        except self._ray.exceptions.RayActorError as error:
+            call.set(None, self._lost(call, f"is gone ({str(error).splitlines()[0]})"))
+
+    def _lost(self, call: WorkerCall, how: str) -> WorkerLostError:
+        pid = f" (process {self.pids[call.rank]})" if self.pids else ""
+        return WorkerLostError(f"rank {call.rank} of {self._count}{pid} {how}; it was doing: {call.what}")
+
+    def kill(self) -> None:
+        """See `Workers.kill`."""
+        ray, self._calls = self._ray, {}
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor)
+        for pid in self._here:  # Ray asks a process to end; one that is stopped does not hear it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._actors, self._here = [], []
+        if self._places is not None:
+            ray.util.remove_placement_group(self._places)
+            self._places = None
+        if self._started_ray:
+            ray.shutdown()
+
+
+class _Beats:
+    """How long the actors have been silent, asked every few seconds."""
+
+    def __init__(self, ray, actors: list, ranks: list[int]) -> None:
+        self._ray, self._actors = ray, actors
+        self._heard, self._asked = dict.fromkeys(ranks, time.monotonic()), {}
+
+    def silence(self, rank: int) -> float:
+        """Seconds since the last sign of life."""
+        now = time.monotonic()
+        if (asked := self._asked.get(rank)) is not None and self._ray.wait([asked], timeout=0)[0]:
+            self._heard[rank] = now
+            del self._asked[rank]
+        if rank not in self._asked and now - self._heard[rank] > _BEAT_SECONDS:
+            self._asked[rank] = self._actors[rank].beat.options(concurrency_group="beat").remote()
+        return now - self._heard[rank]
+
+
+def start_ray(cpus: int) -> bool:
+    """Joins or starts a Ray cluster; whether one was started, for at least so many CPUs. One that runs already is used."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address="auto", logging_level="warning")
+        return False
+    ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, logging_level="warning")
+    return True
+
+
+__all__ = ["RayWorkers", "start_ray"]

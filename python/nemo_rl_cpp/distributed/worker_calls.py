@@ -1,0 +1,77 @@
+"""Calls that the workers of a cluster make together: whose failure counts, and that nobody waits for one that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nemo_rl_cpp.distributed.futures import Future
+from nemo_rl_cpp.distributed.worker_objects import Answer
+
+GRACE_SECONDS = 5.0  # for the reason of a failure to come, where a rank says only that another has failed
+
+
+class WorkerLostError(RuntimeError):
+    """A worker has ended or is silent; says which one, and what it was doing."""
+
+
+class WorkerCall(Future):
+    """A call that the worker of one rank is making."""
+
+    def __init__(self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None) -> None:
+        super().__init__()
+        self.rank, self.size, self.what, self.on_event = rank, size, what, on_event
+        self.events: list[tuple] = []
+
+    def tell_events(self) -> None:
+        """Hands on what the call has told of so far, in the caller's thread."""
+        while self.events:
+            self.on_event(*self.events.pop(0))
+
+    def end(self, answer: Answer) -> None:
+        """With the worker's answer; an error gets the rank and its traceback there as a note."""
+        if answer.error is not None:
+            answer.error.add_note(f"raised on rank {self.rank} of {self.size}:\n{answer.trace}")
+        self.set(answer.value, answer.error)
+
+
+class Workers(Protocol):
+    """The workers of a cluster, however they were started."""
+
+    tells_events: bool
+    """Whether a call can tell of something while it runs."""
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+
+    def call(
+        self, rank: int, target: int, method: str, payload: bytes, event: str | None = None, on_event: Callable[..., None] | None = None
+    ) -> WorkerCall:  # fmt: skip
+        """Starts a call of `method` of the object number `target`, with a pickled (args, kwargs). What the call hands to its
+        argument `event`, a callable, comes to `on_event`."""
+
+    def wait(self, calls: Sequence[WorkerCall]) -> list:
+        """The values of calls that the ranks make together.
+
+        Raises the error of the rank that failed, with its own traceback as a note. Where another rank would wait for the failed
+        one, or where one is lost (WorkerLostError), all workers are ended first.
+        """
+
+    def kill(self) -> None:
+        """Ends all workers. May be called again."""
+
+
+def reason(calls: Sequence[WorkerCall]) -> BaseException | None:
+    """Of all errors the one that is the others' reason: a lost worker, then a rank's own failure, then that of its peers."""
+    from nemo_rl_cpp._native import C
+    from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
+
+    def order(error: BaseException) -> int:
+        if isinstance(error, WorkerLostError):
+            return 0
+        return 2 if isinstance(error, (OtherRankFailedError, C.PeerLost, C.TimedOut)) else 1
+
+    return min((call.error for call in calls if call.error is not None), key=order, default=None)
+
+
+__all__ = ["GRACE_SECONDS", "WorkerCall", "WorkerLostError", "Workers", "reason"]

@@ -1,0 +1,69 @@
+"""What lives in a worker, whoever started it: objects by number, and the calls of their methods."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.distributed.ranks import Ranks
+
+
+class Answer(NamedTuple):
+    """How a call ended: with a value, or with an error and its traceback as text."""
+
+    value: object = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+class WorkerObjects:
+    """The objects of one worker. Arguments come pickled; an exception belongs to the one who asked."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, object] = {}
+        self._ranks: Ranks | None = None
+
+    def join(self, threads: int, **meeting: object) -> Answer:
+        """Meets the other ranks, see `ranks.connect`; this worker computes on so many threads."""
+        return self._answer(lambda: self._join(threads, meeting))
+
+    def call(self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None) -> Answer:  # fmt: skip
+        """Calls `method` of object `target` with a pickled (args, kwargs); `__create__` makes the object by a builder. `tell` gets
+        what the call hands to its argument `event`. What is no method is read."""
+        return self._answer(lambda: self._call(target, method, payload, event, tell))
+
+    def _join(self, threads: int, meeting: dict) -> None:
+        import torch
+
+        from nemo_rl_cpp.distributed.ranks import connect
+
+        torch.set_num_threads(threads)
+        self._ranks = connect(**meeting)
+
+    def _call(self, target: int, method: str, payload: bytes, event: str | None, tell: Callable | None) -> object:
+        args, kwargs = pickle.loads(payload)
+        if method == "__create__":
+            self._objects[target] = args[0](self._ranks)
+            return None
+        if event is not None:
+            kwargs[event] = tell
+        found = getattr(self._objects[target], method)
+        return found(*args, **kwargs) if callable(found) else found
+
+    @staticmethod
+    def _answer(make: Callable[[], object]) -> Answer:
+        try:
+            return Answer(make())
+        except BaseException as error:
+            return Answer(None, _picklable(error), "".join(traceback.format_exception(error)))
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

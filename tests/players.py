@@ -1,0 +1,57 @@
+"""An object that lives in a worker: each method is one way of working together with the other ranks, or of failing."""
+
+import os
+
+import torch
+
+
+class Player:
+    def __init__(self, base, ranks):
+        self.base, self.ranks = base, ranks
+
+    def number(self, add):
+        return self.base + self.ranks.rank + add
+
+    def total(self):
+        return self.ranks.sum(float(self.ranks.rank + 1))
+
+    def shards(self, size):
+        begin = self.ranks.rank * size
+        own = torch.arange(begin, begin + size).float()
+        return self.ranks.gather_shards(own, (begin, begin + size), size * self.ranks.size, "test")
+
+    def fail_on(self, rank):
+        error = ValueError(f"rank {rank} does not like this") if self.ranks.rank == rank else None
+        self.ranks.fail_together(error)
+
+    def raise_while_others_wait(self, rank):
+        if self.ranks.rank == rank:
+            raise ValueError("no barrier for me")
+        self.ranks.communicator.barrier(phase="test")
+
+    def end_while_others_wait(self, rank, number):
+        if self.ranks.rank == rank:
+            os.kill(os.getpid(), number)
+        self.ranks.communicator.barrier(phase="test")
+
+    def tell(self, count, on_told=None):
+        for i in range(count):
+            on_told(self.ranks.rank, i)
+        return count
+
+
+def make(base, ranks):
+    return Player(base, ranks)
+
+
+def fails(ranks):
+    return ranks.rank + "x"
+
+
+def alive(pid):
+    """Whether a process is there, and not only its entry for its parent."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,69 @@
+"""Workers as Ray actors: they answer as worker processes do, and a lost one is named."""
+
+import signal
+import time
+from functools import partial
+
+import pytest
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed import ray_workers
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from players import alive, make
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_ray():
+    """One Ray for all tests here: workers use a Ray that runs already."""
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def cluster():
+    settings = ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=4.0)
+    made = RayVirtualCluster([2], use_gpus=False, settings=settings)
+    yield made
+    made.shutdown()
+
+
+def test_calls_and_results(cluster):
+    group = RayWorkerGroup(cluster, partial(make, 10))
+    assert group.call_all("number", 5) == [15, 16]
+    assert group.call_all("total") == [3.0, 3.0]
+    whole, nothing = group.call_all("shards", 3)
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5] and nothing is None
+    with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
+        group.call_all("fail_on", 1)
+    assert "raised on rank 1 of 2" in caught.value.__notes__[0]
+    assert group.call_all("number", 1) == [11, 12]
+    assert ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "number, said",
+    [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "gave no sign of life for")],
+    ids=["killed", "stopped"],
+)
+def test_a_lost_actor_is_named_and_none_is_left(cluster, number, said):
+    group = RayWorkerGroup(cluster, partial(make, 0))
+    pids, began = cluster.workers.pids, time.monotonic()
+    with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {pids[1]}\) {said}.*end_while_others_wait"):
+        group.call_all("end_while_others_wait", 1, number)
+    assert time.monotonic() - began < 30
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        ray.wait([ray.put(0)], timeout=0.1)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_cluster_without_room_is_refused(monkeypatch):
+    monkeypatch.setattr(ray_workers, "_PLACES_SECONDS", 1.0)
+    settings = ClusterConfig(executor="ray", cpus_per_worker=2)
+    cluster = RayVirtualCluster([2], use_gpus=False, settings=settings)
+    with pytest.raises(ValueError, match="no room for 2 workers of 2 CPUs within 1 s: it has 3 CPUs in all"):
+        RayWorkerGroup(cluster, partial(make, 0))

@@ -57,6 +57,8 @@ def mentions(node: ast.AST) -> Iterator[str]:
             yield part.id
         elif isinstance(part, ast.Attribute):
             yield part.attr
+        elif isinstance(part, ast.ImportFrom):  # within a function, under another name
+            yield from (alias.name for alias in part.names if alias.asname)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield from dotted(part.value)
             if entry := re.fullmatch(

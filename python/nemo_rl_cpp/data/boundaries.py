@@ -52,7 +52,7 @@ def prompt_ids(
     return ids[1:] if plain and bos is not None and ids[:2] == [bos, bos] else ids
 
 
-def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType) -> list[int]:
+def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
     """The tokens at which a model's responses end.
 
     Args:
@@ -75,7 +75,7 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
     return ends
 
 
-def end_token_ids_of_tokenizer(tokenizer: TokenizerType) -> list[int]:
+def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
     """The end tokens that a tokenizer knows: those of the model in its folder, else its own; [] for None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
@@ -99,7 +99,7 @@ def _ids(value: object, where: str) -> list[int]:
 
 
 def save_generation_config(
-    folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType, target: Path
+    folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
     """Writes a trained model's generation_config.json: that of the model in `folder`, with the ends of `end_token_ids`."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)

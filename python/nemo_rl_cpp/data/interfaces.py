@@ -22,14 +22,13 @@ class Indexed(Protocol[T_co]):
     """Things by their numbers: the rows of a data set, or the samples that are made of them."""
 
     def __len__(self) -> int: ...
-
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
 class Message(TypedDict, total=False):
     """A message of S tokens in a rollout.
 
-    role: who speaks: system, user, assistant, environment.
+    role: who speaks: system, user, assistant, tool, environment.
     content: the text.
     token_ids: int64 [S].
     generation_logprobs: float32 [S], of messages that the policy has sampled.
@@ -46,42 +45,34 @@ class Message(TypedDict, total=False):
 LLMMessageLogType = list[Message]
 """A conversation."""
 
-FlatMessagesType = dict[str, "list[str] | torch.Tensor"]
-"""A conversation by key instead of by message: tensors joined, everything else as a list over messages."""
-
 PathLike = str | os.PathLike[str]
 
 
 class TokenizerType(Protocol):
     """What a run asks of a tokenizer: of `nemo_rl_cpp.data.tokenizer.Tokenizer`, or of one of transformers."""
 
-    bos_token_id: int | None
-    eos_token: str | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-    all_special_ids: list[int]
-
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token(self) -> str | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def all_special_ids(self) -> list[int]: ...
     def __len__(self) -> int: ...
-
     def __call__(
         self, text: str, *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Mapping[str, list[int] | list[list[int]] | torch.Tensor]: ...
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-
     def batch_decode(
         self, sequences: Sequence[Sequence[int]] | Sequence[torch.Tensor], skip_special_tokens: bool = False
     ) -> list[str]: ...
-
     def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, object]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **options: object,
-    ) -> str: ...
-
+        self, conversation: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None = None, *,
+        tokenize: bool, add_generation_prompt: bool, add_special_tokens: bool = False,
+    ) -> str: ...  # fmt: skip
     def save_pretrained(self, folder: str, /) -> object: ...
 
 

@@ -376,17 +376,13 @@ def get_tokenizer(
         raise ValueError("get_processor=True asks for an image or video processor: only text models are supported")
     tokenizer = Tokenizer.from_pretrained(get_field(tokenizer_config, "name"), section=section)
     if is_given(tokenizer_config, "chat_template"):
+        from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
+
         value = get_field(tokenizer_config, "chat_template")
-        tokenizer.use_chat_template(_chat_template_of(value, tokenizer.chat_template, f"{section}.chat_template"))
+        tokenizer.use_chat_template(choose_template(value, tokenizer.chat_template, f"{section}.chat_template"))
     kwargs = get_field(tokenizer_config, "chat_template_kwargs", None)
     if kwargs:
         if not isinstance(kwargs, Mapping):
             raise ValueError(f"{section}.chat_template_kwargs must be a mapping, got {type(kwargs).__name__}")
         tokenizer.chat_template_kwargs = dict(kwargs)
     return tokenizer
-
-
-def _chat_template_of(value: object, default: Templates, key: str) -> Templates:
-    from nemo_rl_cpp.data.template_choice import choose_template  # jinja2 takes a fifth of a second to load
-
-    return choose_template(value, default, key)

@@ -19,6 +19,7 @@ from nemo_rl_cpp.data.datasets import (
     update_single_dataset_config,
 )
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
+from nemo_rl_cpp.data.datasets.utils import sections_of
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 
 if TYPE_CHECKING:
@@ -36,19 +37,12 @@ class Resumable(Protocol):
     """A loader whose position can be kept: `StatefulDataLoader`, one of several tasks, or one of another package."""
 
     def state_dict(self) -> dict[str, object]: ...
-
     def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
-
-
-def _list_of(section: object) -> list[Settings]:
-    if section is None:
-        return []
-    return list(section) if isinstance(section, (list, tuple)) else [section]
 
 
 def get_train_dataset_name(data_config: DataConfig | Settings | None) -> str | None:
     """`dataset_name` of the training data, of the first of several; None without any."""
-    sections = _list_of(get_field(data_config, "train", None))
+    sections = sections_of(get_field(data_config, "train", None))
     default = get_field(get_field(data_config, "default", None), "dataset_name", None)
     return (get_field(sections[0], "dataset_name", None) or default) if sections else None
 
@@ -99,7 +93,7 @@ def _check_and_fill(config: Settings, env_configs: Settings | None) -> tuple[lis
             "data.validation that for validation"
         )
     default = config.get("default") or {}
-    sides = _list_of(config["train"]), _list_of(config.get("validation"))
+    sides = sections_of(config["train"]), sections_of(config.get("validation"))
     for side, sections in zip(("train", "validation"), sides):
         for section in sections:
             update_single_dataset_config(section, defaults_for(section, default))

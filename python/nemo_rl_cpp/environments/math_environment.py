@@ -6,7 +6,7 @@ from nemo_rl_cpp.config.env import MathEnvConfig
 from nemo_rl_cpp.config.sections import as_model
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
-from nemo_rl_cpp.environments.single_turn import assistant_text
+from nemo_rl_cpp.environments.single_turn import assistant_text, correct_or_not
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import (
     EnglishMultichoiceVerifyWorker,
@@ -71,10 +71,6 @@ class MathEnvironment(BaseMathEnvironment):
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = ["" if info["ground_truth"] is None else str(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
-        observations = [
-            {"role": "environment", "content": "Environment: correct" if score else "Environment: incorrect"}
-            for score in verdicts.scores
-        ]
         answers = verdicts.answers if return_extracted_answer else None
-        result = self._finish(verdicts.scores, metadata, observations, answers)
+        result = self._finish(verdicts.scores, metadata, correct_or_not(verdicts.scores), answers)
         return result._replace(next_stop_strings=[self.cfg.stop_strings] * len(metadata))

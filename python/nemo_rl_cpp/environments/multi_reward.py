@@ -8,7 +8,7 @@ import torch
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.math_environment import MathEnvironmentMetadata
-from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text
+from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, correct_or_not
 
 REWARD_NAMES = ("reward/correctness", "reward/integer", "reward/format")
 _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
@@ -40,10 +40,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
             self._scores(response, answer, str(info["ground_truth"]))
             for response, answer, info in zip(responses, answers, metadata)
         ]
-        observations = [
-            {"role": "environment", "content": "Environment: correct" if correct else "Environment: incorrect"}
-            for correct, _, _ in scores
-        ]
+        observations = correct_or_not(correct for correct, _, _ in scores)
         parts = torch.tensor(scores, dtype=torch.float32).reshape(len(scores), 3)
         result = self._finish(parts[:, 0], metadata, observations, answers if return_extracted_answer else None)
         return result._replace(rewards={name: parts[:, i].clone() for i, name in enumerate(REWARD_NAMES)})

@@ -1,5 +1,6 @@
 """The base of environments that answer one response and then end the conversation."""
 
+from collections.abc import Iterable
 from typing import TypedDict
 
 import torch
@@ -31,6 +32,11 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
             break
         texts.append(str(message["content"]))
     return "".join(texts)
+
+
+def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
+    """The observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
+    return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 
 class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):

@@ -221,12 +221,8 @@ class RemoteVerifier:
         self._pool = VerifierPool(verifier, PoolOptions(**options))
 
     def verify(
-        self,
-        pred_responses: list[str],
-        ground_truths: Sequence[object],
-        return_extracted_answer: bool = False,
-        **kwargs: object,
-    ) -> list[float] | tuple[list[float], list[str | None]]:
+        self, pred_responses: list[str], ground_truths: Sequence[object], return_extracted_answer: bool = False, **kwargs: object
+    ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
         """As the verifier's; a response that takes too long scores 0."""
         verdicts = self._pool.verify(pred_responses, ground_truths, **kwargs)
         return (verdicts.scores, verdicts.answers) if return_extracted_answer else verdicts.scores

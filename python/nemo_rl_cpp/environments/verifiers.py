@@ -50,12 +50,8 @@ class VerifierBase:
         raise NotImplementedError
 
     def verify(
-        self,
-        pred_responses: list[str],
-        ground_truths: list[str],
-        return_extracted_answer: bool = False,
-        **kwargs: object,
-    ) -> list[float] | tuple[list[float], list[str | None]]:
+        self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
+    ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
         """Scores [B], and with `return_extracted_answer` also the answers found [B] (None where there is none)."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):

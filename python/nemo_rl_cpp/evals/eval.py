@@ -4,10 +4,10 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -20,17 +20,20 @@ from nemo_rl_cpp.data.collate_fn import eval_collate_fn
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.futures import get
-from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn
 from nemo_rl_cpp.environments.remote import call_remote
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
 from nemo_rl_cpp.experience.conversations import Conversations
+from nemo_rl_cpp.experience.early_scoring import visible
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
 
@@ -40,14 +43,20 @@ __all__ = [
 ]  # fmt: skip
 
 
+class Engine(GenerationInterface, Protocol):
+    """What an evaluation asks of an engine."""
+
+    tokenizer: TokenizerType
+
+
 @dataclass
 class EvaluationRun:
     """An evaluation of a model that nobody trains here: what it is made of. `build_evaluation` makes one of a configuration."""
 
     config: MasterConfig
-    tokenizer: Any
-    environment: Any
-    generation: Any
+    tokenizer: TokenizerType
+    environment: Environment
+    generation: Engine
     loader: StatefulDataLoader
 
     def evaluate(self) -> EvalResult:
@@ -61,7 +70,7 @@ class EvaluationRun:
     def __enter__(self) -> "EvaluationRun":
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -94,7 +103,9 @@ def build_evaluation(config: MasterConfig) -> EvaluationRun:
         raise
 
 
-def evaluate_policy(policy: PolicyInterface, tokenizer: Any, config: MasterConfig, longest: int) -> EvalResult:
+def evaluate_policy(
+    policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
+) -> EvalResult:
     """Evaluates the present weights of a policy in training; `generation.model_name`, its precision and the section
     `tokenizer` are not read. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` where that is
     less. Raises ConfigError."""
@@ -110,7 +121,7 @@ def evaluate_policy(policy: PolicyInterface, tokenizer: Any, config: MasterConfi
         get(call_remote(environment, "shutdown"))
 
 
-def _make_environment(config: MasterConfig) -> Any:
+def _make_environment(config: MasterConfig) -> Environment:
     return create_env(env_name=config.data.env_name, env_config=config.env[config.data.env_name])
 
 
@@ -119,35 +130,25 @@ def _loader(config: MasterConfig, dataset: AllTaskProcessedDataset) -> StatefulD
     return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
 
 
-def make_dataset(config: MasterConfig, tokenizer: Any) -> AllTaskProcessedDataset:
+def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProcessedDataset:
     """The section `data`, tokenised."""
     raw = load_eval_dataset(config.data)
     limit = config.data.max_input_seq_length
-    say(
-        inspect_rows(
-            raw,
-            raw.dataset,
-            tokenizer,
-            Limits(limit),
-            "data",
-            (config.data.env_name, config.env.get(config.data.env_name)),
-        )
-    )
-    return AllTaskProcessedDataset(
-        raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=config.data.max_input_seq_length
-    )
+    environment = config.data.env_name, config.env.get(config.data.env_name)
+    say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", environment))
+    return AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=limit)
 
 
 def setup(
-    master_config: MasterConfig, tokenizer: Any, dataset: AllTaskProcessedDataset
-) -> tuple[Any, Any, MasterConfig]:
+    master_config: MasterConfig, tokenizer: TokenizerType, dataset: AllTaskProcessedDataset
+) -> tuple[Engine, StatefulDataLoader, MasterConfig]:
     """(engine with the model loaded, loader of prompts, the configuration). Raises ConfigError."""
     master_config = checked(master_config, MasterConfig)
     loader = _loader(master_config, dataset)
     return make_generation(master_config, tokenizer), loader, master_config
 
 
-def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
+def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     """The native engine with its own copy of the weights. There is no trainer, so nothing else of the model is loaded.
 
     A length that the configuration leaves out is bounded by the model's."""
@@ -180,7 +181,9 @@ def make_generation(config: MasterConfig, tokenizer: Any) -> Any:
     )
 
 
-def run_env_eval(vllm_generation: Any, dataloader: Any, env: Any, master_config: MasterConfig) -> EvalResult:
+def run_env_eval(
+    vllm_generation: Engine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
+) -> EvalResult:
     """Generates `eval.num_tests_per_prompt` responses to every prompt, lets the environment score them, and reports.
 
     A response is right when its reward is 1. Random draws are keyed by (eval.seed, stream "eval", the prompt's number, the
@@ -208,14 +211,14 @@ def run_env_eval(vllm_generation: Any, dataloader: Any, env: Any, master_config:
 class _Run:
     """What has been generated and scored so far; responses to a prompt lie side by side."""
 
-    generation: Any
-    env: Any
+    generation: Engine
+    env: Environment
     config: MasterConfig
     prompts: int = 0
     rewards: list[float] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    rounds: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    samples: list[dict[str, object]] = field(default_factory=list)
+    rounds: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def one(self, batch: BatchedDataDict) -> None:
         """One batch of repeated prompts."""
@@ -238,9 +241,7 @@ class _Run:
         self._keep(texts, batch, answers)
 
     def _score(self, active: BatchedDataDict) -> EnvironmentReturn:
-        logs = [
-            [{key: message[key] for key in ("role", "content")} for message in log] for log in active["message_log"]
-        ]
+        logs = [visible(log) for log in active["message_log"]]
         options = {"return_extracted_answer": True} if _takes(self.env, "return_extracted_answer") else {}
         scored = get(call_remote(self.env, "step", logs, active["extra_env_info"], **options))
         if isinstance(scored.rewards, dict):  # components count together
@@ -254,7 +255,7 @@ class _Run:
         self.rewards += rewards
         self.answers += answers
         for row, (text, log) in enumerate(zip(texts, batch["message_log"])):
-            said = [{key: message[key] for key in ("role", "content")} for message in log]
+            said = visible(log)
             self.samples.append(
                 {
                     "prompt": text,
@@ -295,6 +296,6 @@ class _Run:
                 yield pass_at_k(n, sum(reward == 1 for reward in own), wanted.k_value)
 
 
-def _takes(env: Any, parameter: str) -> bool:
+def _takes(env: Environment, parameter: str) -> bool:
     step = getattr(env, "_instance", env).step
     return parameter in inspect.signature(step).parameters

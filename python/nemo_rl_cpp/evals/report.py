@@ -5,13 +5,14 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.evals.metrics import Interval, wilson_interval
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.report.page import duration
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.config.eval import EvalConfig
     from nemo_rl_cpp.config.master import EvalMasterConfig
 
 
@@ -32,7 +33,7 @@ class EvalResult:
     prompts: int
     mean_reward: float
     seconds: float
-    metrics: dict[str, Any]
+    metrics: dict[str, float]
 
 
 def interval_of_mean(scores: list[float]) -> Interval:
@@ -47,7 +48,7 @@ def interval_of_mean(scores: list[float]) -> Interval:
     return Interval(max(0.0, mean - half), min(1.0, mean + half))
 
 
-def metric_name(wanted: Any) -> str:
+def metric_name(wanted: "EvalConfig") -> str:
     """pass@4 for pass@k with k_value 4."""
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
@@ -101,7 +102,7 @@ _ROLLOUT = {
 }  # fmt: skip
 
 
-def save_evaluation_data(samples: list[dict[str, Any]], config: "EvalMasterConfig", folder: Path) -> None:
+def save_evaluation_data(samples: list[dict[str, object]], config: "EvalMasterConfig", folder: Path) -> None:
     """`evaluation_data.json` ({"evaluation_data": [one dictionary a response]}) and `config.json` (what they came from)."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,15 +3,13 @@
 Shapes: B samples with T tokens in all, one sample after the other; S, the longest sample's tokens, where a view is padded.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import NoReturn
 
 from torch import Tensor
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import LENGTHS, TOKENS, RaggedBatch
-
-PART = "reward/"
-"""What the name of a part of the reward begins with, as a key of a batch."""
 
 
 class MissingField(AttributeError, KeyError):
@@ -21,20 +19,21 @@ class MissingField(AttributeError, KeyError):
         return str(self.args[0])
 
 
-def _column(name: str, meaning: str, made_by: str) -> Any:
-    def get(self: "Rollouts") -> Any:
+def _column(name: str, meaning: str, made_by: str) -> property:
+    def get(self: "Rollouts") -> object:
         if name not in self.data:
             raise MissingField(f"the rollouts have no {name}: it comes from {made_by}")
         return self.data[name]
 
-    def put(self: "Rollouts", value: Any) -> None:
+    def put(self: "Rollouts", value: object) -> None:
         self.data[name] = value
 
     return property(get, put, doc=meaning)
 
 
 class Rollouts(BatchedDataDict):
-    """Conversations with what environments said of them, one row a sample. Columns of a data set travel along, as keys.
+    """Conversations with what environments said of them, one row a sample. Columns of a data set travel along, as keys, and so
+    do the parts of the reward, as `reward/<name>`.
 
     A row belongs to a group: the samples of one prompt.
     """
@@ -48,20 +47,15 @@ class Rollouts(BatchedDataDict):
     truncated = _column("truncated", "bool [B] a response or an observation ran out of room", "the rollout")
     weight_version = _column("weight_version", "int64 [B] which weights answered", "the rollout runner")
 
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """name -> float32 [B]: the parts of the reward, where environments give any."""
-        return {key[len(PART) :]: value for key, value in self.data.items() if str(key).startswith(PART)}
 
-
-def _of_tokens(name: str, meaning: str) -> Any:
+def _of_tokens(name: str, meaning: str) -> property:
     def put(self: "TrainBatch", value: Tensor) -> None:
         self.tokens[name] = self.ragged(value)
 
     return property(lambda self: self._filled(name, self.tokens), put, doc=meaning)
 
 
-def _of_samples(name: str, meaning: str) -> Any:
+def _of_samples(name: str, meaning: str) -> property:
     def put(self: "TrainBatch", value: Tensor) -> None:
         self.samples[name] = value
 
@@ -113,22 +107,22 @@ class TrainBatch(RaggedBatch):
         """[T] of the policy that is about to be trained: scored, or generation's where these are as good."""
         return self.prev_logprobs if "prev_logprobs" in self else self.generation_logprobs
 
-    def _filled(self, name: str, among: dict[str, Any]) -> Any:
+    def _filled(self, name: str, among: Mapping[str, Tensor]) -> Tensor:
         if name not in among:
             raise MissingField(f"the batch has no {name}: {_MADE_BY.get(name, _FROM_ROLLOUTS)}")
         return among[name]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name in _NAMES:  # python asks here when a property has raised
             self._filled(name, {})
         raise AttributeError(f"a TrainBatch has no {name}; it has {', '.join(_NAMES)}")
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Tensor:
         if name in _NAMES and name not in self:
             self._filled(name, {})
         return super().__getitem__(name)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Tensor) -> None:
         if name in _NAMES and name != LENGTHS:
             setattr(self, name, value)
         else:

@@ -1,12 +1,14 @@
 """Scoring beside generation: responses go to their environments as they end, while others are still generated."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.remote import call_remote
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
+    from nemo_rl_cpp.distributed.futures import Future
     from nemo_rl_cpp.environments.interfaces import Environment
 
 
@@ -18,7 +20,7 @@ class EarlyScoring:
     """
 
     def __init__(
-        self, active: BatchedDataDict, tokenizer: "TokenizerType", task_to_env: "dict[str, Environment]"
+        self, active: BatchedDataDict, tokenizer: "TokenizerType", task_to_env: "Mapping[str, Environment]"
     ) -> None:
         self._active = active
         self._tokenizer = tokenizer
@@ -28,9 +30,9 @@ class EarlyScoring:
             if getattr(environment, "scores_rows_alone", False) is True and hasattr(environment.step, "remote")
         }
         self._waiting: dict[str, list[tuple[int, list[int]]]] = {}
-        self.begun: list[tuple[list[int], Any]] = []
-        """(rows of the turn, what `step` gave: most likely a future), in the order of the calls."""
-        self._latest: dict[str, Any] = {}
+        self.begun: list[tuple[list[int], Future]] = []
+        """(rows of the turn, what `step` will have given), in the order of the calls."""
+        self._latest: dict[str, Future] = {}
 
     @property
     def useful(self) -> bool:
@@ -60,6 +62,6 @@ class EarlyScoring:
         self.begun.append((list(rows), self._latest[task]))
 
 
-def visible(message_log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def visible(message_log: "LLMMessageLogType") -> "LLMMessageLogType":
     """What environments see of a conversation: roles and texts."""
-    return [{key: message[key] for key in ("role", "content")} for message in message_log]
+    return [{"role": message["role"], "content": message["content"]} for message in message_log]

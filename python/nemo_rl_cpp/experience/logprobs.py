@@ -1,9 +1,10 @@
 """The log-probabilities that the loss and the advantages need beside the rollout's own."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 
@@ -21,7 +22,7 @@ class LogprobNeeds(NamedTuple):
     previous: bool
 
     @classmethod
-    def of(cls, loss: Any, seq_logprob_error_threshold: float | None) -> "LogprobNeeds":
+    def of(cls, loss: ClippedPGLossConfig, seq_logprob_error_threshold: float | None) -> "LogprobNeeds":
         """By the `loss_fn` section (KL in the loss or in the reward) and the threshold."""
         return cls(loss.reference_policy_kl_penalty != 0, seq_logprob_error_threshold is not None)
 

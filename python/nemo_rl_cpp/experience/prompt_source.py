@@ -1,10 +1,13 @@
 """The prompts of a run, one batch after another, each prompt with a number of its own."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.train_state import TrainState
 
 
 class PromptSource:
@@ -15,7 +18,7 @@ class PromptSource:
     numbers of its generations and serves as its `group_id`.
     """
 
-    def __init__(self, loader: Any, num_generations: int, state: Any) -> None:
+    def __init__(self, loader: Iterable[BatchedDataDict], num_generations: int, state: "TrainState") -> None:
         self.loader = loader
         self.num_generations = num_generations
         self._state = state

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import Environment
@@ -33,7 +32,7 @@ class SampleStats:
         return self.assistant_tokens + self.env_tokens
 
 
-def rollout_metrics(samples: list[SampleStats]) -> dict[str, Any]:
+def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
     """NeMo RL's rollout metrics; rates are shares of the samples."""
     n = len(samples)
     if n == 0:
@@ -56,7 +55,7 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, Any]:
     }
 
 
-def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, Any]:
+def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
     """What the environments counted since the last call (`pop_metrics`).
 
     Under plain names for one environment; for several, `task/name`, and `verifier_timeouts` also as their sum.

@@ -1,7 +1,7 @@
 """Runs the rollouts of training steps and keeps count of them."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,13 +10,18 @@ from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.experience.rollouts import run_multi_turn_rollout
 from nemo_rl_cpp.telemetry.performance import group_reward_metrics
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.environments.interfaces import Environment
+    from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+
 
 class RolloutRunner:
     """Lets the engine answer prompts and the environments score the answers; one call a round of generation."""
 
     def __init__(
-        self, generation: Any, tokenizer: Any, task_to_env: dict[str, Any], max_seq_len: int, max_turns: int,
-        change_rewards: Callable[[Rollouts], dict[str, float]] | None = None,
+        self, generation: "GenerationInterface", tokenizer: "TokenizerType", task_to_env: "Mapping[str, Environment]",
+        max_seq_len: int, max_turns: int, change_rewards: Callable[[Rollouts], dict[str, float]] | None = None,
     ) -> None:  # fmt: skip
         """`change_rewards` changes `total_reward` of finished rollouts and gives metrics (`grpo.length_penalty`)."""
         self._generation = generation
@@ -25,7 +30,7 @@ class RolloutRunner:
         self._max_seq_len = max_seq_len
         self._max_turns = max_turns
         self._change_rewards = change_rewards
-        self._rounds: list[tuple[int, dict[str, Any]]] = []
+        self._rounds: list[tuple[int, dict[str, float]]] = []
         self._rewards: list[float] = []
         self._groups: list[int] = []
 
@@ -51,7 +56,7 @@ class RolloutRunner:
         self._groups += rollouts.group_id.tolist()
         return rollouts
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, float]:
         """The metrics of all rounds since the last call, those that are filtered out later included: NeMo RL's rollout
         metrics, `accuracy` (mean raw reward), `zero_std_groups` (groups whose raw rewards are all equal) and `groups/*`."""
         metrics = combine_rollout_metrics(self._rounds)
@@ -64,20 +69,20 @@ class RolloutRunner:
         return metrics
 
 
-def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """The metrics of several rounds, each with its number of samples, as of one.
 
     Highest and lowest values stay such, totals and counts of verifiers add up, `accuracy_of_X` is weighted by the samples
     that were X, everything else, rates above all, by all samples. A name that a round lacks is taken from the others.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
-    combined: dict[str, Any] = {}
+    combined: dict[str, float] = {}
     for name in names:
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
         values = [metrics[name] for _, metrics in entries]
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
-        elif (join := _join_of(name)) is not None:
+        elif (join := join_of(name)) is not None:
             combined[name] = join(values)
         elif name.rsplit("/", 1)[-1].startswith(("verifier_", "num_")) and not name.endswith("_rate"):
             combined[name] = sum(values)
@@ -89,26 +94,9 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, Any]]]) -> dict[st
     return combined
 
 
-def _join_of(name: str) -> Callable[[list[float]], float] | None:
+def join_of(name: str) -> Callable[[list[float]], float] | None:
     """How values of a metric are joined, by its name: `max_*` and `*/max`, `min_*` and `*/min`, `total_*` and `*/total`; None: by
     their mean, as rates are (`max_turns_reached_rate`)."""
     last = name.rsplit("/", 1)[-1]
     kind = last.split("_", 1)[0]
     return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
-
-
-def aggregate_rollout_metrics(per_group_metrics: dict[str, list[Any]]) -> dict[str, Any]:
-    """One value a name from the values of several groups: the highest of `max_*` and `*/max`, the lowest of `min_*` and
-    `*/min`, the sum of `total_*`, the mean of other numbers (rates, `trajectory_duration_s/mean`), and lists joined."""
-    result: dict[str, Any] = {}
-    for name, values in per_group_metrics.items():
-        if not values:
-            continue
-        if all(isinstance(value, list) for value in values):
-            result[name] = [item for value in values for item in value]
-        elif not all(isinstance(value, (int, float)) for value in values):
-            result[name] = values
-        else:
-            join = _join_of(name)
-            result[name] = sum(values) / len(values) if join is None else join(values)
-    return result

@@ -4,7 +4,8 @@ Tokens in, tokens out: the ids that a sample is trained on are the ids that were
 environments and people read.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -56,12 +57,12 @@ def run_multi_turn_rollout(
     policy_generation: "GenerationInterface",
     input_batch: "BatchedDataDict[DatumSpec]",
     tokenizer: "TokenizerType",
-    task_to_env: "dict[str, Environment]",
+    task_to_env: "Mapping[str, Environment]",
     max_seq_len: int,
     max_rollout_turns: int = 999999,
     greedy: bool = False,
     deduplicate_multimodal_data: bool = False,
-) -> "tuple[BatchedDataDict[DatumSpec], dict[str, Any]]":
+) -> "tuple[BatchedDataDict[DatumSpec], dict[str, float]]":
     """Rolls every conversation of the batch out to its end, or for `max_rollout_turns` turns.
 
     Messages are appended to the rows' message logs in place. The result has, besides the input's keys,

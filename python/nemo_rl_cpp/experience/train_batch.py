@@ -1,16 +1,13 @@
 """From finished conversations to the batch that the policy trains on."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, Message
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-
-Message = dict[str, Any]
-MessageLog = list[Message]
 
 
 def sampled_by_policy(message: Message) -> bool:
@@ -24,7 +21,7 @@ def spoken_by_assistant(message: Message) -> bool:
 
 
 def add_token_loss_masks(
-    message_logs: list[MessageLog], is_trained: Callable[[Message], bool] = sampled_by_policy
+    message_logs: list[LLMMessageLogType], is_trained: Callable[[Message], bool] = sampled_by_policy
 ) -> None:
     """Adds to every message, in place, `token_loss_mask` (1 on the tokens that are trained, else 0; like `token_ids`),
     and `generation_logprobs` of zeros where there are none."""
@@ -89,26 +86,3 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
     if "mask_sample" in samples:
         mask[torch.as_tensor(samples["mask_sample"], dtype=torch.bool)] = 0.0
     return mask
-
-
-def extract_initial_prompt_messages(
-    message_logs: list[MessageLog], original_prompt_lengths: torch.Tensor
-) -> list[MessageLog]:
-    """The messages of each conversation that make up its prompt: those before `original_prompt_lengths` [B] tokens.
-
-    An empty prompt has none. ValueError when a message straddles the length, which then is not that of the prompt.
-    """
-    prompts = []
-    for row, (log, length) in enumerate(zip(message_logs, original_prompt_lengths.tolist(), strict=True)):
-        prompt, tokens = [], 0
-        for message in log:
-            if tokens >= length:
-                break
-            prompt.append(message)
-            tokens += len(message["token_ids"])
-        if tokens > length and prompt and prompt[-1]["role"] == "assistant":
-            raise ValueError(
-                f"conversation {row}: its prompt is said to have {length} tokens, which ends inside a response"
-            )
-        prompts.append(prompt)
-    return prompts

@@ -1,6 +1,6 @@
 """One turn of a rollout: generate, append, let the environments answer, append their observations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from nemo_rl_cpp.experience.early_scoring import visible
 from nemo_rl_cpp.models.generation.interfaces import Responses
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.data.interfaces import DatumSpec, TokenizerType
+    from nemo_rl_cpp.data.interfaces import DatumSpec, LLMMessageLogType, TokenizerType
     from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 
 
@@ -66,8 +66,8 @@ def attach_responses(
 
 def calculate_rewards(
     batch: "BatchedDataDict[DatumSpec]",
-    task_to_env: dict[str, Environment],
-    begun: Sequence[tuple[list[int], Any]] = (),
+    task_to_env: Mapping[str, Environment],
+    begun: Sequence[tuple[list[int], object]] = (),
 ) -> EnvironmentReturn:
     """Lets every row's environment (by `task_name`) answer, all environments at the same time; rows keep their order.
 
@@ -105,23 +105,20 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
         raise _MixedRewards("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
 
-    def scattered(values: Sequence[Any]) -> list[Any]:
+    def listed(name: str) -> list[Any]:
         result = [None] * size
+        values = [v for rows, part in parts for v in (getattr(part, name) or [None] * len(rows))]
         for row, value in zip(order, values):
             result[row] = value
         return result
 
-    def tensor(pieces: list[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(pieces: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         if not pieces:
             return torch.empty(0, dtype=dtype)
         joined = torch.cat([torch.as_tensor(piece, dtype=dtype).cpu() for piece in pieces])
         return torch.empty_like(joined).index_copy_(0, torch.tensor(order, dtype=torch.long), joined)
 
-    def listed(name: str) -> list[Any]:
-        values = [getattr(part, name) for _, part in parts]
-        return scattered([v for (rows, _), value in zip(parts, values) for v in (value or [None] * len(rows))])
-
-    rewards: Any
+    rewards: torch.Tensor | dict[str, torch.Tensor]
     if parts and isinstance(parts[0][1].rewards, dict):
         names = {name: None for _, part in parts for name in part.rewards}
         rewards = {
@@ -156,7 +153,7 @@ class Observed(NamedTuple):
 
 
 def append_observation(
-    message_log: list[dict[str, Any]],
+    message_log: "LLMMessageLogType",
     observation: dict[str, str],
     tokenizer: "TokenizerType",
     used_tokens: int,

@@ -7,7 +7,7 @@ configuration that yields `Finding`s; each file of this package holds the checks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import data, environments, folders, model, sizes, warm_start
 from .finding import Finding
@@ -15,7 +15,7 @@ from .finding import Finding
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
 
-CHECKS: tuple[Callable[[Any], Iterable[Finding]], ...] = (
+CHECKS: tuple[Callable[[WholeConfig], Iterable[Finding]], ...] = (
     sizes.check, folders.check, model.check, environments.check, data.check, warm_start.check,
 )  # fmt: skip
 

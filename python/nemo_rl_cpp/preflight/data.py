@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .finding import Finding
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
     from nemo_rl_cpp.config.master import WholeConfig
+    from nemo_rl_cpp.config.policy import TokenizerConfig
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
 _MOST_FILES = 1000
@@ -33,7 +36,9 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 # -- tokenizer and template -------------------------------------------------------------------------------------------
 
 
-def _tokenizer(section: Any, config: WholeConfig, evaluation: bool) -> tuple[Any, list[Finding]]:
+def _tokenizer(
+    section: TokenizerConfig, config: WholeConfig, evaluation: bool
+) -> tuple[Tokenizer | None, list[Finding]]:
     """(the tokenizer with the run's template, None if it is not on this machine or damaged; findings about the template)."""
     from nemo_rl_cpp.data.chat_template import ChatTemplateError
     from nemo_rl_cpp.data.config_access import is_given
@@ -87,7 +92,7 @@ def _local_tokenizer(config: WholeConfig, evaluation: bool) -> Path | str | None
 # -- data sets --------------------------------------------------------------------------------------------------------
 
 
-def _sections(data: Any, evaluation: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
     """(dotted key, section with the defaults filled in) of every data set."""
     from nemo_rl_cpp.data.config_access import to_plain
     from nemo_rl_cpp.data.datasets.utils import update_single_dataset_config
@@ -104,7 +109,7 @@ def _sections(data: Any, evaluation: bool) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _check_section(
-    config: WholeConfig, where: str, section: dict[str, Any], tokenizer: Any, evaluation: bool
+    config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None, evaluation: bool
 ) -> Iterator[Finding]:
     from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
     from nemo_rl_cpp.data.inspection import Limits, inspect_rows, note_as_said
@@ -132,7 +137,7 @@ def _check_section(
             yield Finding(*note_as_said(remark))
 
 
-def _is_quick(section: dict[str, Any]) -> bool:
+def _is_quick(section: dict[str, object]) -> bool:
     """Whether a data set can be read here and now: made up quickly, or a local file that is not too large."""
     from nemo_rl_cpp.data.datasets.utils import is_local
 
@@ -146,7 +151,7 @@ def _is_quick(section: dict[str, Any]) -> bool:
     return len(files) <= _MOST_FILES and sum(f.stat().st_size for f in files if f.is_file()) <= _MOST_BYTES
 
 
-def _check_prompt_file(section: dict[str, Any], where: str) -> Iterator[Finding]:
+def _check_prompt_file(section: dict[str, object], where: str) -> Iterator[Finding]:
     """The prompt file of a data set that is not read here."""
     from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY

@@ -6,9 +6,9 @@ What is the user's own may import torch, which takes its time; environments of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.config.data import datasets_of
+from nemo_rl_cpp.config.data import DatasetConfig, datasets_of
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.environments.loading import (
     LoadingError,
@@ -42,23 +42,20 @@ def check(config: WholeConfig) -> Iterator[Finding]:
             elif name not in ENV_REGISTRY or not environment_target(name).startswith("nemo_rl_cpp."):
                 environment_class(name)
             elif (package := needed_package(name)) is not None:
-                yield Finding(
-                    "error",
-                    key,
-                    f"needs the package {package}, which is not installed: run `{install_command(package)}`",
-                )
+                install = install_command(package)
+                yield Finding("error", key, f"needs the package {package}, which is not installed: run `{install}`")
         except LoadingError as error:
             yield Finding("error", key, f"cannot be used: {error}")
 
 
-def _used(config: WholeConfig) -> dict[str, Any]:
+def _used(config: WholeConfig) -> dict[str, object]:
     """The entries of `env` that a data set of the run names."""
     default = getattr(getattr(config.data, "default", None), "env_name", None)
     names = [each.env_name or default for _, each in _datasets(config)]
     return {name: config.env[name] for name in dict.fromkeys(names) if name is not None and name in config.env}
 
 
-def _datasets(config: WholeConfig) -> list[tuple[str, Any]]:
+def _datasets(config: WholeConfig) -> list[tuple[str, DatasetConfig]]:
     """(dotted key, section) of every data set."""
     if not hasattr(config, "policy"):
         return [("data", config.data)]

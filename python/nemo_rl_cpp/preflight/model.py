@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.models.hf_config import check_length
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
@@ -27,6 +27,7 @@ from .finding import Finding
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent at most
 
@@ -36,7 +37,7 @@ class _Use(NamedTuple):
 
     key: str
     name: str
-    overrides: dict[str, Any] | None
+    overrides: dict[str, object] | None
     length: int | None
     length_key: str
     tokenizer: str | None
@@ -65,26 +66,18 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
     if not hasattr(config, "policy"):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
-        length = (
-            engine.max_model_len if "max_model_len" in engine.model_fields_set else None
-        )  # else it follows the model
+        # else it follows the model
+        length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
-        yield _Use(
-            "generation.model_name",
-            name,
-            None,
-            length,
-            "generation.vllm_cfg.max_model_len",
-            tokenizer,
-            "tokenizer.name",
-        )
+        key = "generation.vllm_cfg.max_model_len"
+        yield _Use("generation.model_name", name, None, length, key, tokenizer, "tokenizer.name")
         return
     yield _trained("policy", config.policy)
     if config.has_critic:
         yield _trained("value", config.value)
 
 
-def _trained(section: str, model: Any) -> _Use:
+def _trained(section: str, model: TrainedModelConfig) -> _Use:
     length = f"{section}.max_total_sequence_length"
     return _Use(
         f"{section}.model_name", model.model_name, model.hf_config_overrides, model.max_total_sequence_length, length,

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
@@ -53,8 +53,8 @@ class Saved(NamedTuple):
 
     path: Path
     time: str
-    config: dict[str, Any] | None
-    identity: dict[str, Any]
+    config: dict[str, dict[str, object]] | None
+    identity: dict[str, dict[str, str]]
 
 
 class Change(NamedTuple):
@@ -85,7 +85,7 @@ def read_saved(folder: Path) -> Saved:
     return Saved(folder, str(when), _saved_config(folder / "config.yaml"), identity)
 
 
-def _saved_config(file: Path) -> dict[str, Any] | None:
+def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
     """The configuration that a checkpoint holds, interpolations as text; None unless this program wrote it: a file of
     another may name further files."""
     try:
@@ -165,12 +165,12 @@ def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
             yield from _model_refusals(saved, section, getattr(config, section))
 
 
-def _sections(tree: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _sections(tree: Mapping[str, Mapping[str, object]]) -> list[Mapping[str, object]]:
     train = (tree.get("data") or {}).get("train")
     return [row for row in (train if isinstance(train, list) else [train]) if isinstance(row, Mapping)]
 
 
-def _list(names: list[Any]) -> str:
+def _list(names: list[object]) -> str:
     return ", ".join(map(shown, names)) or "none"
 
 
@@ -204,7 +204,7 @@ def _model_here(config: WholeConfig, value_head: bool) -> ModelFolder | None:
 
 
 def architecture_refusals(
-    saved: Saved, section: str, config: WholeConfig, model_config: Mapping[str, Any]
+    saved: Saved, section: str, config: WholeConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
     """(key, why) where the native decoder would compute something else: `model_config` is the model's config.json with
     the overrides laid over it."""

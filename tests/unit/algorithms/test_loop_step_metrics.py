@@ -12,7 +12,7 @@ from nemo_rl_cpp.algorithms.step_metrics import (
     training_metrics,
 )
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
-from nemo_rl_cpp.experience.rollout_runner import aggregate_rollout_metrics, combine_rollout_metrics
+from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 
 INF = float("inf")
 
@@ -194,23 +194,3 @@ def test_rates_of_rounds_are_means_and_extremes_are_extremes():
         "turns/total": 12,
     }
     assert combine_rollout_metrics(rounds) == pytest.approx(expected)
-
-
-def test_groups_aggregate_rates_durations_and_extremes():
-    given = {
-        "max_turns_reached_rate": [0.0, 1.0], "truncation_rate": [0.25, 0.75], "gen_tokens/max": [3, 9], "gen_tokens/min": [3, 9],
-        "trajectory_duration_s/mean": [1.0, 3.0], "trajectory_duration_s/max": [2.0, 4.0], "trajectory_duration_s/min": [0.5, 1.0],
-        "trajectory_duration_s/p95": [2.0, 4.0], "trajectory_duration_s/histogram": [[1.0], [2.0, 3.0]],
-    }  # fmt: skip
-    assert aggregate_rollout_metrics(given) == {
-        "max_turns_reached_rate": 0.5, "truncation_rate": 0.5, "gen_tokens/max": 9, "gen_tokens/min": 3,
-        "trajectory_duration_s/mean": 2.0, "trajectory_duration_s/max": 4.0, "trajectory_duration_s/min": 0.5,
-        "trajectory_duration_s/p95": 3.0, "trajectory_duration_s/histogram": [1.0, 2.0, 3.0],
-    }  # fmt: skip
-
-
-def test_groups_aggregate_by_the_name():
-    combined = aggregate_rollout_metrics(
-        {"max_len": [3, 7], "min_len": [3, 7], "total_turns": [3, 7], "mean": [3, 7], "h": [[1], [2, 3]], "none": []}
-    )
-    assert combined == {"max_len": 7, "min_len": 3, "total_turns": 10, "mean": 5.0, "h": [1, 2, 3]}

@@ -295,6 +295,7 @@ def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
     assert idle == [], " ".join(idle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
 def test_keys_that_runs_read_are_not_called_without_effect(reads, kind):
     keys = keys_of(MASTERS[kind])

@@ -75,8 +75,6 @@ def test_masks_and_old_logprobs():
 
 def test_rollouts_name_what_is_missing_and_stay_rollouts():
     rows = Rollouts(total_reward=torch.tensor([1.0, 2.0]), note=["a", "b"])
-    rows["reward/short"] = torch.tensor([0.5, 0.5])
-    assert list(rows.parts) == ["short"]
     with pytest.raises(MissingField, match="the rollouts have no group_id: it comes from the prompt source"):
         _ = rows.group_id
     picked = rows.select_indices(torch.tensor([False, True]))

@@ -1,14 +1,8 @@
 """Conversations to training tensors."""
 
-import pytest
 import torch
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.experience.train_batch import (
-    add_token_loss_masks,
-    build_train_batch,
-    extract_initial_prompt_messages,
-    spoken_by_assistant,
-)
+from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, build_train_batch, spoken_by_assistant
 
 
 def message(role, ids, logprobs=None):
@@ -68,14 +62,3 @@ def test_message_masks_in_place():
     add_token_loss_masks(log)
     assert [m["token_loss_mask"].tolist() for m in log[1]] == [[0], [0], [0], [1]]
     assert log[1][1]["generation_logprobs"].dtype == torch.float32
-
-
-def test_initial_prompt_by_length():
-    logs = samples()["message_log"]
-    prompt = extract_initial_prompt_messages(logs, torch.tensor([2, 3]))
-    assert [len(p) for p in prompt] == [1, 3]
-    assert extract_initial_prompt_messages(logs, torch.tensor([0, 0])) == [[], []]
-    with pytest.raises(ValueError, match="inside a response"):
-        extract_initial_prompt_messages(
-            [[message("user", [1]), message("assistant", [2, 3], [0.0, 0.0])]], torch.tensor([2])
-        )

@@ -1,6 +1,6 @@
 """GRPO under NeMo RL's names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,9 +25,10 @@ from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOCon
 from nemo_rl_cpp.config.logger import LoggerConfig as GRPOLoggerConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.rewards import RewardScalingConfig, RewardShapingConfig
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.experience.rollout_runner import aggregate_rollout_metrics
-from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, extract_initial_prompt_messages, sampled_by_policy
+from nemo_rl_cpp.experience.rollout_runner import join_of
+from nemo_rl_cpp.experience.train_batch import add_token_loss_masks, sampled_by_policy
 
 __all__ = [
     "AdvEstimatorConfig",
@@ -173,3 +174,43 @@ def _clip_grpo_advantages(advantages: Tensor, grpo_config: GRPOConfig) -> Tensor
 def _create_advantage_estimator(master_config: MasterConfig) -> Any:
     """By `grpo.adv_estimator.name`; ValueError for a name that GRPO has no estimator for."""
     return make_advantages(master_config).estimator
+
+
+def aggregate_rollout_metrics(per_group_metrics: Mapping[str, list[object]]) -> dict[str, object]:
+    """One value a name from the values of several groups: the highest of `max_*` and `*/max`, the lowest of `min_*` and
+    `*/min`, the sum of `total_*`, the mean of other numbers (rates, `trajectory_duration_s/mean`), and lists joined."""
+    result: dict[str, object] = {}
+    for name, values in per_group_metrics.items():
+        if not values:
+            continue
+        if all(isinstance(value, list) for value in values):
+            result[name] = [item for value in values for item in value]
+        elif not all(isinstance(value, (int, float)) for value in values):
+            result[name] = values
+        else:
+            join = join_of(name)
+            result[name] = sum(values) / len(values) if join is None else join(values)
+    return result
+
+
+def extract_initial_prompt_messages(
+    message_logs: list[LLMMessageLogType], original_prompt_lengths: Tensor
+) -> list[LLMMessageLogType]:
+    """The messages of each conversation that make up its prompt: those before `original_prompt_lengths` [B] tokens.
+
+    An empty prompt has none. ValueError when a message straddles the length, which then is not that of the prompt.
+    """
+    prompts = []
+    for row, (log, length) in enumerate(zip(message_logs, original_prompt_lengths.tolist(), strict=True)):
+        prompt, tokens = [], 0
+        for message in log:
+            if tokens >= length:
+                break
+            prompt.append(message)
+            tokens += len(message["token_ids"])
+        if tokens > length and prompt and prompt[-1]["role"] == "assistant":
+            raise ValueError(
+                f"conversation {row}: its prompt is said to have {length} tokens, which ends inside a response"
+            )
+        prompts.append(prompt)
+    return prompts

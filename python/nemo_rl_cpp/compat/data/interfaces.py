@@ -2,9 +2,10 @@
 
 from typing import TypedDict
 
+import torch
+
 from nemo_rl_cpp.data.interfaces import (
     DatumSpec,
-    FlatMessagesType,
     LLMMessageLogType,
     PathLike,
     TaskDataPreProcessFnCallable,
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 VLMMessageLogType = LLMMessageLogType
+FlatMessagesType = dict[str, list[str] | torch.Tensor]
+"""A conversation by key instead of by message: tensors joined, everything else as a list over messages."""
 
 
 class PreferenceDatumSpec(TypedDict):

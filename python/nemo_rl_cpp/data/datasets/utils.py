@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from nemo_rl_cpp.data.interfaces import Indexed, Row, TokenizerType
+
+    Section = dict[str, object]  # one data set of a configuration, as plain data
 
 
 def assert_no_double_bos(token_ids: Sequence[int] | torch.Tensor, tokenizer: TokenizerType) -> None:
@@ -54,7 +56,7 @@ def load_dataset_from_path(
                 raise ValueError(f"data: the folder {str(path)!r} has no folder for the subset {data_subset!r}")
             path = path / data_subset
         return _from_disk(path, data_split) if _is_saved(path) else read_folder(path, data_split)
-    if path.exists() or path.is_absolute() or str(data_path).startswith((".", "~")):
+    if is_local(data_path):
         raise ValueError(
             f"data: data_path {str(data_path)!r} must be a file ending in {', '.join(READERS)}, a folder of such files or "
             "one written by datasets.save_to_disk, or the name of a data set on the hub"
@@ -126,7 +128,7 @@ def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, sp
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
-def update_single_dataset_config(data_config: dict[str, object], default_data_config: dict[str, object]) -> None:
+def update_single_dataset_config(data_config: Section, default_data_config: Section) -> None:
     """Fills the keys that `data_config` lacks, in place; a key that is there keeps its value, null included."""
     for key, value in default_data_config.items():
         data_config.setdefault(key, value)
@@ -147,16 +149,13 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
     return ChainedDataset(datasets)
 
 
-def _sections(data_config: Mapping[str, object]) -> Iterable[dict[str, object]]:
-    for key in ("train", "validation", "default"):
-        section = data_config.get(key)
-        if section is None:
-            continue
-        several = section if isinstance(section, (list, tuple)) else [section]
-        yield from (one for one in several if one is not None)
+def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
+    """The data sets of `data.train` or `data.validation`, which is one section, several, or missing."""
+    return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 
 def extract_necessary_env_names(data_config: Mapping[str, object]) -> list[str]:
     """Names of all environments that the sections of `data` ask for, each once, in order of appearance."""
-    names = [section.get("env_name") for section in _sections(data_config)]
+    sides = [sections_of(data_config.get(key)) for key in ("train", "validation", "default")]
+    names = [section.get("env_name") for side in sides for section in side if section is not None]
     return list(dict.fromkeys(name for name in names if name is not None))

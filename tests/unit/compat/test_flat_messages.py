@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.data.llm_message_utils import batched_message_log_to_flat_message, message_log_to_flat_messages
+from nemo_rl_cpp.compat.data.llm_message_utils import batched_message_log_to_flat_message, message_log_to_flat_messages
 
 
 def turn(role, ids, **more):

@@ -11,6 +11,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "not slow" and is_in_a_slow_folder(collection_path) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if is_in_a_slow_folder(item.path):

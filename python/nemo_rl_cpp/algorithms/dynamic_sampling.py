@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -70,6 +70,15 @@ def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool
     return sample_mask(rollouts, overlong_filtering) != 0
 
 
+class SamplingRound(NamedTuple):
+    """What `dynamic_sampling` returns: the batch, whether it is complete, and what earlier rounds kept for the next one."""
+
+    batch: BatchedDataDict[DatumSpec]
+    is_complete: bool
+    cache: BatchedDataDict[DatumSpec] | None
+    metrics: dict[str, float]
+
+
 def dynamic_sampling(
     repeated_batch: BatchedDataDict[DatumSpec],
     std: torch.Tensor,
@@ -79,7 +88,7 @@ def dynamic_sampling(
     timer: Timer | None,
     batch_cache: BatchedDataDict[DatumSpec] | None = None,
     unit: Literal["group", "sample"] = "group",
-) -> tuple[BatchedDataDict[DatumSpec], bool, BatchedDataDict[DatumSpec] | None, dict[str, float]]:
+) -> SamplingRound:
     """One round of dynamic sampling, with NeMo RL's signature and results. The loop here uses `GroupSampler`.
 
     Args:
@@ -92,8 +101,7 @@ def dynamic_sampling(
             generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more. A batch with neither
             `group_id` nor `idx` says nothing of groups but their std, and goes by "sample".
 
-    Returns (batch, whether it is complete, cache for the next round, metrics). With dynamic sampling off: the batch,
-    True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
+    With dynamic sampling off: the batch, True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
     all rows of all rounds, and so longer than the other entries until the batch is complete and cut.
 
     Raises DynamicSamplingExhausted (a ValueError) when the batches allowed are used up.
@@ -105,7 +113,7 @@ def dynamic_sampling(
     section_name, section = _section(master_config)
     repeated_batch["baseline"], repeated_batch["std"] = baseline, std
     if not _get(section, "use_dynamic_sampling"):
-        return repeated_batch, True, None, {}
+        return SamplingRound(repeated_batch, True, None, {})
     with timer.time("dynamic_sampling") if timer is not None else nullcontext():
         kept = mixed_rows(repeated_batch) if unit == "group" else std != 0.0
         batch = repeated_batch.select_indices(kept)
@@ -126,9 +134,9 @@ def dynamic_sampling(
                     f"dynamic sampling has {available} of {wanted} samples after {used} generation batches "
                     f"({section_name}.dynamic_sampling_max_gen_batches={limit}). {_ADVICE}"
                 )
-            return batch, False, batch_cache, {}
+            return SamplingRound(batch, False, batch_cache, {})
         metrics = {"dynamic_sampling_num_discarded_valid_samples": available - wanted}
-        return batch.slice(0, wanted), True, batch_cache, metrics
+        return SamplingRound(batch.slice(0, wanted), True, batch_cache, metrics)
 
 
 class _BadLimit(ValueError, AssertionError):

@@ -2,11 +2,16 @@
 
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from nemo_rl_cpp.algorithms import restarts
+from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.config import load_grpo_config
 from safetensors.torch import load_file
 
 BLOCKS = ("policy.gradient_blocks=4",)
@@ -18,6 +23,10 @@ def workers(count: int, executor: str = "processes") -> tuple[str, ...]:
 
 
 KL = ("loss_fn.reference_policy_kl_penalty=0.01", "grpo.skip_reference_policy_logprobs_calculation=false")
+
+
+def tensor_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml") -> tuple[dict[str, str], Path]:
@@ -38,7 +47,7 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
         ]
     checkpoint = folder / "checkpoints" / f"step_{steps}"
     files = sorted(path for path in checkpoint.rglob("*.safetensors") if "trainer_state" not in path.parts)
-    digests = {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    digests = {str(path.relative_to(checkpoint)): tensor_digest(path) for path in files}
     return digests | {"metrics": json.dumps(history)}, checkpoint
 
 
@@ -74,3 +83,42 @@ def test_a_checkpoint_is_anybodys(tmp_path):
     for steps, more in ((2, workers(2)), (4, ()), (5, workers(4))):
         mixed, _ = trained(tmp_path / "mixed", steps, *BLOCKS, *more, config="ppo_tiny.yaml")
     assert {k: v for k, v in mixed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}
+
+
+def test_a_run_that_has_lost_a_worker_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capfd):
+    straight, _ = trained(tmp_path / "straight", 4, *BLOCKS)
+    folder, built = tmp_path / "broken", []
+
+    class KillsAWorker:
+        """In place of the progress line: after step 3 of the first run, rank 1 is gone."""
+
+        def __init__(self, run):
+            self.run = run
+
+        def step(self, step, metrics):
+            if step == 3 and len(built) == 1:
+                os.kill(self.run.cluster.workers.pids[1], signal.SIGKILL)
+
+        def print(self, text): ...
+
+        def finish(self, summary, title): ...
+
+    def build(config):
+        built.append(build_run(config))
+        built[-1].services.progress = KillsAWorker(built[-1])
+        return built[-1]
+
+    monkeypatch.setattr(restarts, "build_run", build)
+    config = load_grpo_config(
+        "grpo_tiny.yaml",
+        [*BLOCKS, *workers(2), "cluster.max_restarts=1", f"logger.log_dir={folder / 'logs'}", "grpo.max_num_steps=4",
+         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.enabled=true", "checkpointing.save_period=2",
+         "checkpointing.metric_name=null", "grpo.val_period=0", "grpo.val_at_end=false"],
+    )  # fmt: skip
+    restarts.train(config)
+    assert len(built) == 2 and built[1].history[0]["step"] == 3
+    assert "rank 1 of 2" in (said := capfd.readouterr().err) and "restart 1 of 1, from the newest checkpoint" in said
+    checkpoint = folder / "checkpoints" / "step_4"
+    assert {name: tensor_digest(checkpoint / name) for name in straight if name != "metrics"} == {
+        name: value for name, value in straight.items() if name != "metrics"
+    }

@@ -156,6 +156,8 @@ class ProcessWorkers(Workers):
             if silent:
                 silent[0].set(None, self._workers[silent[0].rank].lost())
                 break
+            if any(isinstance(call.error, WorkerLostError) for call in calls):
+                break
             if any(call.error for call in calls):  # the others may say why; those that go on waiting for it are ended
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() - failed_at > worker_calls.GRACE_SECONDS:

@@ -137,7 +137,8 @@ class RayWorkers(Workers):
                     call.set(
                         None, self._lost(call, f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)")
                     )
-                    failed_at = -worker_calls.GRACE_SECONDS
+            if any(isinstance(call.error, WorkerLostError) for call in calls):
+                break
             if any(call.error for call in calls):
                 failed_at = time.monotonic() if failed_at is None else failed_at
                 if time.monotonic() - failed_at > worker_calls.GRACE_SECONDS:

@@ -218,6 +218,7 @@ def changes(kind):
         "cluster.num_nodes": ((), "4"),
         "cluster.strict_sizes": (two, "true"),
         "cluster.executor": ((), "ray"),
+        "cluster.max_restarts": (("checkpointing.enabled=false",), "1"),
         f"{kind}.skip_reference_policy_logprobs_calculation": (("loss_fn.reference_policy_kl_penalty=0.1", f"{kind}.skip_reference_policy_logprobs_calculation=false"), "true"),
         "data.use_multiple_dataloader": (("data.num_prompts_per_dataloader=32",), "true"),
         "data.default.dataset_name": (("~data.train.dataset_name", "~data.train.num_digits", "data.default.dataset_name=reverse_digits"), "arithmetic"),

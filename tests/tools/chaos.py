@@ -1,0 +1,131 @@
+"""Kills or stops one process of a run in several processes at random moments, and looks at what the run does.
+
+    python tests/tools/chaos.py --each 20
+    python tests/tools/chaos.py --each 5 --victims "rank 1" --config configs/ppo_tiny.yaml
+
+Victims are rank 0, rank 1 and the run's own process ("driver"); each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two
+seconds), in turns. Within the deadline the run must have ended with the name of the lost rank, or go on where the driver
+was only stopped; no process may be left; and the run that is resumed after all of it must leave the same bits as an
+unbroken one. Exit status 1 if anything fails.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kill_resume import command, differences, fingerprint, newest_step, run_to_end
+
+VICTIMS = ("rank 0", "rank 1", "driver")
+SILENCE = 4  # cluster.worker_timeout_s
+DEADLINE = 30.0  # seconds from the blow to the end of the run: silence, grace for a reason, and the end of the program
+WORKERS = (
+    "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1", f"cluster.worker_timeout_s={SILENCE}",
+    "policy.gradient_blocks=2",
+)  # fmt: skip
+
+
+def workers_of(pid: int) -> dict[str, int]:
+    """The workers of a run: "rank 0" -> process."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == pid and "nemo_rl_cpp.distributed.worker" in words:
+                found[f"rank {json.loads(words[-2])['rank']}"] = int(entry.name)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> tuple[str, list[str]]:
+    """Starts the run and strikes after `delay` seconds; (what happened, what is wrong about it)."""
+    with tempfile.TemporaryFile("w+") as output:
+        run = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            run.wait(delay)
+            return "had ended", []
+        except subprocess.TimeoutExpired:
+            pass
+        workers = workers_of(run.pid)
+        target = run.pid if victim == "driver" else workers.get(victim)
+        if target is None:  # it has not been started, or has ended
+            run.kill(), run.wait()
+            return "was not there", []
+        began = time.monotonic()
+        os.kill(target, number)
+        if target == run.pid and number == signal.SIGSTOP:
+            time.sleep(2)
+            os.kill(target, signal.SIGCONT)
+            return ("went on", []) if run.wait() == 0 else ("did not go on", [f"status {run.returncode}"])
+        problems = []
+        try:
+            run.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            problems.append(f"the run had not ended after {DEADLINE:.0f} s")
+            run.kill()
+            run.wait()
+        ended = time.monotonic() - began
+        while any(map(alive, workers.values())) and time.monotonic() - began < ended + 5:
+            time.sleep(0.05)
+        problems += [f"{name} (process {pid}) is left" for name, pid in workers.items() if alive(pid)]
+        output.seek(0)
+        text = output.read()
+        if victim != "driver" and f"{victim} of 2" not in text and run.returncode != 0:
+            problems.append(f"the output does not name it: {text[-600:]}")
+        return f"ended after {ended:.1f} s with status {run.returncode}", problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/grpo_tiny.yaml")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--each", type=int, default=20, help="blows for each victim")
+    parser.add_argument("--victims", nargs="+", default=VICTIMS, choices=VICTIMS)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments, overrides = parser.parse_known_args()
+    dice, failed = random.Random(arguments.seed), 0
+    overrides = [*WORKERS, *overrides]
+    with tempfile.TemporaryDirectory() as scratch:
+        whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
+        began = time.monotonic()
+        run_to_end(command(arguments.config, whole, arguments.steps, overrides), dict(os.environ))
+        length, expected = time.monotonic() - began, fingerprint(whole)
+        for turn in range(arguments.each):
+            for victim in arguments.victims:
+                number = signal.SIGSTOP if turn % 2 else signal.SIGKILL
+                delay = dice.uniform(0.3, 0.9) * length
+                happened, problems = blow(
+                    command(arguments.config, broken, arguments.steps, overrides), victim, number, delay
+                )
+                failed += bool(problems)
+                print(f"{victim} {number.name} after {delay:.1f} s: {happened}{'; '.join(['', *problems])}", flush=True)
+                if newest_step(broken) >= arguments.steps:
+                    if wrong := differences(expected, fingerprint(broken)):
+                        failed += 1
+                        print(f"DIFFERENT: {', '.join(wrong)}", flush=True)
+                    broken = broken.with_name(f"{broken.name}_")
+        run_to_end(command(arguments.config, broken, arguments.steps, overrides), dict(os.environ))
+        wrong = differences(expected, fingerprint(broken))
+    print(f"{failed} failures; " + (f"DIFFERENT: {', '.join(wrong)}" if wrong else "the same bits as the unbroken run"))
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

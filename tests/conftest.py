@@ -1,11 +1,26 @@
-"""Tests marked `gpu` run where there is a CUDA device and are deselected elsewhere."""
+"""Which tests a run takes: those marked `gpu` where there is a CUDA device, those of slow folders but in the fast tier."""
+
+from pathlib import Path
 
 import pytest
+from tiers import is_in_a_slow_folder
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier imports no file whose tests it leaves out."""
+    return True if config.option.markexpr == "not slow" and is_in_a_slow_folder(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
+    for item in items:
+        if is_in_a_slow_folder(item.path):
+            item.add_marker(pytest.mark.slow)
+    if any(item.get_closest_marker("gpu") for item in items):
+        _deselect_without_a_gpu(config, items)
+
+
+def _deselect_without_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     if torch.cuda.is_available():

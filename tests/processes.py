@@ -32,6 +32,11 @@ def children_of(pid: int) -> list[str]:
     return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
+def verifier_pids(owner) -> list[int]:
+    """Of a VerifierPool, or of an environment that has one."""
+    return [worker.pid for worker in getattr(owner, "_pool", owner)._workers]
+
+
 def descendants(pid: int) -> set[str]:
     try:
         children = children_of(pid)

@@ -123,6 +123,7 @@ enum PGMetric : int {
   kPositiveNllLoss,
   kNonfiniteSample,
   kNonfiniteToken,
+  kTokenMultProbErrorSum,  ///< the numerator of kTokenMultProbError
   kNumPGMetrics
 };
 
@@ -275,6 +276,7 @@ NRL_INLINE void clipped_pg_finalize(const double* sum, std::int64_t num_tokens, 
   metrics[kProbsRatioClampedMax] = sum[kClampedMax];
   metrics[kKlPenalty] = kl;
   metrics[kTokenMultProbError] = sum[kMultProbError] * weights.token;
+  metrics[kTokenMultProbErrorSum] = sum[kMultProbError];
   metrics[kGenKlError] = sum[kGenKl] * weights.token;
   metrics[kPolicyKlError] = sum[kPolicyKl] * weights.token;
   metrics[kJsDivergenceError] = sum[kJs] * weights.token;

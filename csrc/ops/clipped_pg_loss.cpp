@@ -37,7 +37,8 @@ const std::vector<std::string>& clipped_pg_metric_names() {
                                                  "is_oob_ratio",
                                                  "positive_nll_loss",
                                                  "nonfinite_sample",
-                                                 "nonfinite_token"};
+                                                 "nonfinite_token",
+                                                 "token_mult_prob_error_sum"};
   NRL_CHECK(names.size() == kNumPGMetrics, "one name a metric");
   return names;
 }

@@ -33,6 +33,7 @@ def test_run_all_runs_every_benchmark(run_all):
     assert {command.split()[0] for command in run_all.RUNS.values()} == scripts - ON_A_GPU_ONLY
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_named_and_the_others_go_on(run_all, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(run_all, "RUNS", {"broken": "gae --no-such-option", "help": "gae --help"})
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])

@@ -1,12 +1,26 @@
 """Files and functions that a newcomer can hold in mind."""
 
 import ast
+import math
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 100
 MAX_LOOP_LINES = 60
+MAX_PARAMETERS = 8
+MAX_RESULTS = 3
+
+# More parameters than MAX_PARAMETERS: what users call, with names that they know.
+FACADES = {
+    "data/tokenizer.py:apply_chat_template": "as in transformers",
+    "generate.py:generate": "text from one call; keyword-only",
+    "models/policy/lm_policy.py:__init__": "NeMo RL's Policy",
+    "models/value/lm_value.py:__init__": "NeMo RL's Value",
+    "quick.py:train_grpo": "a training run from one call; keyword-only",
+}
 
 
 def source_files():
@@ -19,10 +33,42 @@ def source_files():
         yield from (p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes and "__pycache__" not in p.parts)
 
 
-def functions(path):
+def definitions(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name, node.end_lineno - node.lineno + 1
+            yield node
+
+
+def functions(path):
+    for node in definitions(path):
+        yield node.name, node.end_lineno - node.lineno + 1
+
+
+def house_definitions():
+    """("folder/file.py:function", its definition) of the package without `compat`, whose signatures are NeMo RL's."""
+    package = ROOT / "python" / "nemo_rl_cpp"
+    for path in package.rglob("*.py"):
+        if "compat" not in path.relative_to(package).parts:
+            yield from ((f"{path.relative_to(package).as_posix()}:{node.name}", node) for node in definitions(path))
+
+
+def num_parameters(node):
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def num_results(node):
+    """How many entries the tuple has that `node` returns by its annotation: 1 where that is no tuple or all its entries are
+    of one type, infinity where neither their number nor their types are said."""
+    returns = node.returns
+    if isinstance(returns, ast.Constant) and isinstance(returns.value, str):
+        returns = ast.parse(returns.value, mode="eval").body
+    if not isinstance(returns, ast.Subscript) or ast.unparse(returns.value) not in ("tuple", "Tuple"):
+        return 1
+    entries = returns.slice.elts if isinstance(returns.slice, ast.Tuple) else [returns.slice]
+    if not any(isinstance(e, ast.Constant) and e.value is ... for e in entries):
+        return len(entries)
+    return math.inf if ast.unparse(entries[0]) == "Any" else 1
 
 
 def test_files_are_short():
@@ -45,3 +91,28 @@ def test_python_functions_are_short():
 def test_the_training_loop_is_one_page():
     loop = dict(functions(ROOT / "python" / "nemo_rl_cpp" / "algorithms" / "loop.py"))
     assert loop["train_loop"] <= MAX_LOOP_LINES
+
+
+def test_functions_have_few_parameters():
+    many = {name: n for name, node in house_definitions() if (n := num_parameters(node)) > MAX_PARAMETERS}
+    assert sorted(many) == sorted(FACADES), f"{many}: put settings that belong together into a dataclass"
+
+
+def test_results_of_more_than_three_parts_have_names():
+    many = {name: n for name, node in house_definitions() if (n := num_results(node)) > MAX_RESULTS}
+    assert not many, "a NamedTuple or a dataclass gives its parts names"
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters", "results"),
+    [
+        ("def f(self, a, /, b, *args, c=1, **more) -> tuple[int, str, int, int]: ...", 3, 4),
+        ("def f(a) -> 'tuple[int, str, int, int]': ...", 1, 4),
+        ("def f() -> tuple[int, ...]: ...", 0, 1),
+        ("def f() -> tuple[Any, ...]: ...", 0, math.inf),
+        ("def f() -> dict[str, int]: ...", 0, 1),
+    ],
+)
+def test_parameters_and_results_are_counted(text, parameters, results):
+    (node,) = ast.parse(text).body
+    assert (num_parameters(node), num_results(node)) == (parameters, results)

@@ -69,7 +69,8 @@ def main():
     config = ops.ClippedPGConfig(kl_penalty=0.01)
     keys = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
     tensors = [*(data[k][:, 1:] for k in keys), data["sample_mask"]]
-    ours = lambda: ops.clipped_pg_loss(x, config=config, **data)  # noqa: E731
+    inputs = ops.ClippedPGInputs(**data)
+    ours = lambda: ops.clipped_pg_loss(x, inputs, config=config)  # noqa: E731
     eager = step_of(peer, x, tensors)
     torch.testing.assert_close(ours().grad_logprobs, eager()[0], rtol=1e-4, atol=1e-9)
     untuned = alternate({"eager": eager}, report.args.repeats)["eager"]

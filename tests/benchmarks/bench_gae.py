@@ -36,7 +36,7 @@ def main():
     token_rewards = torch.zeros(B, S, **on)
     token_rewards[torch.arange(B, **on), lengths - 1] = rewards
     layout = [t.t().contiguous() for t in (token_rewards, values, mask)]
-    ours = lambda: ops.gae(rewards, values, mask, gamma=GAMMA, gae_lambda=LAMBDA)  # noqa: E731
+    ours = lambda: ops.gae(rewards, values, mask, ops.GAEConfig(GAMMA, LAMBDA))  # noqa: E731
     mine, theirs = ours(), peer(*layout)
     torch.testing.assert_close(mine.advantages, theirs[0].t(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(mine.returns, theirs[1].t(), rtol=1e-3, atol=1e-3)

@@ -165,7 +165,7 @@ def steps(folder):
 def test_keys_arrive(name):
     config = load_grpo_config(LINES[name].config, LINES[name].overrides)
     for key, expected in LINES[name].gives.items():
-        assert value(config.resolved, key) == expected, key
+        assert value(config.model_dump(), key) == expected, key
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -183,7 +183,9 @@ def test_commands_run(name, tmp_path, monkeypatch, capsys):
     for metric, holds in line.shows.items():
         assert holds([row[f"train/{metric}"] for row in rows]), (metric, [row[f"train/{metric}"] for row in rows])
     warns = (
-        value(load_grpo_config(line.config, line.overrides).resolved, "grpo.reward_shaping.stop_properly_penalty_coef")
+        value(
+            load_grpo_config(line.config, line.overrides).model_dump(), "grpo.reward_shaping.stop_properly_penalty_coef"
+        )
         is not None
     )
     assert (

@@ -52,7 +52,6 @@ def test_it_learns(tmp_path, mode):
     check(mode, tiny.learn(config, seed, tmp_path, until))
 
 
-@pytest.mark.slow
 def test_it_learns_with_five_seeds_of_five(tmp_path):
     """The other four."""
     runs = [(mode, seed) for seed in (2, 3, 4, 5) for mode in MODES]

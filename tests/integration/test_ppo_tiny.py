@@ -37,7 +37,6 @@ def test_it_learns_to_reverse_digits(tmp_path, config):
     check(config, tiny.learn(config, 1, tmp_path))
 
 
-@pytest.mark.slow
 def test_it_learns_with_five_seeds_of_five(tmp_path):
     """The other four."""
     jobs = [(config, seed, 0.9) for seed in (2, 3, 4, 5) for config in CONFIGS]

@@ -6,7 +6,6 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 
-pytestmark = pytest.mark.slow
 TEXTS = [
     "The capital of France is", "Once upon a time", "3 + 4 = 7\n8 + 5 =", "def fibonacci(n):", "Water boils at", "The three primary colours are",
     "In 1969,", "Dear Sir or Madam,",

@@ -6,11 +6,11 @@
 
 A fixed point over names. A function, class or method of the package is reached when code that is reached mentions its
 name; a method needs its class to be reached as well. The start is what users call: the command lines, `examples/`, the
-names that `nemo_rl_cpp` itself exports, the names that the guides print, what docs/guides call, and the dotted names of
-configurations.
+names that `nemo_rl_cpp` itself exports, the names that the guides print, what docs/guides and CONTRIBUTING.md call, and the
+dotted names of configurations.
 Imports and `__all__` mention nothing; a text that is a class's name does, since registries look classes up by it. Names
 are not resolved, so that one name in two places counts as reached in both: the result is a lower bound.
-`nemo_rl_cpp.compat`, which is for ports, is neither counted nor a start.
+`nemo_rl_cpp.compat`, which is for ports, is not counted; what it imports is reached.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ STARTS = ("cli.py", "run_grpo_math.py", "run_ppo.py", "run_eval.py", "quick.py",
 PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
                     "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip
 # functions that look an attribute up by a text that they are given
-LOOK_UP = {"getattr", "hasattr", "_tell"}
+LOOK_UP = {"getattr", "hasattr", "_tell", "_ask", "call_all", "call_each", "call_for_one_value"}
 # methods that a base class of another package calls
-CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "run"}
+CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "run", "visit_Concat", "visit_Getitem"}
+# methods that the code of users calls, as NeMo RL's class or transformers' has them
+CALLED_BY_USERS = {"clear_logger_metrics", "convert_ids_to_tokens", "convert_tokens_to_ids", "get_logger_metrics",
+                   "global_post_process_and_metrics", "rename_column", "set_records"}  # fmt: skip
 
 
 @dataclass
@@ -54,10 +57,14 @@ def mentions(node: ast.AST) -> Iterator[str]:
             yield part.id
         elif isinstance(part, ast.Attribute):
             yield part.attr
+        elif isinstance(part, ast.ImportFrom):  # within a function, under another name
+            yield from (alias.name for alias in part.names if alias.asname)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield from dotted(part.value)
-            if re.fullmatch(r"[A-Z]\w+", part.value):
-                yield part.value
+            if entry := re.fullmatch(
+                r"(?:[a-z][\w.]*[.:])?([A-Z]\w+)", part.value
+            ):  # of a registry, with or without its module
+                yield entry[1]
         elif isinstance(part, ast.Call) and called_name(part) in LOOK_UP:
             yield from (a.value for a in part.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
         for annotation in (getattr(part, "annotation", None), getattr(part, "returns", None)):
@@ -71,8 +78,8 @@ def called_name(call: ast.Call) -> str:
 
 
 def dotted(text: str) -> list[str]:
-    """The last names of `package.module.Name` in a text."""
-    return re.findall(r"\bnemo_rl_cpp(?:\.\w+)*\.(\w+)", text)
+    """The last names of `package.module.Name` and of `package.module:Name` in a text."""
+    return re.findall(r"\bnemo_rl_cpp(?:\.\w+)*[.:](\w+)", text)
 
 
 def decorator_name(node: ast.expr) -> str:
@@ -132,13 +139,21 @@ def starting_names(root: Path) -> set[str]:
     here = Path(__file__).resolve().parents[1] / "unit" / "porting" / "guide_names.json"
     for entries in json.loads((guides if guides.exists() else here).read_text()).values():
         names |= set(entries)
-    for page in (root / "docs" / "guides").glob("*.md"):
+    for page in (*root.glob("CONTRIBUTING.md"), *(root / "docs" / "guides").glob("*.md")):
         names |= set(re.findall(r"\b(\w+)\(", page.read_text()))
     for folder in ("configs", "examples"):
         for file in (root / folder).rglob("*"):
             if file.suffix in {".yaml", ".ipynb", ".py"}:
                 names |= set(dotted(file.read_text()))
+    for file in (package / "compat").rglob("*.py"):
+        names |= wanted_by(ast.parse(file.read_text()))
     return names
+
+
+def wanted_by(tree: ast.Module) -> set[str]:
+    """The names that a file imports, and those in it."""
+    imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    return {alias.name for node in imports for alias in node.names} | set(mentions(tree))
 
 
 def reached(root: Path) -> list[Item]:
@@ -165,7 +180,7 @@ def is_reached(item: Item, names: set[str], starts: set[Path]) -> bool:
     if item.owner is not None and not item.owner.reached:
         return False
     special = item.name.startswith("__") and item.name.endswith("__")
-    called = item.owner is not None and (special or item.name in CALLED_FROM_OUTSIDE)
+    called = item.owner is not None and (special or item.name in CALLED_FROM_OUTSIDE | CALLED_BY_USERS)
     return called or special or item.registered or item.name in names or (item.path in starts and item.name == "main")
 
 

@@ -21,6 +21,7 @@ from nemo_rl_cpp.config.python_values import plain
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models import sources
 
+pytestmark = pytest.mark.slow
 pandas = pytest.importorskip("pandas")
 NUM_VALUES = 300
 RAW = (

@@ -273,6 +273,7 @@ def test_a_reward_function_that_fails_says_so(tmp_path):
         run(tmp_path, reward=broken)
 
 
+@pytest.mark.slow
 def test_a_temporary_log_folder_goes_with_its_process(tmp_path):
     program = (
         "import os, sys\nfrom nemo_rl_cpp.quick import _temporary_folder\nfolder = _temporary_folder()\n(folder / 'x').write_text('')\n"

@@ -1,14 +1,17 @@
 """Loss and estimator classes accept their settings as a section of the configuration, a dataclass, any object or a mapping."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from nemo_rl_cpp.config.sections import as_model, check_keys
 
+T = TypeVar("T")
 __all__ = ["MissingSetting", "as_model", "check_keys", "setting"]
 
 
-def setting(config: Any, name: str, *default: Any) -> Any:
+def setting(config: object, name: str, *default: T) -> T:
     """One field of a mapping or an object; without a default a missing one is a MissingSetting that names it."""
     found = config.get(name, _MISSING) if isinstance(config, Mapping) else getattr(config, name, _MISSING)
     if found is not _MISSING:
@@ -24,7 +27,7 @@ class MissingSetting(ValueError, KeyError):
     __str__ = ValueError.__str__
 
 
-def _names(config: Any) -> list[str]:
+def _names(config: object) -> list[str]:
     return list(config) if isinstance(config, Mapping) else [n for n in vars(config) if not n.startswith("_")]
 
 

@@ -8,8 +8,7 @@ the estimators PPO uses. Samples are grouped by equal rows of `prompt_ids`, or b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
 
 
-def _check(estimator_config: Any) -> None:
+def _check(estimator_config: object) -> None:
     """ConfigError for a key that no estimator knows; NeMo RL hands every estimator the whole section."""
     check_keys(estimator_config, "", AdvEstimatorConfig, GAEConfig)
 
@@ -41,7 +40,7 @@ def _whitening_metrics(degenerate: bool) -> dict[str, float]:
 class GRPOAdvantageEstimator:
     """reward - baseline of the group, over the group's std if normalize_rewards; the same on every token."""
 
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
         _check(estimator_config)
         self.use_leave_one_out_baseline = setting(estimator_config, "use_leave_one_out_baseline", True)
         self.normalize_rewards = setting(estimator_config, "normalize_rewards", True)
@@ -55,7 +54,7 @@ class GRPOAdvantageEstimator:
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, **kwargs: Any,
+        group_id: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
         """[B, S]: an expanded view, masked positions included. Samples with valid_mask 0 do not enter a baseline."""
         advantages = self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask)
@@ -65,13 +64,13 @@ class GRPOAdvantageEstimator:
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     """GRPO for each `reward/<name>` of the batch, their weighted sum whitened over the samples (arXiv:2601.05242)."""
 
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
         super().__init__(estimator_config, loss_config)
         self.reward_weights = setting(estimator_config, "reward_weights", None)
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Any, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, **kwargs: Any,
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
+        group_id: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
         """[B, S]; weights go by the sorted names of the components. ValueError for fewer than two components."""
         keys = get_gdpo_reward_component_keys(repeated_batch)
@@ -96,7 +95,7 @@ class ReinforcePlusPlusAdvantageEstimator:
     """Reward less the group's mean (if minus_baseline) and less the KL penalty of the token (if use_kl_in_reward),
     whitened over all valid tokens of the batch (arXiv:2501.03262); 0 at masked positions."""
 
-    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: Any):
+    def __init__(self, estimator_config: AdvEstimatorConfig, loss_config: object):
         _check(estimator_config)
         self.minus_baseline = setting(estimator_config, "minus_baseline", True)
         self.use_kl_in_reward = setting(loss_config, "use_kl_in_reward", False)
@@ -107,7 +106,7 @@ class ReinforcePlusPlusAdvantageEstimator:
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:  # fmt: skip
         advantages = rewards
         if self.minus_baseline:
@@ -130,13 +129,13 @@ class ReinforcePlusPlusAdvantageEstimator:
 class RawRewardAdvantageEstimator:
     """The reward itself on every token, whitened over the valid tokens if normalize_advantages; no returns."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any):
+    def __init__(self, estimator_config: object, loss_config: object):
         _check(estimator_config)
         self.normalize_advantages = setting(estimator_config, "normalize_advantages")
         self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: Any
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **kwargs: object
     ) -> tuple[Tensor, None]:
         result = ops.raw_reward(rewards, mask, normalize=self.normalize_advantages)
         self.last_metrics = _whitening_metrics(result.degenerate)
@@ -146,7 +145,7 @@ class RawRewardAdvantageEstimator:
 class GeneralizedAdvantageEstimator:
     """GAE (arXiv:1506.02438) with carry-forward masking, VAPO's decoupled and length-adaptive lambdas, and whitening."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any):
+    def __init__(self, estimator_config: object, loss_config: object):
         _check(estimator_config)
         self.gae_lambda = setting(estimator_config, "gae_lambda")
         self.gae_gamma = setting(estimator_config, "gae_gamma")
@@ -161,26 +160,29 @@ class GeneralizedAdvantageEstimator:
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
-        logprobs: Tensor | None = None, **kwargs: Any,
+        logprobs: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(advantages, returns), both [B, S]; values[t] is V of the state before token t."""
         both = logprobs is not None and reference_logprobs is not None
         with_kl = self.use_kl_in_reward and self.kl_coef > 0 and both
         policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
         value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
-        result = ops.gae(
-            rewards,
-            values,
-            mask,
+        config = ops.GAEConfig(
             gamma=self.gae_gamma,
             gae_lambda=policy,
             gae_lambda_value=value,
             length_adaptive_alpha=self.length_adaptive_alpha,
-            logprobs=logprobs if with_kl else None,
-            reference_logprobs=reference_logprobs if with_kl else None,
             kl_coef=self.kl_coef if with_kl else 0.0,
             kl_type=self.kl_type,
             normalize=self.normalize_advantages,
+        )
+        result = ops.gae(
+            rewards,
+            values,
+            mask,
+            config,
+            logprobs=logprobs if with_kl else None,
+            reference_logprobs=reference_logprobs if with_kl else None,
         )
         self.last_metrics = _whitening_metrics(result.degenerate)
         return result.advantages, result.returns
@@ -189,13 +191,13 @@ class GeneralizedAdvantageEstimator:
 class OPDAdvantageEstimator:
     """On-policy distillation (arXiv:2601.02780): teacher minus student log-prob of each token, 0 at masked positions."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any):
+    def __init__(self, estimator_config: object, loss_config: object):
         _check(estimator_config)
         self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
-        prev_logprobs: Tensor | None = None, **kwargs: Any,
+        prev_logprobs: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
         if teacher_logprobs is None or prev_logprobs is None:
             missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"

@@ -3,7 +3,9 @@
 Estimators are the user's to write, and take padded tensors as in NeMo RL; the batch itself is ragged.
 """
 
-from typing import Any, Protocol
+from __future__ import annotations
+
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,7 +21,9 @@ class AdvantageEstimator(Protocol):
 
     last_metrics: dict[str, float]
 
-    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: Any) -> Any:
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
 
         An estimator of PPO returns (advantages, returns), the latter None where there is no critic.

@@ -4,10 +4,12 @@ The order matters in two places: environments start their worker processes befor
 threads, and the checkpoint to resume from is known before the model is loaded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms.checkpointing import Resume
@@ -45,6 +47,14 @@ from nemo_rl_cpp.telemetry.memory import PhaseMemory
 from nemo_rl_cpp.telemetry.timer import TimeoutChecker
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
+    from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.experience.batches import Rollouts
+    from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
+    from nemo_rl_cpp.models.value.interfaces import ValueInterface
+
 ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}
 """By the name of their section of the configuration."""
 
@@ -59,15 +69,15 @@ class Parts:
         loss_fn: `ClippedPGLossFn`, or any callable on log-probabilities (see `algorithms/loss`).
     """
 
-    policy: Any
-    generation: Any
-    value: Any
-    tokenizer: Any
-    loader: Any
-    val_loader: Any
+    policy: PolicyInterface
+    generation: GenerationInterface | None
+    value: ValueInterface | None
+    tokenizer: TokenizerType
+    loader: StatefulDataLoader | MultipleDataloaderWrapper
+    val_loader: StatefulDataLoader | None
     environments: Environments
-    loss_fn: Any
-    value_loss_fn: Any
+    loss_fn: LossFunction
+    value_loss_fn: LossFunction | None
     logger: Logger | None
     checkpoints: CheckpointManager | None
     state: TrainState
@@ -84,10 +94,10 @@ class Parts:
 
 
 def build_run(
-    config: TrainMasterConfig | Mapping[str, Any],
+    config: TrainMasterConfig | Mapping[str, object],
     *,
-    data: Callable[[TrainMasterConfig, Any], RunData] = make_data,
-    policy_factory: Callable[..., Any] | None = None,
+    data: Callable[[TrainMasterConfig, TokenizerType], RunData] = make_data,
+    policy_factory: Callable[..., PolicyInterface] | None = None,
 ) -> TrainingRun:
     """Everything that a configuration describes, ready to `train`: data, environments, policy, critic, engine, logs.
 
@@ -116,13 +126,16 @@ def build_run(
         raise
 
 
-def _checked(config: TrainMasterConfig | Mapping[str, Any]) -> TrainMasterConfig:
+def _checked(config: TrainMasterConfig | Mapping[str, object]) -> TrainMasterConfig:
     is_ppo = isinstance(config, PPOMasterConfig) or (isinstance(config, Mapping) and "ppo" in config)
     return checked(config, PPOMasterConfig if is_ppo else GRPOMasterConfig)
 
 
 def make_parts(
-    config: TrainMasterConfig, tokenizer: Any, data: RunData, policy_factory: Callable[..., Any] | None = None
+    config: TrainMasterConfig,
+    tokenizer: TokenizerType,
+    data: RunData,
+    policy_factory: Callable[..., PolicyInterface] | None = None,
 ) -> Parts:
     """The parts of a run, as they are in the newest checkpoint or new; the checkpoint folder is locked from here on."""
     loop = config.loop
@@ -210,8 +223,12 @@ def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
 
 
 def make_policy(
-    config: TrainMasterConfig, tokenizer: Any, resume: Resume, cluster: Any, factory: Callable[..., Any] | None = None
-) -> Any:
+    config: TrainMasterConfig,
+    tokenizer: TokenizerType,
+    resume: Resume,
+    cluster: RayVirtualCluster,
+    factory: Callable[..., PolicyInterface] | None = None,
+) -> PolicyInterface:
     """The policy with the weights and optimizer of the checkpoint, or those of policy.model_name.
 
     The reference model is built only when the KL weight is not 0.
@@ -233,7 +250,7 @@ def make_policy(
 
 
 def make_value(
-    config: PPOMasterConfig, tokenizer: Any, resume: Resume, cluster: Any
+    config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: RayVirtualCluster
 ) -> Value | DistributedValue | None:
     """PPO's critic with the weights and optimizer of the checkpoint, the weights of ppo.warm_start_value_checkpoint, or those of
     value.model_name; None for an estimator that needs no values."""
@@ -316,7 +333,7 @@ def make_services(config: TrainMasterConfig, parts: Parts) -> RunServices:
     )
 
 
-def make_validator(config: TrainMasterConfig, generation: Any, parts: Parts) -> Validator | None:
+def make_validator(config: TrainMasterConfig, generation: GenerationInterface, parts: Parts) -> Validator | None:
     """None without validation data."""
     if parts.val_loader is None:
         return None
@@ -326,7 +343,9 @@ def make_validator(config: TrainMasterConfig, generation: Any, parts: Parts) -> 
     )  # fmt: skip
 
 
-def length_penalty_of(config: TrainMasterConfig, tokenizer: Any) -> Callable[[Any], dict[str, float]] | None:
+def length_penalty_of(
+    config: TrainMasterConfig, tokenizer: TokenizerType
+) -> Callable[[Rollouts], dict[str, float]] | None:
     """What `grpo.length_penalty` does to finished rollouts; None where it is not given."""
     penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
     return None if penalty is None else lambda rollouts: apply_length_penalty(rollouts, penalty, tokenizer)

@@ -12,13 +12,15 @@
 Nothing else has a state: every random number is a function of the seed and of what is saved here.
 """
 
+from __future__ import annotations
+
 import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,7 +36,12 @@ from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.preflight.resumed import IDENTITY
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
+    from nemo_rl_cpp.algorithms.observe import StepReport
     from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
+    from nemo_rl_cpp.config.data import DataConfig
+    from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
 
@@ -53,11 +60,13 @@ class Resume(NamedTuple):
         """(weights folder, optimizer folder) of `policy` or `value`; None where there is none."""
         return CheckpointManager.get_resume_paths(self.path, model_component=component)
 
-    def load_data_position(self, loader: Any, data_config: Any) -> None:
+    def load_data_position(
+        self, loader: StatefulDataLoader | MultipleDataloaderWrapper, data_config: DataConfig
+    ) -> None:
         if self.path is not None:
             load_dataloader_state(loader, str(self.path), data_config)
 
-    def load_sampler(self, sampler: Any) -> None:
+    def load_sampler(self, sampler: GroupSampler) -> None:
         """Prompt groups that the last step left for the next one. They are dropped, and that is said, when the sampler is
         set to keep none or to make groups of another size: they would be no groups of this run."""
         if self.path is None or (kept := _kept_groups(self.path)) is None:
@@ -70,7 +79,7 @@ class Resume(NamedTuple):
             sampler.load_state_dict(kept)
 
 
-def _kept_groups(checkpoint: Path) -> dict[str, Any] | None:
+def _kept_groups(checkpoint: Path) -> SamplerState | None:
     file = checkpoint / SAMPLER_STATE
     if file.with_suffix(".json").is_file():
         return read_state(file)
@@ -100,7 +109,7 @@ def find_resume(checkpoints: CheckpointManager | None) -> Resume:
     return Resume(Path(path), TrainState.from_training_info(checkpoints.load_training_info(path)))
 
 
-def save_checkpoint(run: "TrainingRun", metric: dict[str, float]) -> Path:
+def save_checkpoint(run: TrainingRun, metric: dict[str, float]) -> Path:
     """Saves everything that the run needs to go on after step `state.step`, and returns the checkpoint's folder.
 
     The logs are synced first, so that no checkpoint is newer than its logs.
@@ -122,7 +131,7 @@ def save_checkpoint(run: "TrainingRun", metric: dict[str, float]) -> Path:
     return Path(folder).with_name(f"step_{state.step}")
 
 
-def save_if_due(run: "TrainingRun", metric: Callable[[], dict[str, float]], **reasons: bool) -> None:
+def save_if_due(run: TrainingRun, metric: Callable[[], dict[str, float]], **reasons: bool) -> None:
     """A checkpoint after step `state.step`, if one is due by `CheckpointManager.save_reason(**reasons)`, or is owed because
     an earlier one found no space and there is space again. `metric()` gives the checkpoint metric.
 
@@ -147,7 +156,7 @@ def save_if_due(run: "TrainingRun", metric: Callable[[], dict[str, float]], **re
             checkpoints.owed = False
 
 
-def check_metric_name(run: "TrainingRun", report: Any, val_metrics: dict[str, Any] | None) -> None:
+def check_metric_name(run: TrainingRun, report: StepReport | None, val_metrics: Metrics | None) -> None:
     """ValueError when `checkpointing.metric_name` is none of the metrics that there are: asked after the first step, and after
     the first validation (before a step: `report` None), so that no save finds out. Nothing once the name was seen."""
     checkpoints = run.services.checkpoints
@@ -155,7 +164,7 @@ def check_metric_name(run: "TrainingRun", report: Any, val_metrics: dict[str, An
     if not name or not checkpoints.enabled or checkpoints.metric_seen or (kind == "train" and report is None):
         return
     if kind == "train":
-        known: Any = report.metrics
+        known: Collection[str] | None = report.metrics
     elif val_metrics is not None:
         known = val_metrics
     else:
@@ -169,9 +178,7 @@ def check_metric_name(run: "TrainingRun", report: Any, val_metrics: dict[str, An
     checkpoints.metric_seen = True
 
 
-def metric_of(
-    run: "TrainingRun", metrics: dict[str, Any], val_metrics: dict[str, Any] | None, quiet: bool = False
-) -> dict[str, float]:
+def metric_of(run: TrainingRun, metrics: Metrics, val_metrics: Metrics | None, quiet: bool = False) -> dict[str, float]:
     """The metric that ranks a checkpoint. None, and that is said once a run (unless `quiet`), where no validation ran on this
     step or where a metric that was there before is missing."""
     checkpoints = run.services.checkpoints
@@ -193,7 +200,7 @@ def metric_of(
     return {}
 
 
-def _not_saved(run: "TrainingRun", trouble: str, error: Exception) -> None:
+def _not_saved(run: TrainingRun, trouble: str, error: Exception) -> None:
     checkpoints, state = run.services.checkpoints, run.state
     text = (
         f"step {state.step} could not be saved in {checkpoints.checkpoint_dir} ({trouble}): {size_text(_free(checkpoints))} are free there, a "
@@ -212,7 +219,7 @@ def _not_saved(run: "TrainingRun", trouble: str, error: Exception) -> None:
     checkpoints.owed = True
 
 
-def _say(run: "TrainingRun", text: str) -> None:
+def _say(run: TrainingRun, text: str) -> None:
     if run.services.progress is not None:
         run.services.progress.print(text)
     else:
@@ -223,12 +230,12 @@ def _free(checkpoints: CheckpointManager) -> int:
     return shutil.disk_usage(checkpoints.checkpoint_dir).free
 
 
-def _size(run: "TrainingRun") -> int:
+def _size(run: TrainingRun) -> int:
     """Bytes of a checkpoint's tensors."""
     return sum(model.checkpoint_bytes(run.services.checkpoints.save_optimizer) for model in run.models.values())
 
 
-def check_weights(run: "TrainingRun") -> None:
+def check_weights(run: TrainingRun) -> None:
     """NonFiniteError that names the first parameter that is not finite, of any model that is trained."""
     for name, model in run.models.items():
         if bad := model.non_finite_parameters():

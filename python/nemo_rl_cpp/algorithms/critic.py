@@ -1,22 +1,26 @@
 """The critic as the training loop sees it: it values the batch before the advantages, and learns from the returns."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
-from nemo_rl_cpp.algorithms.step_metrics import training_metrics
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.algorithms.step_metrics import TrainingResult, training_metrics
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 from nemo_rl_cpp.telemetry.timer import Timer
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
 
 
 class Critic:
     """A value model and its loss."""
 
-    def __init__(self, model: ValueInterface, loss_fn: Any) -> None:
+    def __init__(self, model: ValueInterface, loss_fn: LossFunction) -> None:
         self.model, self.loss_fn = model, loss_fn
 
     @property
-    def models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, ValueInterface]:
         """What a checkpoint saves, by the name of its folder."""
         return {"value": self.model}
 
@@ -39,7 +43,7 @@ class Critic:
 class NoCritic:
     """GRPO, and PPO on raw rewards: nothing is valued and nothing trained."""
 
-    models: dict[str, Any] = {}
+    models: dict[str, ValueInterface] = {}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         """Nothing."""
@@ -49,7 +53,7 @@ class NoCritic:
         return {}
 
 
-def critic_metrics(value_results: Mapping[str, Any]) -> dict[str, float]:
+def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
     """The metrics of one `Value.train` call under `critic/`, and the explained variance of the returns R by the values V,
     both of the training forward:
 

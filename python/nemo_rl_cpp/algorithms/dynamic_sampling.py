@@ -3,11 +3,13 @@
 A group of generations with equal rewards has advantages of zero: it costs a training step's time and teaches nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -18,6 +20,7 @@ from nemo_rl_cpp.experience.train_batch import sample_mask
 from nemo_rl_cpp.files.plain_state import check_state
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import TrainMasterConfig
     from nemo_rl_cpp.data.interfaces import DatumSpec
     from nemo_rl_cpp.telemetry.timer import Timer
 
@@ -26,12 +29,12 @@ class DynamicSamplingExhausted(ValueError):
     """So many batches were generated, and still too few groups of prompts have mixed rewards."""
 
 
-def raw_rewards(batch: Mapping[str, Any]) -> torch.Tensor:
+def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Rewards [B] before shaping, where the batch has them: shaping must not make an unmixed group look mixed."""
     return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
 
 
-def group_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """int64 [B]: groups of generations of one prompt numbered by first appearance, from `group_id`, else `idx`."""
     ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
     if ids is None:
@@ -40,7 +43,7 @@ def group_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
     return torch.tensor([numbers.setdefault(int(i), len(numbers)) for i in ids], dtype=torch.long)
 
 
-def mixed_rows(batch: Mapping[str, Any]) -> torch.Tensor:
+def mixed_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """bool [B]: rows whose group has different raw rewards (max != min, exactly)."""
     groups, rewards = group_numbers(batch), raw_rewards(batch)
     lowest, highest = _extremes(groups, rewards)
@@ -62,21 +65,30 @@ def _extremes(
     )
 
 
-def unmasked_rows(rollouts: Mapping[str, Any], overlong_filtering: bool) -> torch.Tensor:
+def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool) -> torch.Tensor:
     """bool [B]: rows that will get a gradient, see `sample_mask`."""
     return sample_mask(rollouts, overlong_filtering) != 0
 
 
+class SamplingRound(NamedTuple):
+    """What `dynamic_sampling` returns: the batch, whether it is complete, and what earlier rounds kept for the next one."""
+
+    batch: BatchedDataDict[DatumSpec]
+    is_complete: bool
+    cache: BatchedDataDict[DatumSpec] | None
+    metrics: dict[str, float]
+
+
 def dynamic_sampling(
-    repeated_batch: "BatchedDataDict[DatumSpec]",
+    repeated_batch: BatchedDataDict[DatumSpec],
     std: torch.Tensor,
     baseline: torch.Tensor,
     dynamic_sampling_num_gen_batches: int,
-    master_config: Any,
-    timer: "Timer | None",
-    batch_cache: "BatchedDataDict[DatumSpec] | None" = None,
+    master_config: TrainMasterConfig | Mapping[str, Mapping[str, int]],
+    timer: Timer | None,
+    batch_cache: BatchedDataDict[DatumSpec] | None = None,
     unit: Literal["group", "sample"] = "group",
-) -> "tuple[BatchedDataDict[DatumSpec], bool, BatchedDataDict[DatumSpec] | None, dict[str, Any]]":
+) -> SamplingRound:
     """One round of dynamic sampling, with NeMo RL's signature and results. The loop here uses `GroupSampler`.
 
     Args:
@@ -89,8 +101,7 @@ def dynamic_sampling(
             generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more. A batch with neither
             `group_id` nor `idx` says nothing of groups but their std, and goes by "sample".
 
-    Returns (batch, whether it is complete, cache for the next round, metrics). With dynamic sampling off: the batch,
-    True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
+    With dynamic sampling off: the batch, True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
     all rows of all rounds, and so longer than the other entries until the batch is complete and cut.
 
     Raises DynamicSamplingExhausted (a ValueError) when the batches allowed are used up.
@@ -102,7 +113,7 @@ def dynamic_sampling(
     section_name, section = _section(master_config)
     repeated_batch["baseline"], repeated_batch["std"] = baseline, std
     if not _get(section, "use_dynamic_sampling"):
-        return repeated_batch, True, None, {}
+        return SamplingRound(repeated_batch, True, None, {})
     with timer.time("dynamic_sampling") if timer is not None else nullcontext():
         kept = mixed_rows(repeated_batch) if unit == "group" else std != 0.0
         batch = repeated_batch.select_indices(kept)
@@ -123,9 +134,9 @@ def dynamic_sampling(
                     f"dynamic sampling has {available} of {wanted} samples after {used} generation batches "
                     f"({section_name}.dynamic_sampling_max_gen_batches={limit}). {_ADVICE}"
                 )
-            return batch, False, batch_cache, {}
+            return SamplingRound(batch, False, batch_cache, {})
         metrics = {"dynamic_sampling_num_discarded_valid_samples": available - wanted}
-        return batch.slice(0, wanted), True, batch_cache, metrics
+        return SamplingRound(batch.slice(0, wanted), True, batch_cache, metrics)
 
 
 class _BadLimit(ValueError, AssertionError):
@@ -138,16 +149,26 @@ _ADVICE = (
 )
 
 
-def _get(section: Any, key: str) -> Any:
+def _get(section: LoopConfig | Mapping[str, int], key: str) -> int:
     return section[key] if isinstance(section, Mapping) else getattr(section, key)
 
 
-def _section(config: Any) -> tuple[str, Any]:
+def _section(config: TrainMasterConfig | Mapping[str, Mapping[str, int]]) -> tuple[str, LoopConfig | Mapping[str, int]]:
     for name in ("grpo", "ppo"):
         found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
         if found is not None:
             return name, found
     raise ValueError("the configuration has neither a grpo nor a ppo section")
+
+
+class SamplerState(TypedDict):
+    """What a `GroupSampler` saves: plain values, lists and tensors."""
+
+    cache: dict[str, torch.Tensor | list[object]] | None
+    batches: int
+    counts: dict[str, int]
+    reward_sum: float
+    samples: int
 
 
 @dataclass
@@ -176,7 +197,7 @@ class GroupSampler:
 
     def __init__(
         self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
-        voters: Callable[[Mapping[str, Any]], torch.Tensor] | None = None, group_size: int | None = None,
+        voters: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None, group_size: int | None = None,
     ) -> None:  # fmt: skip
         if enabled and max_gen_batches < 1:
             raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
@@ -195,7 +216,7 @@ class GroupSampler:
         self._start_step()
 
     @classmethod
-    def from_config(cls, loop: LoopConfig) -> "GroupSampler":
+    def from_config(cls, loop: LoopConfig) -> GroupSampler:
         """From section `grpo` or `ppo` of a configuration."""
         return cls(
             num_groups=loop.num_prompts_per_step,
@@ -320,7 +341,7 @@ class GroupSampler:
             f"equal rewards above 0; all wrong: equal rewards of 0 or less). {_ADVICE}"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SamplerState:
         """Everything that the next call depends on: plain values, lists and tensors."""
         return {
             "cache": None if self._cache is None else dict(self._cache.data),
@@ -330,12 +351,12 @@ class GroupSampler:
             "samples": self._samples,
         }
 
-    def takes(self, cache: Mapping[str, Any]) -> bool:
+    def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
         """Whether kept groups of a checkpoint are groups of this sampler: it keeps some, and of the same size."""
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SamplerState) -> None:
         """Goes on where `state_dict` was taken."""
         self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]

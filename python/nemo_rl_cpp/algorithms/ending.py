@@ -1,8 +1,10 @@
 """Runs a training loop from its start to its end, however it ends: signals, report, summary."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
@@ -11,9 +13,10 @@ from nemo_rl_cpp.telemetry.memory import startup_objects_frozen
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 
-def run_to_end(run: "TrainingRun", loop: "Callable[[TrainingRun], None]") -> None:
+def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
     """`loop(run)` with Ctrl-C ending it at a step boundary; then the last page of the report, the end of the logs, and a
     summary table. An exception leaves the report saying what it was, and goes on to the caller; one from the user's own code
     (a reward function, an environment, a loss) says so (`errors.in_user_code`)."""
@@ -56,11 +59,11 @@ def _title(title: str, status: str, learned_nothing: bool) -> str:
     return f"{title}: {status}" + (", but nothing was learned" if learned_nothing else "")
 
 
-def summary(run: "TrainingRun", first_step: int, seconds: float) -> dict[str, Any]:
+def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:
     """What the table at the end of a run says."""
     state, services = run.state, run.services
     steps = state.step - first_step
-    table: dict[str, Any] = {
+    table: dict[str, str] = {
         "steps": f"{state.step}" + (f" ({steps} now, from step {first_step})" if first_step else "")
     }
     if state.stop_reason is not None:
@@ -86,7 +89,7 @@ def summary(run: "TrainingRun", first_step: int, seconds: float) -> dict[str, An
     return table
 
 
-def _validation_text(row: dict[str, Any]) -> str:
+def _validation_text(row: Metrics) -> str:
     text = f"accuracy {row['accuracy']:.3f}"
     if "accuracy_ci95_low" in row:
         text += f" (95 % interval {row['accuracy_ci95_low']:.3f} to {row['accuracy_ci95_high']:.3f})"
@@ -95,7 +98,7 @@ def _validation_text(row: dict[str, Any]) -> str:
     return f"{text} on {row['num_samples']} prompts after step {row['step']}"
 
 
-def _health(history: list[dict[str, Any]]) -> dict[str, str]:
+def _health(history: list[Metrics]) -> dict[str, str]:
     rows: dict[str, str] = {}
     rates = [row["tokens_per_sec"] for row in history if "tokens_per_sec" in row]
     if rates:

@@ -1,13 +1,18 @@
 """`grpo.length_penalty`: makes right responses of a group compete on length (NeMo RL's block for NeMo Gym)."""
 
+from __future__ import annotations
+
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl_cpp.config.length_penalty import CHANNELS, LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
 from nemo_rl_cpp.environments.single_turn import assistant_text
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
 
 _TOLERANCE = 1e-6
 _SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around their median have no outliers
@@ -15,7 +20,9 @@ _SMALLEST_RELATIVE_MAD = 0.015  # lengths that spread less than this around thei
 Lengths = dict[str, list[int]]
 
 
-def apply_length_penalty(rollouts: Any, config: LengthPenaltyConfig, tokenizer: Any) -> dict[str, float]:
+def apply_length_penalty(
+    rollouts: MutableMapping[str, torch.Tensor], config: LengthPenaltyConfig, tokenizer: TokenizerType
+) -> dict[str, float]:
     """Changes `total_reward` [B] of the rollouts by length, group by group (`group_id`), and returns the metrics.
 
     A group whose rewards are not all 0 or 1, or come in parts (`reward/<name>`), is left as it is. A reward is never
@@ -84,7 +91,7 @@ def band_factor(length: float, band: ProfileBandChannel) -> float:
     return 1.0 - (length - band.a) / (band.b - band.a) * (1.0 - band.f)
 
 
-def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: Any) -> Lengths:
+def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
     def measure(text: str) -> int:
         if params.length_type == "chars" or not text:
             return len(text)

@@ -1,7 +1,9 @@
 """What happens between two steps: validation, logs, the report, checkpoints, and the decision to stop."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.checkpointing import check_metric_name, check_weights, metric_of, save_if_due
 from nemo_rl_cpp.algorithms.validation import ValidationResult, reached_target
@@ -9,6 +11,7 @@ from nemo_rl_cpp.telemetry.performance import performance_metrics
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 
 @dataclass
@@ -23,14 +26,14 @@ class StepReport:
         rollout_names: names of the metrics that rollouts and environments gave; validation has these too.
     """
 
-    metrics: dict[str, Any]
-    table: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: Metrics
+    table: dict[str, list[object]] = field(default_factory=dict)
     histograms: dict[str, list[float]] = field(default_factory=dict)
     generated_tokens: float | None = None
     rollout_names: frozenset[str] = frozenset()
 
 
-def observe_start(run: "TrainingRun") -> None:
+def observe_start(run: TrainingRun) -> None:
     """Validates before the first step of a new run, when the configuration says so."""
     run.services.timeout.start_iterations()
     if run.validator is not None and run.validator.due_at_start(run.state.step) and not run.state.finished:
@@ -39,7 +42,7 @@ def observe_start(run: "TrainingRun") -> None:
         check_metric_name(run, None, result.metrics)
 
 
-def observe(run: "TrainingRun", report: StepReport) -> None:
+def observe(run: TrainingRun, report: StepReport) -> None:
     """Everything that follows the step which made `state.step` what it is.
 
     The order makes a killed run whole: metrics are on the disk before the checkpoint that they belong to appears, and a
@@ -73,7 +76,7 @@ def observe(run: "TrainingRun", report: StepReport) -> None:
     log_times(run, report)
 
 
-def validate_now(run: "TrainingRun") -> ValidationResult:
+def validate_now(run: TrainingRun) -> ValidationResult:
     """One validation with the current weights."""
     state, timer = run.state, run.services.timer
     with timer("validation"):
@@ -84,7 +87,7 @@ def validate_now(run: "TrainingRun") -> ValidationResult:
     return result
 
 
-def log_validation(run: "TrainingRun", result: ValidationResult) -> None:
+def log_validation(run: TrainingRun, result: ValidationResult) -> None:
     services, state = run.services, run.state
     services.validations.append({"step": state.step, **result.metrics})
     services.alerts.validation(state.step, result.metrics)
@@ -101,7 +104,7 @@ def log_validation(run: "TrainingRun", result: ValidationResult) -> None:
         )
 
 
-def log_step(run: "TrainingRun", report: StepReport) -> None:
+def log_step(run: TrainingRun, report: StepReport) -> None:
     services, step = run.services, run.state.step
     services.history.append({"step": step, **report.metrics})
     if services.logger is None:
@@ -113,7 +116,7 @@ def log_step(run: "TrainingRun", report: StepReport) -> None:
         services.logger.log_batched_dict_as_jsonl(report.table, f"train_data_step{step}.jsonl")
 
 
-def log_times(run: "TrainingRun", report: StepReport) -> None:
+def log_times(run: TrainingRun, report: StepReport) -> None:
     """Seconds by stage, rates and memory: what differs between two runs that do the same."""
     services, step = run.services, run.state.step
     timing = services.timer.step_timing_metrics()

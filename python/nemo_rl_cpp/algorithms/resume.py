@@ -4,11 +4,13 @@ What `preflight/resumed.py` sees in configuration and model files is checked aga
 and rows can tell: `identity.json` of every checkpoint keeps numbers of them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.checkpointing import Resume, find_resume
 from nemo_rl_cpp.algorithms.train_state import TrainState
@@ -29,12 +31,18 @@ from nemo_rl_cpp.preflight.resumed import (
     weights_identity,
 )
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.data.utils import Datasets
+    from nemo_rl_cpp.models.json_values import Json
+
 _SAMPLED_ROWS = 256
 
 
 @contextmanager
 def opened(
-    config: TrainMasterConfig, tokenizer: Any, dataset: Any, val_dataset: Any
+    config: TrainMasterConfig, tokenizer: TokenizerType, dataset: Datasets, val_dataset: AllTaskProcessedDataset | None
 ) -> Iterator[tuple[CheckpointManager, Resume]]:
     """(checkpoints, where to go on) of a run, for the block that builds it. The folder is this run's from here to
     `CheckpointManager.shutdown`, or to an exception in the block.
@@ -56,7 +64,7 @@ def opened(
         raise
 
 
-def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, Any]) -> None:
+def announce(resume: Resume, config: TrainMasterConfig, identity: Mapping[str, object]) -> None:
     """Prints what is resumed and what changed since; ResumeError when it would be another run."""
     saved = read_saved(resume.path)
     refused = [*refusals(saved, config), *_loaded_refusals(saved, config, identity)]
@@ -87,7 +95,9 @@ def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
 # ---- which model, tokenizer and rows a run has
 
 
-def run_identity(config: TrainMasterConfig, tokenizer: Any, dataset: Any, val_dataset: Any) -> dict[str, Any]:
+def run_identity(
+    config: TrainMasterConfig, tokenizer: TokenizerType, dataset: Datasets, val_dataset: AllTaskProcessedDataset | None
+) -> dict[str, object]:
     """What identity.json holds: a number of each model's weights (of those that lie in a folder), of the tokenizer, of its
     chat template, the prompt files, and the rows."""
     sections = [name for name in ("policy", "value") if hasattr(config, name)]
@@ -101,7 +111,7 @@ def run_identity(config: TrainMasterConfig, tokenizer: Any, dataset: Any, val_da
     }
 
 
-def tokenizer_identity(tokenizer: Any) -> str | None:
+def tokenizer_identity(tokenizer: TokenizerType) -> str | None:
     """A number of what texts become: vocabulary, merges and special tokens; None where the tokenizer does not say."""
     named = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -115,7 +125,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     return _digest([content, named])
 
 
-def rows_identity(dataset: Any) -> Any:
+def rows_identity(dataset: object) -> Json:
     """{"rows": how many, "sha256": a number of up to 256 of them, evenly spread}; by task name for several data sets, None
     for none and for one whose rows cannot be read by number."""
     if isinstance(dataset, Mapping):
@@ -131,12 +141,12 @@ def rows_identity(dataset: Any) -> Any:
         return None
 
 
-def _content(row: Any) -> Any:
+def _content(row: object) -> object:
     """A row without its task's name, which follows from the name of its file."""
     return {key: value for key, value in row.items() if key != "task_name"} if isinstance(row, Mapping) else row
 
 
-def _prompt_texts(dataset: Any) -> Iterator[str]:
+def _prompt_texts(dataset: object) -> Iterator[str]:
     """What stands in the prompt files of a data set, and its system prompts."""
     for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
         table = getattr(one, "task_data_processors", None)
@@ -147,11 +157,11 @@ def _prompt_texts(dataset: Any) -> Iterator[str]:
             )
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(_canonical(value), sort_keys=True).encode()).hexdigest()
 
 
-def _canonical(value: Any) -> Any:
+def _canonical(value: object) -> Json:
     """Plain data; objects that have no value of their own in words count by their type."""
     if isinstance(value, Mapping):
         return {str(key): _canonical(item) for key, item in value.items()}
@@ -167,7 +177,9 @@ def _canonical(value: Any) -> Any:
 # ---- compared with a checkpoint's
 
 
-def _loaded_refusals(saved: Saved, config: TrainMasterConfig, identity: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _loaded_refusals(
+    saved: Saved, config: TrainMasterConfig, identity: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
     before = saved.identity
     if _differ(before, identity, "tokenizer"):
         yield "policy.tokenizer.name", f"{config.policy.tokenizer.name} is another tokenizer"
@@ -185,7 +197,7 @@ def _loaded_refusals(saved: Saved, config: TrainMasterConfig, identity: Mapping[
             )
 
 
-def _said(saved: Saved, identity: Mapping[str, Any]) -> list[Change]:
+def _said(saved: Saved, identity: Mapping[str, object]) -> list[Change]:
     names = {
         "chat_template": "the chat template",
         "prompt_files": "the prompt files",
@@ -198,5 +210,5 @@ def _said(saved: Saved, identity: Mapping[str, Any]) -> list[Change]:
     ]
 
 
-def _differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+def _differ(before: Mapping[str, object], now: Mapping[str, object], name: str) -> bool:
     return before.get(name) is not None and now.get(name) is not None and before[name] != now[name]

@@ -1,6 +1,9 @@
 """Reward shaping by response length: DAPO's overlong penalty and ProRLv2's stop-properly penalty."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,10 +11,11 @@ from torch import Tensor
 from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.config.rewards import RewardShapingConfig
 
+BatchT = TypeVar("BatchT", bound=MutableMapping)
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 
 
-def apply_reward_shaping(batch: Any, cfg: RewardShapingConfig, quiet: bool = False) -> Any:
+def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig, quiet: bool = False) -> BatchT:
     """Shapes `total_reward` of the batch in place and returns it; the raw one stays as `unshaped_total_reward`.
 
     Prints what stop-properly did and which keys it leaves out, as NeMo RL does; not when `quiet` (the training loop says
@@ -48,7 +52,7 @@ def shaping_warning(cfg: RewardShapingConfig) -> str | None:
     )
 
 
-def _stop_properly(batch: Any, cfg: RewardShapingConfig, quiet: bool) -> None:
+def _stop_properly(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig, quiet: bool) -> None:
     coef = cfg.stop_properly_penalty_coef
     assert 0 <= coef <= 1, f"stop_properly_penalty_coef must be in [0, 1], but it is {coef}"
     if not quiet and (warning := shaping_warning(cfg)):
@@ -67,7 +71,7 @@ def _stop_properly(batch: Any, cfg: RewardShapingConfig, quiet: bool) -> None:
         )
 
 
-def _overlong(batch: Any, cfg: RewardShapingConfig) -> None:
+def _overlong(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig) -> None:
     buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
     missing = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is None]
     if missing:
@@ -89,7 +93,7 @@ def _overlong(batch: Any, cfg: RewardShapingConfig) -> None:
     batch["total_reward"] = (rewards.double() + overlong).to(rewards.dtype)
 
 
-def _response_lengths(batch: Any) -> list[int]:
+def _response_lengths(batch: MutableMapping[str, Tensor]) -> list[int]:
     """Tokens of each sample's first assistant message."""
     known = batch.get("response_token_lengths")
     if known is not None:

@@ -1,14 +1,19 @@
 """Linear rescaling of rewards."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TypeVar
 
 import torch
 
 from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.config.rewards import RewardScalingConfig
 
+BatchT = TypeVar("BatchT", bound=MutableMapping)
 
-def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig) -> Any:
+
+def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
     """Rescales `total_reward` and every `reward/<name>` of the batch in place and returns it.
 
     r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Prints how many

@@ -1,9 +1,11 @@
 """A run: what it is made of, and what may be asked of it. `algorithms/build.py` makes one of a configuration."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
@@ -25,6 +27,12 @@ from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
+    from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
+    from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
+    from nemo_rl_cpp.data.interfaces import Message, TokenizerType
     from nemo_rl_cpp.evals.report import EvalResult
 
 
@@ -32,7 +40,7 @@ class Advantages(Protocol):
     """The stage of a step that turns rewards into advantages."""
 
     metrics: dict[str, float]
-    estimator: Any
+    estimator: AdvantageEstimator
 
     def add(self, batch: TrainBatch) -> None:
         """`advantages` of the batch, and `returns` where a critic learns from them."""
@@ -49,8 +57,8 @@ class Algorithm:
             by weight decay, epoch after epoch; a step of GRPO has one update, and the report says that it taught nothing.
     """
 
-    make_advantages: Callable[[Any], Advantages]
-    is_trained: Callable[[dict[str, Any]], bool]
+    make_advantages: Callable[[TrainMasterConfig], Advantages]
+    is_trained: Callable[[Message], bool]
     needs_tokens: bool
 
 
@@ -74,7 +82,7 @@ class TrainingRun:
     config: TrainMasterConfig
     state: TrainState
     algorithm: Algorithm
-    tokenizer: Any
+    tokenizer: TokenizerType
     environments: Environments
     policy: PolicyInterface
     critic: Critic | NoCritic
@@ -84,7 +92,7 @@ class TrainingRun:
     rollouts: RolloutRunner
     sampler: GroupSampler
     advantages: Advantages
-    loss_fn: Any
+    loss_fn: LossFunction
     validator: Validator | None
     services: RunServices
     cluster: RayVirtualCluster | None = None
@@ -95,7 +103,7 @@ class TrainingRun:
         return {"policy": self.policy} | self.critic.models
 
     @property
-    def history(self) -> list[dict[str, Any]]:
+    def history(self) -> list[Metrics]:
         """One dictionary a step of this process: `step`, its metrics, `seconds` and rates."""
         return self.services.history
 
@@ -114,7 +122,7 @@ class TrainingRun:
             raise ValueError("there is no validation data: set data.validation")
         return validate_now(self)
 
-    def evaluate(self, config: EvalMasterConfig) -> "EvalResult":
+    def evaluate(self, config: EvalMasterConfig) -> EvalResult:
         """Evaluates the present weights as the configuration of an evaluation says (`load_eval_config`): its data, environment,
         sampling and metric. Model, tokenizer and the longest sequence are this run's. Raises ConfigError."""
         from nemo_rl_cpp.evals.eval import evaluate_policy
@@ -133,9 +141,11 @@ class TrainingRun:
         if self.services.checkpoints is not None:
             self.services.checkpoints.shutdown()
 
-    def __enter__(self) -> "TrainingRun":
+    def __enter__(self) -> TrainingRun:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         ended_by_user = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
         self.close(GRACE_SECONDS if ended_by_user else None)

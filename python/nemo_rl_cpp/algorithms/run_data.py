@@ -1,8 +1,10 @@
 """What a run reads: its tokenizer, its data sets with their loaders, and the environments that score the answers."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.loop import LoopConfig
@@ -10,9 +12,13 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
-from nemo_rl_cpp.data.utils import setup_response_data
+from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.data.utils import Datasets
 
 
 @dataclass
@@ -24,7 +30,7 @@ class RunData:
     environments: Environments
 
 
-def make_tokenizer(policy: PolicyConfig) -> Any:
+def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
     """The tokenizer of the section `policy.tokenizer`; tiny-random has a character tokenizer of its own."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
         from nemo_rl_cpp.data.template_choice import choose_template
@@ -40,19 +46,19 @@ def make_tokenizer(policy: PolicyConfig) -> Any:
     return get_tokenizer(policy.tokenizer)
 
 
-def make_data(config: TrainMasterConfig, tokenizer: Any) -> RunData:
+def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
     """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
     limit = config.policy.max_total_sequence_length
-    train, validation, *environments = setup_response_data(
-        tokenizer, config.data, config.env, max_total_sequence_length=limit
-    )
-    return RunData(train, validation, Environments(*environments))
+    data = load_response_data(tokenizer, config.data, config.env, limit)
+    return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
 
 
-def make_dataloader(data: DataConfig, dataset: Any, num_prompts: int, seed: int) -> Any:
+def make_dataloader(
+    data: DataConfig, dataset: Datasets, num_prompts: int, seed: int
+) -> StatefulDataLoader | MultipleDataloaderWrapper:
     """The training loader, `num_prompts` prompts at a time; with several data sets in a dictionary, one loader each."""
 
-    def one(rows: Any, batch_size: int) -> StatefulDataLoader:
+    def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         return StatefulDataLoader(
             rows, batch_size, shuffle=data.shuffle, drop_last=True, seed=seed, num_workers=data.num_workers
         )
@@ -63,7 +69,7 @@ def make_dataloader(data: DataConfig, dataset: Any, num_prompts: int, seed: int)
     return MultipleDataloaderWrapper(num_prompts, data, {name: one(rows, each) for name, rows in dataset.items()})
 
 
-def make_val_dataloader(dataset: Any, loop: LoopConfig) -> StatefulDataLoader | None:
+def make_val_dataloader(dataset: AllTaskProcessedDataset | None, loop: LoopConfig) -> StatefulDataLoader | None:
     """The validation loader in the data's own order; None without data."""
     if dataset is None:
         return None

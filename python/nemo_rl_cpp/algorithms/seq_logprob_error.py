@@ -1,15 +1,16 @@
 """How far the trainer's log-probs of whole sequences are from the generator's, and masking the worst."""
 
+from __future__ import annotations
+
 from collections.abc import MutableMapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def compute_and_apply_seq_logprob_error_masking(
-    train_data: MutableMapping[str, Any], rewards: Tensor, seq_logprob_error_threshold: float | None
-) -> dict[str, Any]:
+    train_data: MutableMapping[str, Tensor], rewards: Tensor, seq_logprob_error_threshold: float | None
+) -> dict[str, float]:
     """Metrics of e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over the shifted tokens of each sequence;
     with a threshold, sample_mask becomes 0 (in place) where e_b exceeds it.
 

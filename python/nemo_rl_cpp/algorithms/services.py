@@ -1,7 +1,9 @@
 """What watches and keeps a run: logs, checkpoints, clocks, the report, signals."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.interrupts import GracefulStop
@@ -12,6 +14,9 @@ from nemo_rl_cpp.report.progress import Progress
 from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
 from nemo_rl_cpp.telemetry.memory import PhaseMemory
 from nemo_rl_cpp.telemetry.timer import TimeoutChecker, Timer
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 
 @dataclass
@@ -36,8 +41,8 @@ class RunServices:
     trace: ChromeTrace | None = None
     stop: GracefulStop = field(default_factory=GracefulStop)
     timeout: TimeoutChecker = field(default_factory=lambda: TimeoutChecker(None))
-    history: list[dict[str, Any]] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
+    history: list[Metrics] = field(default_factory=list)
+    validations: list[Metrics] = field(default_factory=list)
     alerts: Alerts = field(default_factory=Alerts)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,8 @@
 """Stages of a training step: shaped rewards, masked samples, epochs of training, what is reported."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +24,7 @@ from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 
 def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
@@ -52,7 +55,7 @@ def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[st
     return metrics | {"num_masked_seqs_by_logprob_error": metrics["num_masked_seqs"]}
 
 
-def train_epochs(run: "TrainingRun", batch: TrainBatch, timer: Timer) -> dict[str, float]:
+def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
     """Trains the critic and the policy on the batch, in turns, each for its epochs. The metrics, as means over epochs."""
     loop, epochs = run.config.loop, []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
@@ -65,7 +68,7 @@ def train_epochs(run: "TrainingRun", batch: TrainBatch, timer: Timer) -> dict[st
     return mean_over_epochs(epochs)
 
 
-def train_policy(run: "TrainingRun", batch: TrainBatch, timer: Timer) -> dict[str, float]:
+def train_policy(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
     """One pass over the batch. The first one leaves the old policy's log-probabilities in it for those that follow."""
     run.policy.prepare_for_training()
     result = run.policy.train(batch, run.loss_fn, timer=timer)
@@ -76,7 +79,7 @@ def train_policy(run: "TrainingRun", batch: TrainBatch, timer: Timer) -> dict[st
     return training_metrics(result)
 
 
-def report_step(run: "TrainingRun", samples: Rollouts, batch: TrainBatch, metrics: dict[str, Any]) -> StepReport:
+def report_step(run: TrainingRun, samples: Rollouts, batch: TrainBatch, metrics: Metrics) -> StepReport:
     """Everything that is logged of a step but its times."""
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(

@@ -1,12 +1,31 @@
 """The numbers of a training step, under NeMo RL's names."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.models.policy.train_step import Exactness
+
+Metrics = dict[str, float | str | None | list[float]]
+"""Numbers by their names; a list is a histogram, a text a digest, None what was not asked for."""
+
+
+class TrainingResult(TypedDict):
+    """What a model's `train` returns: one `loss` and `grad_norm` a global batch, one value a micro-batch of each metric."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    all_mb_metrics: dict[str, list[float]]
+    prev_logprobs: NotRequired[torch.Tensor]
+    exactness: NotRequired[Exactness | None]
+
 
 _MEANS = {
     "lr",
@@ -20,12 +39,17 @@ _MEANS = {
 }
 
 
-def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> dict[str, float]:
+def aggregate_microbatch_metrics(
+    all_mb_metrics: Mapping[str, list[float]], num_global_batches: int = 1
+) -> dict[str, float]:
     """One value a metric from its values over micro-batches.
 
     Losses and shares are normalised by global counts, so they add up. Minima and maxima ignore infinities (-1.0 when
     nothing is left, as in NeMo RL); `lr`, `wd` and counts of the global batch are averaged. Micro-batches without a valid
     sample (`num_valid_samples` 0) do not count.
+
+    `token_mult_prob_error` is divided once, where the policy also gives its numerators (`token_mult_prob_error_sum`): it is
+    then exactly 1.0 where the trainer and the generator agree in every token. The mean is taken over global batches.
     """
     valid = all_mb_metrics.get("num_valid_samples")
     result = {}
@@ -38,19 +62,33 @@ def aggregate_microbatch_metrics(all_mb_metrics: Mapping[str, list[float]]) -> d
         elif name in _MEANS:
             kept = kept or [float(v) for v in values]
             result[name] = sum(kept) / len(kept) if kept else 0.0
-        else:
+        elif name == "token_mult_prob_error":
+            result[name] = math.fsum(kept)
+        elif name != "token_mult_prob_error_sum":
             result[name] = float(f"{math.fsum(kept):.13g}")  # shares that make up 1 add up to 1, their rounding aside
+    sums, tokens = all_mb_metrics.get("token_mult_prob_error_sum"), all_mb_metrics.get("global_valid_toks")
+    if sums and tokens and len(sums) == len(tokens):
+        result["token_mult_prob_error"] = _mean_of_tokens(sums, tokens) / num_global_batches
     return result
 
 
-def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
+    """The means of global batches, added up. `sums` and `tokens` have an entry a micro-batch: the sum over its own tokens,
+    and how many tokens its global batch has. Global batches of equally many tokens are divided together."""
+    total: dict[float, list[float]] = {}
+    for value, count in zip(sums, tokens):
+        total.setdefault(count, []).append(value)
+    return math.fsum(math.fsum(values) / count for count, values in total.items() if count > 0)
+
+
+def training_metrics(result: TrainingResult) -> dict[str, float]:
     """The metrics of one `policy.train` call. `loss` is the sum of the loss metric over micro-batches, as in NeMo RL.
 
     `max_logprob_gap` and `logprob_mismatched_tokens` say how far generation's log-probabilities were from those of the
     first training forward: both 0 as long as the two are exactly the same computation on the same weights.
     """
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
-    metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"])
+    metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"], len(result["loss"]))
     exactness = result.get("exactness")
     if exactness is not None:
         metrics["max_logprob_gap"] = exactness.max_gap
@@ -109,10 +147,10 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
     }
 
 
-def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[Any]]:
+def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object]]:
     """The columns of train_data_step<N>.jsonl: one entry a sample."""
     lengths = batch.input_lengths.tolist()
-    table: dict[str, list[Any]] = {
+    table: dict[str, list[object]] = {
         "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
         "rewards": batch.rewards.tolist(),
         "input_lengths": lengths,

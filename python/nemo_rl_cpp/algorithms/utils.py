@@ -1,8 +1,9 @@
 """Small functions that the algorithms share."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 
 
-def get_gdpo_reward_component_keys(batch: Mapping[str, Any]) -> list[str]:
+def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
     """The keys `reward/<name>` of a batch, sorted."""
     return sorted(key for key in batch.keys() if str(key).startswith("reward/"))
 

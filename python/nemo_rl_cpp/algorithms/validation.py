@@ -1,9 +1,11 @@
 """Validation: the policy answers prompts that it is not trained on."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,11 +15,21 @@ from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
+    from nemo_rl_cpp.config.loop import LoopConfig
+    from nemo_rl_cpp.config.policy import PolicyConfig
+    from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.environments.interfaces import Environment
+    from nemo_rl_cpp.loggers.logger import Logger
+    from nemo_rl_cpp.models.interfaces import GenerationInterface
+
 
 class ValidationResult(NamedTuple):
     """metrics: `accuracy` and more, see `Validator.run`. timings: `total_validation_time` in seconds."""
 
-    metrics: dict[str, Any]
+    metrics: Metrics
     timings: dict[str, float]
 
 
@@ -33,7 +45,8 @@ class Validator:
     """
 
     def __init__(
-        self, generation: Any, loader: Any, tokenizer: Any, task_to_env: dict[str, Any], loop: Any, policy: Any, logger: Any = None,
+        self, generation: GenerationInterface, loader: StatefulDataLoader, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment],
+        loop: LoopConfig, policy: PolicyConfig, logger: Logger | None = None,
         num_samples_to_print: int = 0,
     ) -> None:  # fmt: skip
         """`loop` is the section `grpo` or `ppo`, `policy` the section of that name."""
@@ -48,7 +61,7 @@ class Validator:
         self._logger = logger
         self._num_samples_to_print = num_samples_to_print
 
-    def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Any]) -> list[str] | None:
+    def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
         """The names of a validation's metrics, by those of a training step's rollouts; None where they cannot be known, because
         other environments score it."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self._task_to_env, task_to_env))
@@ -75,7 +88,7 @@ class Validator:
         """
         start = time.perf_counter()
         self._generation.prepare_for_generation()
-        logs: list[Any] = []
+        logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
         rounds = []
         for prompts in self._prompts():
@@ -107,7 +120,7 @@ class Validator:
             if limit is not None and taken >= limit:
                 break
 
-    def _metrics(self, rewards: list[float], rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+    def _metrics(self, rewards: list[float], rollout_metrics: Metrics) -> Metrics:
         if not rewards:
             raise ValueError("the validation data set gave no prompts: check data.validation and grpo.max_val_samples")
         per_prompt = [rewards[i : i + self._num_generations] for i in range(0, len(rewards), self._num_generations)]
@@ -126,7 +139,7 @@ class Validator:
         return metrics
 
 
-def reached_target(metrics: dict[str, Any] | None, loop: Any) -> bool:
+def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
     """Whether a validation reached `stop_at_validation_threshold`. ValueError when the metric does not exist."""
     name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if metrics is None or name is None or threshold is None:

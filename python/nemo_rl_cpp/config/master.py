@@ -27,11 +27,6 @@ class MasterConfig(Section):
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
-    def resolved(self) -> dict[str, object]:
-        """The configuration as a plain dictionary, defaults included."""
-        return self.model_dump()
-
-    @property
     def positions(self) -> dict[str, str]:
         """Dotted key -> "file.yaml:line" or "override '...'", for the keys that a file or the command line sets."""
         return self._positions

@@ -29,16 +29,6 @@ class AsyncPPOConfig(Section):
     recompute_kv_cache_after_weight_updates: bool = no_effect(False)
     drop_incomplete_targets_on_restore: bool = no_effect(False)
 
-    @property
-    def resolved_warmup_generation_lead_steps(self) -> int:
-        """NeMo RL's: `max_trajectory_age_steps` where the lead is left out."""
-        lead = self.warmup_generation_lead_steps
-        return self.max_trajectory_age_steps if lead is None else lead
-
-    def validate_settings(self) -> AsyncPPOConfig:
-        """NeMo RL's check. Here the schema has done it: `enabled` can only be false."""
-        return self
-
 
 class PPOConfig(LoopConfig):
     """The training loop of PPO; keys that GRPO has too mean the same."""
@@ -71,7 +61,3 @@ class PPOConfig(LoopConfig):
     @property
     def first_policy_step(self) -> int:
         return self.policy_training_start_step
-
-    def validate_async_warmup_settings(self) -> PPOConfig:
-        """NeMo RL's check of asynchronous training, which the schema has done."""
-        return self

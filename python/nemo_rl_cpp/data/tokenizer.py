@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nemo_rl_cpp.data.boundaries import named_ends
 from nemo_rl_cpp.data.config_access import get_field, is_given
 from nemo_rl_cpp.data.special_tokens import SpecialTokens
-from nemo_rl_cpp.data.token_bytes import TokenBytes
 from nemo_rl_cpp.data.tokenizer_files import read_json, read_settings, write_settings
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class Tokenizer(SpecialTokens):
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.chat_template_kwargs: dict[str, object] = {}
-        self._bytes: TokenBytes | None = None
 
     # -- folders -----------------------------------------------------------------------------------------------------
 
@@ -180,16 +178,6 @@ class Tokenizer(SpecialTokens):
 
         return one(tokens) if isinstance(tokens, str) else [one(token) for token in tokens]
 
-    def _set_named(self, name: str, text: str | None) -> None:
-        super()._set_named(name, text)
-        self._bytes = None  # the token may be new
-
-    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """The raw bytes that a token stands for: part of a character is possible. Unknown ids give b""."""
-        if self._bytes is None:
-            self._bytes = TokenBytes(self.backend_tokenizer)
-        return self._bytes(int(token_id), skip_special_tokens)
-
     # -- text to ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None) -> TokenIds:
@@ -277,6 +265,7 @@ class Tokenizer(SpecialTokens):
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         chat_template: str | None = None,
+        *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,25 +110,35 @@ def _check_and_fill(config: Settings, env_configs: Settings | None) -> tuple[lis
     return sides
 
 
-def setup_response_data(
+@dataclass(frozen=True)
+class ResponseData:
+    """The data sets of a run and their environments.
+
+    Attributes:
+        train: one data set, or with `data.use_multiple_dataloader` one for each task name.
+        validation: one data set over everything held out by split_validation_size and everything in `data.validation`.
+        environments: by task name, those that score training; empty where none were asked for.
+        val_environments: the same for validation.
+    """
+
+    train: Datasets
+    validation: AllTaskProcessedDataset | None
+    environments: dict[str, Environment]
+    val_environments: dict[str, Environment]
+
+
+def load_response_data(
     tokenizer: TokenizerType,
     data_config: DataConfig | Settings,
     env_configs: Settings | None = None,
-    is_vlm: bool = False,
     max_total_sequence_length: int | None = None,
-) -> tuple[Datasets | dict[str, Environment] | None, ...]:
-    """The data sets of a run, and with `env_configs` its environments.
-
-    Returns (train, validation) without, and (train, validation, task_to_env, val_task_to_env) with `env_configs`.
-    `train` is an AllTaskProcessedDataset, or with `data.use_multiple_dataloader` one for each task name; `validation`
-    is one data set over everything held out by split_validation_size and everything in `data.validation`, or None.
-    Environments are created once for each env_name that a section uses. The configuration is left as it is.
+) -> ResponseData:
+    """The data sets of a run, and with `env_configs` its environments, created once for each env_name that a section uses.
+    The configuration is left as it is.
 
     Prompts that are cut (`data.max_input_seq_length`), that fill `max_total_sequence_length`, and truths that nothing can
     match are counted and said on stderr; ValueError when they are all the rows of a section.
     """
-    if is_vlm:
-        raise ValueError("is_vlm=True asks for images or video: only text models are supported")
     config = to_plain(data_config)
     train_sections, val_sections = _check_and_fill(config, env_configs)
     max_length = get_field(data_config, "max_input_seq_length", None)
@@ -154,9 +165,7 @@ def setup_response_data(
     except BaseException:
         _shut_down(environments)
         raise
-    if env_configs is None:
-        return dataset, val_dataset
-    return dataset, val_dataset, train.environments, val.environments
+    return ResponseData(dataset, val_dataset, train.environments, val.environments)
 
 
 def _train_side(train: _Tasks, tokenizer: TokenizerType, max_length: int | None, by_task: bool) -> Datasets:

@@ -35,7 +35,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     """Reward by the tests that a program passes, each run contained as `docs/guides/environments.md` says.
 
     Refuses to start where a protection is missing (SandboxUnavailableError). Metrics: `num_<reason>` for every reason that a
-    program did not pass (see `code_verifier.REASONS`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
+    program did not pass (see `CodeVerifyWorker`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
 
     Programs wait until generation has ended: their time limits would count the processor time that it takes from them.
     """

@@ -13,12 +13,6 @@ _FILE_ERROR = re.compile(r"^\w+Error: \[Errno (1|2|13|30)\] [^:\n]*: '([^'\n]*)'
 _READ_ONLY = "30"  # everything but the program's folder is
 _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't start new thread)", re.MULTILINE)
 
-REASONS = (
-    "passed", "wrong_answer", "runtime_error", "syntax_error", "no_code", "time_limit", "memory_limit", "process_limit", "output_limit",
-    "forbidden_call", "file_access",
-)  # fmt: skip
-"""How a program's tests can end. `file_access`: it failed at a file outside its folder."""
-
 
 class CodeVerifyWorker(VerifierBase):
     """Runs the tests of `ground_truth` (see `parse_tests`) on a program, which is the response as it stands.
@@ -26,7 +20,8 @@ class CodeVerifyWorker(VerifierBase):
     Nothing here compiles the program: a few lines can make a compiler take gigabytes, so that, too, happens in the sandbox.
 
     The score is 1 when all pass, else 0 (with `reward="fraction"`: the share that passes). What is returned as the answer is
-    the reason (one of `REASONS`), with a detail after a colon.
+    how the tests ended, with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code, time_limit,
+    memory_limit, process_limit, output_limit, forbidden_call, or file_access, which is a failure at a file outside its folder.
     """
 
     caught = ()  # what goes wrong inside the sandbox never comes up here; what does is a mistake in the use

@@ -98,11 +98,6 @@ class VerifierPool:
         while len(self._workers) < self._size:
             self._start_worker()
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.pid for worker in self._workers]
-
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
         """Judges every response against its truth; `kwargs` go to the verifier.
 

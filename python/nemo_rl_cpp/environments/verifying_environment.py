@@ -19,11 +19,6 @@ class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
         self._pool = VerifierPool(verifier, options, warm_up)
         self._reset_counts()
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the verifiers."""
-        return self._pool.worker_pids
-
     def _verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
         verdicts = self._pool.verify(responses, ground_truths, **kwargs)
         self._steps += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from nemo_rl_cpp.models.json_values import JsonObject
 
 
 class Architecture(NamedTuple):
@@ -16,7 +18,7 @@ class Architecture(NamedTuple):
     """
 
     title: str
-    defaults: dict[str, Any]
+    defaults: JsonObject
     biases: tuple[str, ...] = ("attention",)
     qk_norm: str = "none"
     windows: str = "none"

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemo_rl_cpp.data.tokenizer_files import write_settings
+from nemo_rl_cpp.models.json_values import Json, JsonObject
+
+if TYPE_CHECKING:
+    import tokenizers
+    from gguf import GGUFReader
 
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
@@ -42,13 +47,13 @@ _LAYER = {
 }
 
 
-def open_gguf(path: Path) -> Any:
+def open_gguf(path: Path) -> GGUFReader:
     import gguf
 
     return gguf.GGUFReader(str(path))
 
 
-def _value(reader: Any, key: str, default: Any = None) -> Any:
+def _value(reader: GGUFReader, key: str, default: Json = None) -> Json:
     field = reader.fields.get(key)
     return default if field is None else field.contents()
 
@@ -58,12 +63,12 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def model_config(reader: Any) -> dict[str, Any]:
+def model_config(reader: GGUFReader) -> JsonObject:
     """config.json of the model. ValueError for an architecture other than Llama."""
     architecture = _value(reader, "general.architecture")
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds a {architecture!r} model; only 'llama' is converted")
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config: JsonObject = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     for source, name in CONFIG_KEYS.items():
         config[name] = int(_value(reader, f"llama.{source}"))
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
@@ -104,7 +109,7 @@ def hf_name(name: str) -> str:
     raise ValueError(f"the GGUF file holds a tensor {name!r} that a Llama model does not have")
 
 
-def write_weights(reader: Any, config: dict[str, Any], file: Path) -> None:
+def write_weights(reader: GGUFReader, config: JsonObject, file: Path) -> None:
     """model.safetensors in float32: four-bit blocks have values that bfloat16 cannot hold."""
     import gguf
     from safetensors.numpy import save_file
@@ -121,7 +126,7 @@ def write_weights(reader: Any, config: dict[str, Any], file: Path) -> None:
     save_file(weights, str(file), metadata={"format": "pt"})
 
 
-def _tokenizer(reader: Any) -> tuple[Any, list[str]]:
+def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
     """The byte-level BPE tokenizer and the texts of its control tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -150,7 +155,7 @@ def _tokenizer(reader: Any) -> tuple[Any, list[str]]:
     return tokenizer, control
 
 
-def write_tokenizer(reader: Any, folder: Path) -> None:
+def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     """tokenizer.json, tokenizer_config.json (with the chat template), special_tokens_map.json."""
     backend, control = _tokenizer(reader)
     tokens = _value(reader, "tokenizer.ggml.tokens")

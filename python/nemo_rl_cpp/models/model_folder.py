@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from nemo_rl_cpp.models.hf_config import (
     TINY_CONFIG,
@@ -18,8 +18,12 @@ from nemo_rl_cpp.models.hf_config import (
     read_config,
     read_config_file,
 )
+from nemo_rl_cpp.models.json_values import Json, JsonObject
 from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp._native import C
 
 _SAID: set[str] = set()
 
@@ -28,6 +32,14 @@ def note_as_said(remark: str) -> str:
     """Remembers a remark that goes to the user by another way, so that loading the model does not repeat it."""
     _SAID.add(remark)
     return remark
+
+
+class FolderFields(TypedDict, total=False):
+    """What a `ModelFolder` is told beside its config.json."""
+
+    seed: int
+    value_head: bool
+    max_length: int | None
 
 
 @dataclass(frozen=True)
@@ -39,14 +51,14 @@ class ModelFolder:
     it has positions for); `remarks` are sentences that its user should read.
     """
 
-    config: dict[str, Any]
+    config: JsonObject
     path: Path | None
     seed: int = 0
     value_head: bool = False
     max_length: int | None = None
     remarks: tuple[str, ...] = ()
 
-    def native(self) -> dict[str, Any]:
+    def native(self) -> JsonObject:
         """The keyword dictionary of the native `DecoderModel`."""
         return native_config(self.config, value_head=self.value_head, max_length=self.max_length)
 
@@ -56,7 +68,7 @@ class ModelFolder:
         if self.path is not None:
             check_parameters(self.path, parameter_shapes(native))
 
-    def fill(self, model: Any) -> None:
+    def fill(self, model: C.DecoderModel) -> None:
         """Loads or draws the weights of a native `DecoderModel`."""
         from nemo_rl_cpp.models.weights import initialize_weights, load_weights
 
@@ -73,7 +85,7 @@ class ModelFolder:
 
 
 def open_model_folder(
-    name: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
+    name: str, overrides: Mapping[str, Json] | None = None, *, seed: int = 0, value_head: bool = False, max_length: int | None = None,
     length_key: str = "policy.max_total_sequence_length", key: str = "policy.model_name",
 ) -> ModelFolder:  # fmt: skip
     """`policy.model_name`: "tiny-random" (sizes from `hf_config_overrides`), a folder, or a name that
@@ -102,7 +114,7 @@ def open_model_folder(
     return folder
 
 
-def tiny_random(overrides: Mapping[str, Any] | None = None, **fields: Any) -> ModelFolder:
+def tiny_random(overrides: Mapping[str, Json] | None = None, **fields: Unpack[FolderFields]) -> ModelFolder:
     """The small model that starts random; `fields` are those of `ModelFolder`."""
     try:
         return ModelFolder(canonical_config(TINY_CONFIG, overrides), None, **fields)
@@ -110,7 +122,9 @@ def tiny_random(overrides: Mapping[str, Any] | None = None, **fields: Any) -> Mo
         raise ModelFolderError(f"{TINY_RANDOM} with hf_config_overrides: {error}") from None
 
 
-def read_model_folder(path: Path, overrides: Mapping[str, Any] | None = None, **fields: Any) -> ModelFolder:
+def read_model_folder(
+    path: Path, overrides: Mapping[str, Json] | None = None, **fields: Unpack[FolderFields]
+) -> ModelFolder:
     """The model of a folder on this machine; nothing is printed. `fields` are those of `ModelFolder`.
 
     A head beside tied weights that is not the embedding counts, and the two are untied, as vLLM does it (transformers 5 keeps both,

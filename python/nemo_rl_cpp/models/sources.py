@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+T = TypeVar("T")
 TINY_RANDOM = "tiny-random"  # a fresh model with a character tokenizer, made by `models.model_folder`
 SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
@@ -170,25 +171,26 @@ def _plain(name: str) -> str:
 # -- the hub --------------------------------------------------------------------------------------------------------
 
 
-def with_deadline(call: Callable[[], Any], seconds: float) -> Any:
+def with_deadline(call: Callable[[], T], seconds: float) -> T:
     """The call's result, or TimeoutError: looking up a name has no timeout of its own, so it runs in a thread that is
     left behind."""
-    outcome: dict[str, Any] = {}
+    values: list[T] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            outcome["value"] = call()
+            values.append(call())
         except BaseException as error:  # noqa: BLE001 - handed to the caller below
-            outcome["error"] = error
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
         raise TimeoutError(f"no answer within {seconds:g} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    if errors:
+        raise errors[0]
+    return values[0]
 
 
 def hub_endpoint() -> str:

@@ -37,9 +37,8 @@ class TrainedModel:
     """One process on one device: what `Policy` and `Value` share.
 
     Args:
-        section: the configuration section, "policy" or "value"; error messages name its keys.
         cluster: one device (`RayVirtualCluster` of world size 1), which says where the model lies; None: on the CPU.
-        config: that section.
+        config: the section of the configuration that the class names.
         tokenizer: saved beside the weights.
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
@@ -48,10 +47,12 @@ class TrainedModel:
             batch; all make the same calls with the same batch, and results are those of a rank's own samples.
     """
 
+    section: str
+    """of the configuration, "policy" or "value": error messages name its keys"""
     value_head = False
 
     def __init__(
-        self, section: str, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
+        self, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
         total_steps: int | None, seed: int, ranks: Ranks | None = None,
     ):  # fmt: skip
         if cluster is not None and cluster.world_size() != 1:
@@ -59,12 +60,12 @@ class TrainedModel:
                 f"{type(self).__name__} is one process, and the cluster has {cluster.world_size()} workers (cluster.gpus_per_node, "
                 f"num_nodes): take Distributed{type(self).__name__}"
             )
-        self.section, self.config, self.tokenizer = section, config, tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.ranks = ranks or Ranks()
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
         self.folder = open_model_folder(
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
-            length_key=f"{section}.max_total_sequence_length", key=f"{section}.model_name",
+            length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model, self.ranks.communicator)
@@ -364,17 +365,18 @@ class Updates:
         }
 
 
-_OF_THE_GLOBAL_BATCH = {"lr", "wd", "global_valid_seqs", "global_valid_toks"}
+_UNDIVIDED = {"lr", "wd", "global_valid_seqs", "global_valid_toks", "token_mult_prob_error_sum"}
 
 
 def collect_metrics(metrics: list[dict[str, float]], num_global_batches: int) -> dict[str, list[float]]:
     """name -> one value a micro-batch. Sums over a global batch are divided by the number of global batches, as NeMo RL
-    does; minima, maxima and what is a property of the whole global batch are not."""
+    does; minima, maxima, what is a property of the whole global batch, and a sum that is yet to be divided by the global
+    batch's tokens (`token_mult_prob_error_sum`) are not."""
     collected: dict[str, list[float]] = {}
     for micro in metrics:
         if micro.get("num_valid_samples", 1) == 0:
             continue
         for name, value in micro.items():
-            whole = "_min" in name or "_max" in name or name in _OF_THE_GLOBAL_BATCH
+            whole = "_min" in name or "_max" in name or name in _UNDIVIDED
             collected.setdefault(name, []).append(value if whole else value / num_global_batches)
     return collected

@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from os.path import isfile
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from nemo_rl_cpp.models.hf_config import read_json
+from nemo_rl_cpp.models.json_values import Json, JsonObject
 from nemo_rl_cpp.models.sources import ModelFolderError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,6 +28,19 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
 _READ = ("F64", "F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+
+
+class ShapedTensor(Protocol):
+    """A tensor, or what is known of one: its dtype is a torch.dtype, or a text as safetensors writes it."""
+
+    @property
+    def dtype(self) -> object: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+TensorT = TypeVar("TensorT", bound=ShapedTensor)
 
 
 class RawTensor(NamedTuple):
@@ -147,7 +164,7 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_name_twice(pairs: list[tuple[str, Json]]) -> JsonObject:
     content = dict(pairs)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
@@ -155,7 +172,7 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _entry(name: str, said: Mapping[str, Any], begins: int) -> TensorEntry:
+def _entry(name: str, said: Mapping[str, Json], begins: int) -> TensorEntry:
     dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)
@@ -226,8 +243,8 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
 def fill_parameters(
     folder: Path,
     shapes: Mapping[str, Sequence[int]],
-    tensors: Iterable[tuple[str, Any]],
-    put: Callable[[str, Any], None],
+    tensors: Iterable[tuple[str, TensorT]],
+    put: Callable[[str, TensorT], None],
 ) -> None:
     """Calls put(name, tensor) for every parameter of `shapes` that `tensors` (of `folder`) hold.
 
@@ -275,12 +292,12 @@ def fill_parameters(
         raise ModelFolderError(f"the weights in {folder} do not fit its config.json: {listed}{advice}")
 
 
-def _known_name(name: str, shapes: Mapping[str, Any]) -> str:
+def _known_name(name: str, shapes: Container[str]) -> str:
     """Base-model checkpoints lack the `model.` prefix."""
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
 
-def _is_harmless(name: str, shapes: Mapping[str, Any]) -> bool:
+def _is_harmless(name: str, shapes: Container[str]) -> bool:
     tied_or_value_head = name == HEAD and HEAD not in shapes
     return tied_or_value_head or name.endswith("rotary_emb.inv_freq")
 
@@ -302,7 +319,7 @@ def head_differs(folder: Path) -> bool:
     """Whether the weights hold a language-model head that is not the embedding; False where one of the two is missing."""
     found = {}
     for file, name, entry in all_entries(weight_files(folder)):
-        known = _known_name(name, {HEAD: None, EMBEDDING: None})
+        known = _known_name(name, {HEAD, EMBEDDING})
         if known in (HEAD, EMBEDDING):
             found[known] = (file, entry)
     if len(found) < 2:
@@ -314,7 +331,7 @@ def head_differs(folder: Path) -> bool:
         return not all((a == b).all() for a, b in zip(_values(one, head), _values(other, embedding)))
 
 
-def _values(handle: Any, entry: TensorEntry) -> Iterator[Any]:
+def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
     """The tensor's numbers in order, about a million at a time, as numpy arrays of at least single precision."""
     import numpy as np
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl_cpp.models.json_values import Json
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -18,6 +20,9 @@ from nemo_rl_cpp.models.weight_files import (
     raw_tensors,
     weight_files,
 )
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp._native import C
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -28,7 +33,7 @@ def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) ->
     return {name: flat[offset : offset + math.prod(shape)].view(shape) for name, shape, offset in layout}
 
 
-def load_weights(model: Any, folder: str | Path) -> None:
+def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """Fills a native `DecoderModel` from the folder's safetensors files.
 
     A causal checkpoint may be read into a value model: its head is left out and the scalar head starts at zero (so that
@@ -56,7 +61,7 @@ def _tensor(raw: RawTensor) -> torch.Tensor:
 
 
 def save_weights(
-    model: Any, folder: str | Path, config: dict[str, Any], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    model: C.DecoderModel, folder: str | Path, config: Mapping[str, Json], max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> None:
     """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large.
 
@@ -93,7 +98,7 @@ def save_weights(
     )
 
 
-def initialize_weights(model: Any, seed: int, std: float = 0.02) -> None:
+def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> None:
     """A fresh random model: normal matrices, unit norms, zero biases; the same weights for the same seed.
 
     An untied language-model head starts at a tenth of the others' spread, so that the first policy is nearly uniform:

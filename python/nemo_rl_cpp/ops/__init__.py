@@ -1,6 +1,7 @@
 """Typed entry points of the native core, one module an area. Names equal the C++ ones."""
 
 from nemo_rl_cpp.ops.advantages import (
+    GAEConfig,
     GroupBaseline,
     TokenAdvantages,
     gae,
@@ -13,7 +14,9 @@ from nemo_rl_cpp.ops.advantages import (
 )
 from nemo_rl_cpp.ops.losses import (
     ClippedPGConfig,
+    ClippedPGInputs,
     ClippedPGResult,
+    LossCounts,
     ValueLossResult,
     calculate_kl,
     clipped_pg_loss,
@@ -23,8 +26,11 @@ from nemo_rl_cpp.ops.losses import (
 
 __all__ = [
     "ClippedPGConfig",
+    "ClippedPGInputs",
     "ClippedPGResult",
+    "GAEConfig",
     "GroupBaseline",
+    "LossCounts",
     "TokenAdvantages",
     "ValueLossResult",
     "calculate_kl",

@@ -3,6 +3,7 @@
 Masks may have any dtype and hold 0 and 1. Nothing at a masked position is read into a valid token's advantage.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -79,36 +80,43 @@ def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool) -> TokenAdvant
     return TokenAdvantages(values, None, degenerate)
 
 
+@dataclass(frozen=True)
+class GAEConfig:
+    """The settings of `gae`. With gae_lambda_value the returns come from a pass of their own with that lambda.
+    length_adaptive_alpha > 0 replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) a row. `normalize` whitens
+    the advantages over all valid tokens."""
+
+    gamma: float
+    gae_lambda: float
+    gae_lambda_value: float | None = None
+    length_adaptive_alpha: float = 0.0
+    kl_coef: float = 0.0
+    kl_type: str = "k3"
+    normalize: bool = False
+
+
 def gae(
     rewards: Tensor,
     values: Tensor,
     mask: Tensor,
+    config: GAEConfig,
     *,
-    gamma: float,
-    gae_lambda: float,
-    gae_lambda_value: float | None = None,
-    length_adaptive_alpha: float = 0.0,
     logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_type: str = "k3",
-    normalize: bool = False,
 ) -> TokenAdvantages:
     """Generalized advantage estimation over the valid tokens of each row, last to first.
 
         delta_t = r_t + gamma V_next - V_t,   A_t = delta_t + gamma lambda A_next,   returns_t = A_t + V_t
 
     "next" is the next valid token (0 after the last); r_t is -kl_coef K_t, plus rewards[b] at the row's last valid
-    token. rewards [B]; values, mask, log-probs [B, S]. With gae_lambda_value the returns come from a pass of their own
-    with that lambda; length_adaptive_alpha > 0 replaces gae_lambda by clamp(1 - 1/max(alpha * length, 1), 0, 1) a row.
-    `normalize` whitens the advantages over all valid tokens. They are 0 at masked positions.
+    token. rewards [B]; values, mask, log-probs [B, S]. Advantages are 0 at masked positions.
     """
-    decoupled = gae_lambda_value is not None
-    lambda_value = gae_lambda_value if gae_lambda_value is not None else gae_lambda
+    decoupled = config.gae_lambda_value is not None
+    lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda
     return TokenAdvantages(
         *C.gae(
-            rewards, _real(values), mask, logprobs, reference_logprobs, gamma, gae_lambda, lambda_value, decoupled,
-            length_adaptive_alpha, kl_coef, kl_type, normalize,
+            rewards, _real(values), mask, logprobs, reference_logprobs, config.gamma, config.gae_lambda, lambda_value, decoupled,
+            config.length_adaptive_alpha, config.kl_coef, config.kl_type, config.normalize,
         )
     )  # fmt: skip
 

@@ -1,9 +1,11 @@
 """Native losses: value, gradient and metrics in one pass. Formulas: csrc/kernels/clipped_pg_loss.h."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ class ClippedPGConfig:
     positive_nll_weight: float = 0.0
 
     @cached_property
-    def native(self) -> Any:
+    def native(self) -> C.ClippedPGConfig:
         """The C++ struct."""
         out = C.ClippedPGConfig()
         for name in (
@@ -68,80 +70,90 @@ def _clamp(value: float | None) -> float:
     return math.inf if value is None else value
 
 
+@dataclass(frozen=True)
+class ClippedPGInputs:
+    """What the loss reads beside the log-probabilities it is the loss of.
+
+    [B, S], unshifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not read
+    by `on_policy`) and of the reference (read with a kl_penalty). [B]: sample_mask, rewards (read with a
+    positive_nll_weight). curr_logprobs_unfiltered [B, S-1] takes the place of curr_logprobs in the KL term.
+    """
+
+    advantages: Tensor
+    generation_logprobs: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    prev_logprobs: Tensor | None = None
+    reference_policy_logprobs: Tensor | None = None
+    rewards: Tensor | None = None
+    curr_logprobs_unfiltered: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """Of the global batch: valid tokens, valid sequences, and valid tokens of samples with a positive reward. They make the
+    values of micro-batches add up; where one is None, the micro-batch's own count takes its place."""
+
+    valid_toks: Tensor | float | None = None
+    valid_seqs: Tensor | float | None = None
+    valid_positive_toks: Tensor | float | None = None
+
+    def scalars(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return _scalar(self.valid_toks), _scalar(self.valid_seqs), _scalar(self.valid_positive_toks)
+
+
 class ClippedPGResult(NamedTuple):
-    """Loss (scalar tensor), its gradients, metrics as floats, and the first non-finite (sample, token) or None."""
+    """Loss (scalar tensor), its gradients, metrics as floats, the first non-finite (sample, token) or None, and the sum over
+    the valid tokens of which the metric `token_mult_prob_error` is the share."""
 
     loss: Tensor
     grad_logprobs: Tensor
     grad_unfiltered: Tensor | None
     metrics: dict[str, float]
     nonfinite: tuple[int, int] | None
+    mult_prob_error_sum: float
 
 
 def clipped_pg_loss(
     curr_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    generation_logprobs: Tensor,
-    token_mask: Tensor,
-    sample_mask: Tensor,
-    prev_logprobs: Tensor | None = None,
-    reference_policy_logprobs: Tensor | None = None,
-    curr_logprobs_unfiltered: Tensor | None = None,
-    rewards: Tensor | None = None,
-    global_valid_toks: Tensor | float | None = None,
-    global_valid_seqs: Tensor | float | None = None,
-    global_valid_positive_toks: Tensor | float | None = None,
+    inputs: ClippedPGInputs,
+    counts: LossCounts = LossCounts(),
     config: ClippedPGConfig = ClippedPGConfig(),
 ) -> ClippedPGResult:
     """The clipped policy-gradient loss with its gradient and all metrics.
 
         loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
 
-    Shapes: curr_logprobs and curr_logprobs_unfiltered [B, S-1] (column t is the log-prob of token t+1), float32 or
-    float64; advantages, prev_, generation_, reference_policy_logprobs and token_mask [B, S], unshifted; sample_mask and
-    rewards [B]. The global counts make the values of micro-batches add up; where None, the batch's own count is used.
+    curr_logprobs [B, S-1] (column t is the log-prob of token t+1), float32 or float64.
 
     Positions with token_mask or sample_mask 0 change nothing and get gradient 0. Raises ValueError for a missing input,
     a wrong shape or a contradictory config. A non-finite term raises nothing here: `nonfinite` names it.
     """
     loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
-        curr_logprobs, advantages, prev_logprobs, generation_logprobs, reference_policy_logprobs, token_mask, sample_mask,
-        curr_logprobs_unfiltered, rewards, _scalar(global_valid_toks), _scalar(global_valid_seqs),
-        _scalar(global_valid_positive_toks), config.native,
+        curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
+        inputs.token_mask, inputs.sample_mask, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
     )  # fmt: skip
     metrics = dict(zip(_METRIC_NAMES, values.tolist(), strict=True))
     sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    error_sum = metrics.pop("token_mult_prob_error_sum")
     if not config.truncates:
         del metrics["is_oob_ratio"]
-    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token))
+    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token), error_sum)
 
 
 def token_loss(
-    *,
-    advantages: Tensor,
-    generation_logprobs: Tensor,
-    token_mask: Tensor,
-    sample_mask: Tensor,
-    global_valid_toks: Tensor | float,
-    global_valid_seqs: Tensor | float,
-    prev_logprobs: Tensor | None = None,
-    reference_policy_logprobs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    global_valid_positive_toks: Tensor | float | None = None,
-    config: ClippedPGConfig = ClippedPGConfig(),
+    inputs: ClippedPGInputs, counts: LossCounts, config: ClippedPGConfig = ClippedPGConfig()
 ) -> C.TokenLoss | None:
     """`clipped_pg_loss` to be asked for its gradient while the head still holds a token's logits (`Trainer.forward_with_loss`).
 
-    The arguments are those of `clipped_pg_loss`; without prev_logprobs they are the log-probabilities being computed. None
+    `counts` must have tokens and sequences. Without prev_logprobs they are the log-probabilities being computed. None
     where the gradient at a token depends on others: sequence-level losses and seq-mask-tis.
     """
     if not C.TokenLoss.separable(config.native):
         return None
-    rewards = rewards if global_valid_positive_toks is not None else None
     return C.TokenLoss(
-        advantages, prev_logprobs, generation_logprobs, reference_policy_logprobs, token_mask, sample_mask, rewards,
-        _scalar(global_valid_toks), _scalar(global_valid_seqs), _scalar(global_valid_positive_toks), config.native,
+        inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs, inputs.token_mask,
+        inputs.sample_mask, inputs.rewards if counts.valid_positive_toks is not None else None, *counts.scalars(), config.native,
     )  # fmt: skip
 
 

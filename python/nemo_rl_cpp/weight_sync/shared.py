@@ -1,6 +1,6 @@
 """Colocated refit: the engine reads the trainer's own weights, so nothing is copied, only checked."""
 
-from typing import Any
+from __future__ import annotations
 
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
@@ -29,7 +29,7 @@ class SharedWeights(WeightSynchronizer):
         """The policy has been trained."""
         self._stale = True
 
-    def sync_weights(self, *, timer: Timer | None = None) -> dict[str, Any]:
+    def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
         """`refit/bytes` (0: nothing moved) and `weights/digest`, the same for both roles.
 
         RuntimeError when the engine would generate with other weights than those in training.

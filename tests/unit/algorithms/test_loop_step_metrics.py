@@ -33,13 +33,34 @@ def test_microbatches_add_up_but_for_extrema_and_means():
     }  # fmt: skip
 
 
-def test_shares_of_many_microbatches_add_up_to_one():
-    """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; a gap of 1e-11 still shows."""
-    for sizes in ([1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))):
-        shares = [size * (1.0 / sum(sizes)) for size in sizes]
-        assert aggregate_microbatch_metrics({"token_mult_prob_error": shares})["token_mult_prob_error"] == 1.0
-        shares[0] += 1e-11
-        assert aggregate_microbatch_metrics({"token_mult_prob_error": shares})["token_mult_prob_error"] > 1.0
+def mult_prob_error(sums, tokens, global_batches=1):
+    """Of micro-batches, as `policy.train` returns them: shares, their numerators and the tokens of their global batch."""
+    shares = [value / (count + 1e-8) / global_batches for value, count in zip(sums, tokens)]
+    given = {"token_mult_prob_error": shares, "token_mult_prob_error_sum": sums, "global_valid_toks": tokens}
+    metrics = aggregate_microbatch_metrics(given, global_batches)
+    assert "token_mult_prob_error_sum" not in metrics  # it is a part of a metric, not one
+    return metrics["token_mult_prob_error"]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))], ids=len)
+def test_shares_of_many_microbatches_add_up_to_one(sizes):
+    """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; the smallest gap still shows."""
+    sums, tokens = [float(size) for size in sizes], [float(sum(sizes))] * len(sizes)
+    assert mult_prob_error(sums, tokens) == 1.0
+    sums[0] += 1e-11
+    assert 1.0 < mult_prob_error(sums, tokens) < 1.0 + 1e-12
+
+
+def test_global_batches_of_different_sizes_each_add_up_to_one():
+    sums, tokens = [20.0, 29.0, 7.0, 4.0, 3.0, 46.0], [49.0, 49.0, 11.0, 11.0, 49.0, 49.0]
+    assert mult_prob_error(sums, tokens, global_batches=3) == 1.0
+    assert mult_prob_error([49.0, 22.0], [49.0, 11.0], global_batches=2) == 1.5  # 1 and 2
+    assert mult_prob_error([0.0, 11.0], [0.0, 11.0], global_batches=2) == 0.5  # the first batch trains nothing
+
+
+def test_shares_without_numerators_are_added_unrounded():
+    metrics = aggregate_microbatch_metrics({"token_mult_prob_error": [0.5, 0.5 + 2.0**-50]})
+    assert metrics["token_mult_prob_error"] == 1.0 + 2.0**-50
 
 
 def test_microbatches_without_valid_samples_do_not_count():

@@ -138,6 +138,7 @@ def fill(tmp_path):
     return lambda root: shutil.copytree(manager.checkpoint_dir, root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", ["killed", "power"])
 @pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
 def test_death_at_every_call_of_a_save(tmp_path, monkeypatch, fill, death, step, mark):
@@ -155,6 +156,7 @@ def test_death_at_every_call_of_a_save(tmp_path, monkeypatch, fill, death, step,
     assert outcomes == {(2, "two"), (step, mark)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
 def test_a_full_disk_at_every_call_of_a_save(tmp_path, fill, step, mark):
     failed = 0

@@ -52,6 +52,7 @@ def resume(root):
     run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_torch", [False, True], ids=["pickle", "torch.save"])
 def test_a_pickle_in_the_place_of_any_file_is_not_run(trained, root, tmp_path, with_torch):
     """Sealed anew, so that only its content can give it away."""

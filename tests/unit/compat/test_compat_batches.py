@@ -182,6 +182,7 @@ def _gather(rank, port, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_all_gather_of_unequal_ranks():
     import socket
 

@@ -347,6 +347,7 @@ def test_unknown_file_like_none_lists_them_all():
         load_grpo_config("configs/nothing.yaml")
 
 
+@pytest.mark.slow
 def test_mistakes_are_reported_within_a_second_and_without_torch():
     Path("bad.yaml").write_text(compose("grpo:\n  num_promts_per_step: 8"))
     code = (

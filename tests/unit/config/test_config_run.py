@@ -42,6 +42,7 @@ def test_check_command(capsys):
     assert "ppo.nothing is unknown" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["run_grpo_math.py", "run_ppo.py"])
 def test_examples_are_thin_wrappers(script):
     run = subprocess.run(
@@ -51,6 +52,7 @@ def test_examples_are_thin_wrappers(script):
     assert "policy.backend hf is not available yet; use native" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_is_reported_before_torch_loads():
     code = (
         "import sys\n"

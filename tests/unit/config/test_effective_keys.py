@@ -276,6 +276,7 @@ def flat(tree, prefix=""):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
 def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
     (tmp_path / "prompt.txt").write_text("0{}0")
@@ -295,6 +296,7 @@ def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
     assert idle == [], " ".join(idle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
 def test_keys_that_runs_read_are_not_called_without_effect(reads, kind):
     keys = keys_of(MASTERS[kind])

@@ -55,7 +55,7 @@ def test_the_run_has_the_value_and_files_have_the_text(tmp_path, name):
         if name == "a number":  # OmegaConf's variables are texts
             pytest.skip(str(error))
         raise
-    assert value(config.resolved, key) == real
+    assert value(config.model_dump(), key) == real
     assert value(written(config), key) == shown
     assert SECRET not in str(written(config))
 
@@ -69,7 +69,7 @@ def test_a_value_that_defaults_are_filled_with_is_hidden_too(tmp_path, monkeypat
 
 def test_nothing_changes_without_such_values(tmp_path):
     config = load(tmp_path, "logger: {wandb: {entity: plain, name: '${logger.wandb.entity}'}}\n")
-    assert config.environment_values == {} and written(config) == config.resolved
+    assert config.environment_values == {} and written(config) == config.model_dump()
     assert value(written(config), "logger.wandb.name") == "plain"
 
 

@@ -34,8 +34,10 @@ def logprobs(B, S):
 @pytest.mark.parametrize("lambda_value, alpha, kl_coef", [(None, 0.0, 0.0), (1.0, 0.05, 0.1)])
 def test_gae_equals_the_cpu(kernels, B, S, lambda_value, alpha, kl_coef):
     rewards, values, mask, (x, _, _, reference) = randn(B), randn(B, S, seed=5), mask_of(B, S), logprobs(B, S)
-    cpu = ops.gae(rewards, values, mask.bool(), logprobs=x, reference_logprobs=reference, gamma=0.99, gae_lambda=0.95, gae_lambda_value=lambda_value,
-                  length_adaptive_alpha=alpha, kl_coef=kl_coef, normalize=False)  # fmt: skip
+    config = ops.GAEConfig(
+        gamma=0.99, gae_lambda=0.95, gae_lambda_value=lambda_value, length_adaptive_alpha=alpha, kl_coef=kl_coef
+    )
+    cpu = ops.gae(rewards, values, mask.bool(), config, logprobs=x, reference_logprobs=reference)
     advantages, returns = torch.full((2, B, S), math.nan, dtype=F64)
     kernels.gae(
         B,

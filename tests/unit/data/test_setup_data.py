@@ -5,14 +5,10 @@ import types
 
 import pytest
 import torch
+from nemo_rl_cpp.compat.data.utils import setup_response_data
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
-from nemo_rl_cpp.data.utils import (
-    get_train_dataset_name,
-    load_dataloader_state,
-    save_dataloader_state,
-    setup_response_data,
-)
+from nemo_rl_cpp.data.utils import get_train_dataset_name, load_dataloader_state, save_dataloader_state
 
 ARITHMETIC = {"dataset_name": "arithmetic", "num_samples": 12, "env_name": "math"}
 REVERSE = {"dataset_name": "reverse_digits", "num_samples": 8, "env_name": "digits"}

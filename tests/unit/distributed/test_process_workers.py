@@ -12,6 +12,8 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from players import alive, fails, make
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cluster():

@@ -12,6 +12,7 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from players import alive, make
 
+pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray")
 
 

@@ -8,6 +8,7 @@ from nemo_rl_cpp.environments.code_environment import CodeEnvironment, extract_c
 from nemo_rl_cpp.environments.code_tests import parse_tests
 from nemo_rl_cpp.environments.sandbox import SandboxUnavailableError, check
 from nemo_rl_cpp.environments.utils import create_env
+from processes import verifier_pids
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +90,16 @@ HARD_TO_COMPILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", [DOUBLE, ["assert f(2) == 4"]], ids=["pairs", "asserts"])
 @pytest.mark.parametrize("name", HARD_TO_COMPILE)
 def test_compiling_happens_inside_the_limits(name, truth):
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     assert score(env, "print(2 * int(input()))", DOUBLE)[0] == 1.0
-    worker, before = env.worker_pids, most_mb(env)
+    worker, before = verifier_pids(env), most_mb(env)
     reward, reason = score(env, HARD_TO_COMPILE[name], truth)
     assert reward == 0.0 and reason.partition(":")[0] in ("memory_limit", "time_limit", "syntax_error", "runtime_error")
-    assert env.worker_pids == worker and most_mb(env) < before + 16
+    assert verifier_pids(env) == worker and most_mb(env) < before + 16
     env.shutdown()
 
 
@@ -121,6 +123,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)  # half an hour was needed by a pattern that looked for the compiler's words
 def test_nothing_that_a_response_causes_happens_outside_the_limits():
     """All on one worker: it lives on, and does not grow."""
@@ -128,19 +131,19 @@ def test_nothing_that_a_response_causes_happens_outside_the_limits():
         {"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "max_output_kb": 256, "num_workers": 1}
     )
     assert score(env, "print(2 * int(input()))", DOUBLE)[0] == 1.0
-    worker, before = env.worker_pids, most_mb(env)
+    worker, before = verifier_pids(env), most_mb(env)
     for name, program in BOMBS.items():
         reward, reason = score(env, program, DOUBLE)
         assert reward == 0.0 and reason.partition(":")[0] in (
             "memory_limit", "time_limit", "syntax_error", "runtime_error", "wrong_answer",
         ), name  # fmt: skip
-    assert env.worker_pids == worker and most_mb(env) < before + 16
+    assert verifier_pids(env) == worker and most_mb(env) < before + 16
     assert env.pop_metrics()["verifier_timeouts"] == 0
     env.shutdown()
 
 
 def most_mb(env):
-    text = Path(f"/proc/{env.worker_pids[0]}/status").read_text()
+    text = Path(f"/proc/{verifier_pids(env)[0]}/status").read_text()
     return int(text.split("VmHWM:")[1].split()[0]) / 1024
 
 
@@ -243,6 +246,7 @@ def test_it_refuses_to_run_unprotected(monkeypatch, tmp_path):
         CodeEnvironment({})
 
 
+@pytest.mark.slow
 def test_the_check_tries_to_get_out(monkeypatch):
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import descendants, processes_inside, wait_until_gone
 
+pytestmark = pytest.mark.slow
 DEAF = "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nif os.fork() == 0: os.setsid()\nwhile True: pass"
 TRAINER = f"""
 import threading

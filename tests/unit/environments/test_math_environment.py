@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_mathematics(env):
     result = get(env.step.remote(says(*(c[0] for c in CASES)), truths(*(c[1] for c in CASES)), True))
     assert result.rewards.tolist() == [case[2] for case in CASES]
@@ -84,6 +85,7 @@ def test_an_empty_truth_matches_nothing_under_dapos_rule():
     assert worker.unmatchable == 1
 
 
+@pytest.mark.slow
 def test_same_scores_as_the_library_called_directly(env):
     from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
@@ -174,6 +176,7 @@ def test_multilingual_multiple_choice():
     assert worker.verify(texts, ["C", "D", "B", "A", "D", "B", "A", "E"]) == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_worker_with_remote_runs_in_a_process_of_its_own():
     worker = HFVerifyWorker.remote(deadline_s=3.0)
     scores, answers = get(

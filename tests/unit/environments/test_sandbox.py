@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment
-from processes import children_of, descendants, left_over, processes_inside
+from processes import children_of, descendants, left_over, processes_inside, verifier_pids
 
 PACKAGE = Path(__file__).resolve().parents[3] / "python" / "nemo_rl_cpp"
 HERE = Path(__file__)
@@ -73,6 +73,7 @@ def env():
     environment.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_contained(env, name, tmp_path):
     program, reason = ATTACKS[name]
@@ -86,7 +87,7 @@ def test_contained(env, name, tmp_path):
     if reason != "any":
         assert result.answers[0].partition(":")[0] == reason, result.answers
     assert not left_over()
-    assert all(not children_of(pid) for pid in env.worker_pids)
+    assert all(not children_of(pid) for pid in verifier_pids(env))
     assert env.pop_metrics()["verifier_timeouts"] == 0  # the sandbox itself noticed
     good = env.step([[{"role": "assistant", "content": "print('pwned')"}]], [{"ground_truth": TRUTH}])
     assert good.rewards.tolist() == [1.0]  # and goes on working
@@ -160,6 +161,7 @@ def interpreter_for_everyone() -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="the tests above already run as an unprivileged user")
 @pytest.mark.parametrize(
     "name",

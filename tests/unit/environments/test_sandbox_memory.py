@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
 LIMIT_MB = 128
 START = """
 import ctypes, fcntl, mmap, os, resource, socket, sys, time

@@ -102,6 +102,7 @@ def test_answers_of_several_lines(text, answer_format, several_lines, answer):
     assert extract_answer(text, answer_format, several_lines) == answer
 
 
+@pytest.mark.slow
 def test_reasoning_gyms_own_answers_are_right_without_tags():
     """A grid, a list of moves, one line, and a task that checks responses without an answer of its own."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -129,6 +130,7 @@ def test_a_task_without_answers_has_no_examples_to_show():
     assert row["stop_strings"] == ["\n\nQuestion:"] and row["messages"][1]["content"] is None
 
 
+@pytest.mark.slow
 def test_reasoning_gym():
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entries = [reasoning_gym.create_dataset("chain_sum", size=3, seed=1)[i] for i in range(3)]

@@ -10,7 +10,7 @@ import pytest
 from hostile_verifier import HostileVerifier, NeverStarts
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
-from processes import wait_until_gone
+from processes import verifier_pids, wait_until_gone
 
 
 @pytest.fixture
@@ -20,13 +20,14 @@ def pool():
     pool.shutdown()
 
 
+@pytest.mark.slow
 def test_hangs_are_killed_and_work_goes_on(pool):
-    before = set(pool.worker_pids)
+    before = set(verifier_pids(pool))
     verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
     assert verdicts.scores == [1, 0, 1, 0, 1, 0, 0]
     assert (verdicts.timed_out, verdicts.crashed, verdicts.oversized) == (3, 0, 0)
     assert verdicts.answers[0] == "ok" and verdicts.answers[1] is None
-    assert len(pool.worker_pids) == 2 and wait_until_gone(before - set(pool.worker_pids)) == []
+    assert len(verifier_pids(pool)) == 2 and wait_until_gone(before - set(verifier_pids(pool))) == []
     assert pool.verify(["ok"] * 50, ["ok"] * 50).scores == [1] * 50
 
 
@@ -63,7 +64,7 @@ def test_misuse_is_an_error_not_a_score(pool):
 
 
 def test_shutdown_leaves_no_process(pool):
-    pids = pool.worker_pids
+    pids = verifier_pids(pool)
     pool.shutdown()
     pool.shutdown()
     assert wait_until_gone(pids) == []
@@ -73,7 +74,7 @@ def test_shutdown_leaves_no_process(pool):
 
 def test_a_forgotten_pool_leaves_no_process():
     pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=1))
-    pids = pool.worker_pids
+    pids = verifier_pids(pool)
     del pool
     assert wait_until_gone(pids) == []
 
@@ -102,7 +103,7 @@ from hostile_verifier import HostileVerifier
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
 pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=1.0))
 assert pool.verify(["ok"], ["ok"]).scores == [1]
-print(*pool.worker_pids, flush=True)
+print(*(worker.pid for worker in pool._workers), flush=True)
 if sys.argv[1] == "busy":
     pool.verify(["bigint", "bigint"], ["ok", "ok"])
 elif sys.argv[1] == "idle":
@@ -110,6 +111,7 @@ elif sys.argv[1] == "idle":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "idle", "busy"])
 def test_no_orphan_when_the_program_ends_or_is_killed(how, tmp_path):
     """A script without a main guard works too; killed with SIGKILL it can tell nobody, and still nothing stays."""
@@ -159,6 +161,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_mathematics():
     env = MathEnvironment.remote({"num_workers": 2, "verifier_deadline_s": 1.0})
     logs = [[{"role": "assistant", "content": text}] for text in [*HOSTILE, r"$\boxed{7}$"]]
@@ -167,6 +170,6 @@ def test_hostile_mathematics():
     metrics = env.pop_metrics()
     assert metrics["verifier_timeouts"] >= 2 and metrics["verifier_oversized"] == 1
     assert env.pop_metrics() == {}
-    pids = env.worker_pids
+    pids = verifier_pids(env)
     env.shutdown()
     assert wait_until_gone(pids) == []

@@ -183,6 +183,7 @@ def hangs(completions, **_):
 """
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
     """The function's module lies beside the configuration, and another one in the working folder: both are found, though
     `examples/run_grpo_math.py` puts neither folder on Python's path."""
@@ -229,6 +230,7 @@ def test_ctrl_c_that_an_import_loses_ends_the_program_all_the_same():
     assert run.returncode == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_torch_loads(tmp_path):
     """Before the first step nothing is worth a graceful end: the program ends at once, without a traceback."""
     code = (

@@ -265,6 +265,7 @@ def test_one_sentence(case, capsys, monkeypatch):
         assert "Traceback (most recent call last)" in details.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["option", "misspelt module", "no file", "no such folder", "no tokenizer"])
 def test_a_command_says_it_soon(case):
     """From the start of the program, its imports included: what is found before torch is loaded."""

@@ -60,7 +60,7 @@ def test_the_same_as_a_mapping():
     ]
     assert dict(made)["reward/right"].tolist() == [1.0, 0.0] and len(made) == 10
     del made["values"], made["my_column"], made["reward/right"]
-    assert "values" not in made and "my_column" not in made
+    assert "values" not in made and "my_column" not in made and "reward/right" not in made
     with pytest.raises(KeyError, match="lengths of a batch are not changed"):
         made["input_lengths"] = torch.tensor([1, 1])
 

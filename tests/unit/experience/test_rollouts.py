@@ -234,7 +234,11 @@ def test_repeat_prompts_rejects_none():
     [
         ({"dataset_name": "arithmetic", "num_samples": 4}, "arithmetic"),
         ({"dataset_name": "reverse_digits", "num_samples": 4}, "reverse_digits"),
-        ({"dataset_name": "reasoning_gym", "task": "chain_sum", "num_samples": 4}, "reasoning_gym"),
+        pytest.param(
+            {"dataset_name": "reasoning_gym", "task": "chain_sum", "num_samples": 4},
+            "reasoning_gym",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_from_data_set_to_reward(section, env):

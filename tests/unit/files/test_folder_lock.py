@@ -196,6 +196,7 @@ def test_a_run_whose_place_another_one_took_saves_nothing_there(tmp_path, what):
     second.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["link", "up/../ck", "./ck", "link/../ck"])
 def test_another_name_of_the_folder_is_the_same_folder(tmp_path, other, name, monkeypatch):
     (tmp_path / "up").mkdir()

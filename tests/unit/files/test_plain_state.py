@@ -63,6 +63,7 @@ LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() 
 KEYS = st.text() | st.integers()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.tuples(inner, inner)))
 def test_any_plain_value_round_trips(tmp_path_factory, value):

@@ -77,6 +77,7 @@ def wide_model(dtype=torch.bfloat16, seed=3):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["off", "on"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("texts", [1, 6, 11, 16, 18])

@@ -56,6 +56,7 @@ def test_a_missing_package_is_a_sentence_with_key_and_command(tmp_path, monkeypa
         Logger(config(tmp_path, **{f"{name}_enabled": True}))
 
 
+@pytest.mark.slow
 def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -58,6 +58,7 @@ def test_unreachable_hub_is_one_sentence_within_seconds(tmp_path):
         assert word in out
 
 
+@pytest.mark.slow
 def test_unreachable_hub_for_a_data_set(tmp_path):
     code = """
         from nemo_rl_cpp.data.datasets import load_response_dataset
@@ -73,6 +74,7 @@ def test_unreachable_hub_for_a_data_set(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_offline_mode_uses_the_cache_only(tmp_path):
     out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
     assert out.startswith("HubUnreachableError")
@@ -110,6 +112,7 @@ def refusing_hub():
     server.server_close()
 
 
+@pytest.mark.slow
 def test_gated_and_unknown_models(tmp_path, refusing_hub):
     gated = python(RESOLVE.format(name="secret/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
     assert "gated" in gated and "huggingface-cli login" in gated and "HF_TOKEN" in gated
@@ -117,6 +120,7 @@ def test_gated_and_unknown_models(tmp_path, refusing_hub):
     assert "is not on" in unknown and "policy.model_name" in unknown
 
 
+@pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers(tmp_path):
     silent = socket.create_server(("127.0.0.1", 0))
     try:
@@ -157,6 +161,7 @@ def test_local_paths(tmp_path, monkeypatch):
         sources.resolve_model("spaces are/not allowed")
 
 
+@pytest.mark.slow
 def test_a_name_that_is_nearly_a_packaged_one_is_said(tmp_path, refusing_hub):
     for hub in (CLOSED_PORT, refusing_hub):
         out = python(RESOLVE.format(name="smollm2-135m-instrct"), tmp_path, HF_ENDPOINT=hub).stdout.strip()
@@ -345,6 +350,7 @@ def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_g
     assert sources.smollm2_folder() and weights.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_the_hub_name_of_the_packaged_model_falls_back_on_the_package(small_gguf, tmp_path):
     file = small_gguf[0]
     code = PREPARE.format(file=str(file), digest=sources.sha256(file)).replace(

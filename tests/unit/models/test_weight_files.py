@@ -108,6 +108,7 @@ def test_a_head_is_compared_by_its_numbers(one, other, tmp_path):
         assert head_differs(tmp_path) is changed
 
 
+@pytest.mark.slow
 def test_any_bytes_are_a_file_or_one_sentence(tmp_path):
     """1,500 files with a byte changed, left out or put in, and 500 headers of odd values."""
     draw, file = torch.Generator().manual_seed(1), tmp_path / "model.safetensors"

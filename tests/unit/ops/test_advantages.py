@@ -154,11 +154,12 @@ def run_gae(mask, rewards, values, k, dtype):
     t = lambda v: None if v is None else torch.as_tensor(v, dtype=dtype)  # noqa: E731
     decoupled = k["lam_value"] is not None or k["lam_policy"] is not None or k["alpha"] > 0
     lam_value = (k["lam"] if k["lam_value"] is None else k["lam_value"]) if decoupled else None
+    config = ops.GAEConfig(
+        gamma=k["gamma"], gae_lambda=k["lam"] if k["lam_policy"] is None else k["lam_policy"], gae_lambda_value=lam_value,
+        length_adaptive_alpha=k["alpha"], kl_coef=k.get("kl_coef", 0.0), kl_type=k.get("kl_type", "k3"), normalize=k["normalize"],
+    )  # fmt: skip
     return ops.gae(
-        t(rewards), t(values), torch.as_tensor(mask), gamma=k["gamma"],
-        gae_lambda=k["lam"] if k["lam_policy"] is None else k["lam_policy"], gae_lambda_value=lam_value,
-        length_adaptive_alpha=k["alpha"], logprobs=t(k.get("logprobs")), reference_logprobs=t(k.get("reference")),
-        kl_coef=k.get("kl_coef", 0.0), kl_type=k.get("kl_type", "k3"), normalize=k["normalize"],
+        t(rewards), t(values), torch.as_tensor(mask), config, logprobs=t(k.get("logprobs")), reference_logprobs=t(k.get("reference"))
     )  # fmt: skip
 
 
@@ -193,10 +194,10 @@ def test_values_at_masked_positions_change_no_bit(dtype, normalize):
 
 def test_rewards_of_rows_without_a_valid_token_change_no_bit():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    k = dict(gamma=0.9, gae_lambda=0.9, normalize=True)
+    k = ops.GAEConfig(gamma=0.9, gae_lambda=0.9, normalize=True)
     values = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.6, 0.7]])
-    a = ops.gae(torch.tensor([1.0, 0.0]), values, mask, **k)
-    b = ops.gae(torch.tensor([1.0, 1e6]), values, mask, **k)
+    a = ops.gae(torch.tensor([1.0, 0.0]), values, mask, k)
+    b = ops.gae(torch.tensor([1.0, 1e6]), values, mask, k)
     assert torch.equal(a.advantages, b.advantages)
 
 
@@ -205,16 +206,18 @@ def test_lambda_one_is_monte_carlo_and_lambda_zero_the_td_error():
     mask = torch.tensor([[0, 1, 1, 0, 1]])
     values = torch.tensor([[9.0, 1.0, 2.0, 9.0, 4.0]], dtype=torch.float64)
     rewards = torch.tensor([8.0], dtype=torch.float64)
-    mc = ops.gae(rewards, values, mask, gamma=0.5, gae_lambda=1.0)
+    mc = ops.gae(rewards, values, mask, ops.GAEConfig(gamma=0.5, gae_lambda=1.0))
     assert mc.returns[0, [1, 2, 4]].tolist() == [2.0, 4.0, 8.0]
     assert mc.advantages[0].tolist() == [0.0, 1.0, 2.0, 0.0, 4.0]
-    td = ops.gae(rewards, values, mask, gamma=0.5, gae_lambda=0.0)
+    td = ops.gae(rewards, values, mask, ops.GAEConfig(gamma=0.5, gae_lambda=0.0))
     assert td.advantages[0].tolist() == [0.0, 0.5 * 2 - 1, 0.5 * 4 - 2, 0.0, 8.0 - 4.0]
 
 
 def test_whitening_without_spread_is_zero_and_flagged():
     mask = torch.tensor([[0, 1, 0]])
-    one = ops.gae(torch.tensor([1.0]), torch.zeros(1, 3), mask, gamma=1.0, gae_lambda=1.0, normalize=True)
+    one = ops.gae(
+        torch.tensor([1.0]), torch.zeros(1, 3), mask, ops.GAEConfig(gamma=1.0, gae_lambda=1.0, normalize=True)
+    )
     assert one.degenerate and not one.advantages.any()
     empty = ops.reinforce_plus_plus(torch.tensor([1.0]), torch.zeros(1, 3))
     assert empty.degenerate and not empty.advantages.any()
@@ -232,7 +235,9 @@ def test_threads_change_no_bit():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            g = ops.gae(rewards, values, torch.as_tensor(mask), gamma=0.99, gae_lambda=0.95, normalize=True)
+            g = ops.gae(
+                rewards, values, torch.as_tensor(mask), ops.GAEConfig(gamma=0.99, gae_lambda=0.95, normalize=True)
+            )
             r = ops.reinforce_plus_plus(rewards, torch.as_tensor(mask))
             results.append((g.advantages, g.returns, r.advantages))
     finally:
@@ -245,9 +250,11 @@ def test_rows_are_independent_of_the_batch_they_are_in():
     rng = np.random.default_rng(6)
     mask = torch.as_tensor(rng.random((19, 50)) < 0.8)
     rewards, values = torch.as_tensor(rng.normal(size=19)), torch.as_tensor(rng.normal(size=(19, 50)))
-    whole = ops.gae(rewards, values, mask, gamma=0.99, gae_lambda=0.95)
+    whole = ops.gae(rewards, values, mask, ops.GAEConfig(gamma=0.99, gae_lambda=0.95))
     for i in range(19):
-        alone = ops.gae(rewards[i : i + 1], values[i : i + 1], mask[i : i + 1], gamma=0.99, gae_lambda=0.95)
+        alone = ops.gae(
+            rewards[i : i + 1], values[i : i + 1], mask[i : i + 1], ops.GAEConfig(gamma=0.99, gae_lambda=0.95)
+        )
         assert torch.equal(alone.advantages[0], whole.advantages[i]) and torch.equal(alone.returns[0], whole.returns[i])
 
 
@@ -257,10 +264,8 @@ def test_a_missing_half_of_the_kl_is_named():
             torch.ones(1),
             torch.zeros(1, 2),
             torch.ones(1, 2),
-            gamma=1.0,
-            gae_lambda=1.0,
+            ops.GAEConfig(gamma=1.0, gae_lambda=1.0, kl_coef=0.1),
             logprobs=torch.zeros(1, 2),
-            kl_coef=0.1,
         )
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")

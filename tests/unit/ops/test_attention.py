@@ -143,6 +143,7 @@ def test_rows_of_no_sequence_are_zero():
     assert (out[~keep] == 0).all() and (lse[~keep] == 0).all() and (out[keep] != 0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_paged_equals_packed_bit_for_bit(shape, dtype, threads):

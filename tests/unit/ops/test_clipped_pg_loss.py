@@ -265,14 +265,15 @@ def test_a_token_far_from_its_generator_changes_no_other(mode):
             "sample_mask",
         )
     }
-    near = ops.clipped_pg_loss(x, config=config, **data)
+    near = ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data), config=config)
     data["generation_logprobs"] = data["generation_logprobs"].clone()
     data["generation_logprobs"][:, 21] -= 1.5
-    far = ops.clipped_pg_loss(x, config=config, **data)
+    far = ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data), config=config)
     others = torch.arange(48) != 20
     assert torch.equal(far.grad_logprobs[:, others], near.grad_logprobs[:, others])
     assert not torch.equal(far.grad_logprobs[:, 20], near.grad_logprobs[:, 20])
-    double = ops.clipped_pg_loss(x.double(), config=config, **{k: v.double() for k, v in data.items()})
+    doubles = ops.ClippedPGInputs(**{k: v.double() for k, v in data.items()})
+    double = ops.clipped_pg_loss(x.double(), doubles, config=config)
     torch.testing.assert_close(far.grad_logprobs.double(), double.grad_logprobs, rtol=2e-6, atol=1e-8)
     for name, value in double.metrics.items():
         assert far.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
@@ -313,11 +314,9 @@ def test_overflow_is_named():
 def test_bad_shapes_are_named():
     x, data = random_batch(10, 3, 20)
     with pytest.raises(ValueError, match=r"advantages has shape \[3, 19\]; expected \[3, 20\]"):
-        ops.clipped_pg_loss(
-            x, **{k: v for k, v in data.items() if k != "advantages"}, advantages=data["advantages"][:, 1:]
-        )
+        ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data | {"advantages": data["advantages"][:, 1:]}))
     with pytest.raises(ValueError, match="prev_logprobs is missing"):
-        ops.clipped_pg_loss(x, **{k: v for k, v in data.items() if k != "prev_logprobs"})
+        ops.clipped_pg_loss(x, ops.ClippedPGInputs(**{k: v for k, v in data.items() if k != "prev_logprobs"}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

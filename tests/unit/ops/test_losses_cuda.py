@@ -48,10 +48,10 @@ def test_estimators_equal_the_cpu(dtype, rtol):
         mask = torch.as_tensor(rng.random((B, S)) < 0.8)
         r, v = torch.as_tensor(rng.normal(size=B), dtype=dtype), torch.as_tensor(rng.normal(size=(B, S)), dtype=dtype)
         lp, ref = (torch.as_tensor(cases.logprobs(rng, (B, S), 1.0), dtype=dtype) for _ in range(2))
-        k = dict(gamma=0.99, gae_lambda=0.95, gae_lambda_value=(None, 1.0)[rng.integers(2)], length_adaptive_alpha=(0.0, 0.05)[rng.integers(2)],
-                 kl_coef=0.1, normalize=bool(rng.random() < 0.5))  # fmt: skip
-        cpu = ops.gae(r, v, mask, logprobs=lp, reference_logprobs=ref, **k)
-        gpu = ops.gae(r.cuda(), v.cuda(), mask.cuda(), logprobs=lp.cuda(), reference_logprobs=ref.cuda(), **k)
+        k = ops.GAEConfig(gamma=0.99, gae_lambda=0.95, gae_lambda_value=(None, 1.0)[rng.integers(2)], length_adaptive_alpha=(0.0, 0.05)[rng.integers(2)],
+                          kl_coef=0.1, normalize=bool(rng.random() < 0.5))  # fmt: skip
+        cpu = ops.gae(r, v, mask, k, logprobs=lp, reference_logprobs=ref)
+        gpu = ops.gae(r.cuda(), v.cuda(), mask.cuda(), k, logprobs=lp.cuda(), reference_logprobs=ref.cuda())
         near(gpu.advantages, cpu.advantages, rtol)
         near(gpu.returns, cpu.returns, rtol)
         assert gpu.degenerate == cpu.degenerate
@@ -89,4 +89,6 @@ def test_repeated_launches_give_the_same_bits():
 
 def test_tensors_on_two_devices_are_named():
     with pytest.raises(ValueError, match="mask is on cpu; expected cuda"):
-        ops.gae(torch.zeros(1).cuda(), torch.zeros(1, 2).cuda(), torch.ones(1, 2), gamma=1.0, gae_lambda=1.0)
+        ops.gae(
+            torch.zeros(1).cuda(), torch.zeros(1, 2).cuda(), torch.ones(1, 2), ops.GAEConfig(gamma=1.0, gae_lambda=1.0)
+        )

@@ -195,6 +195,7 @@ def test_importing_the_package_is_light():
     assert heavy & set(loaded) == set()
 
 
+@pytest.mark.slow
 def test_no_public_module_imports_an_optional_package():
     code = (
         "import importlib, pkgutil, sys, nemo_rl_cpp\n"

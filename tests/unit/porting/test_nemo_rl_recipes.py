@@ -128,6 +128,7 @@ def reason_of(key):
     return next((reason for reason, parts in REASONS.items() if any(part in key for part in parts)), key)
 
 
+@pytest.mark.slow
 def test_most_recipes_load_as_they_stand(walk, capsys):
     refused = Counter()
     for _name, error in walk.items():

@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
+from nemo_rl_cpp.compat.data.utils import setup_response_data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data import inspection
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.data.utils import setup_response_data
 from nemo_rl_cpp.preflight import data
 
 
@@ -243,6 +243,7 @@ def test_evaluations_are_checked_too(found):
     assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
 
 
+@pytest.mark.slow
 def test_the_check_of_data_imports_no_torch(tmp_path):
     import subprocess
 

@@ -268,6 +268,7 @@ def cached(model, tmp_path, *names):
     return snapshot
 
 
+@pytest.mark.slow
 def test_a_model_in_the_hubs_cache_is_checked_where_it_lies(model, tmp_path):
     code = """
 import sys

@@ -158,6 +158,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, mo
     assert capsys.readouterr().err.count("No space left") == 1
 
 
+@pytest.mark.slow
 def test_the_report_can_be_made_again_from_the_folder(run):
     ReportWriter(run, synthetic_run.CONFIG, synthetic_run.DEFAULTS, total_steps=60, title="first").finish()
     before = (run / "report.html").read_text()
@@ -175,6 +176,7 @@ def test_the_report_can_be_made_again_from_the_folder(run):
     assert bad.returncode == 2 and "Traceback" not in bad.stderr
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_leaves_a_whole_page(tmp_path):
     program = (
         "import sys\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"

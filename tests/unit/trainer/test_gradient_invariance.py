@@ -51,6 +51,7 @@ def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(
     "split", [dict(max_samples=1), dict(max_samples=2), dict(max_samples=4), dict(max_tokens=100), dict(share=True), dict(max_tokens=150, share=True),

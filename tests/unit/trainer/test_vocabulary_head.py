@@ -79,6 +79,7 @@ def test_one_and_two_threads_give_the_same_bits(dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("shape", [*SHAPES, (530, 120_000, 4), (1090, 50, 8)], ids=str)
 def test_both_at_once_have_the_bits_of_forward_and_the_gradients_of_autograd(shape, dtype, bound):

@@ -1,7 +1,9 @@
 """ClippedPGLossFn: PPO, GRPO, DAPO, GSPO, CISPO, REINFORCE and on-policy losses with KL, over the native op."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from nemo_rl_cpp.algorithms._config import as_model
 from nemo_rl_cpp.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp._native import C
 
 
 class NativeGradient(torch.autograd.Function):
@@ -167,7 +172,7 @@ class ClippedPGLossFn:
     def native(
         self,
         curr_logprobs: Tensor,
-        data: Mapping[str, Any],
+        data: Mapping[str, Tensor],
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
         global_valid_positive_toks: Tensor | float | None = None,
@@ -180,27 +185,27 @@ class ClippedPGLossFn:
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
+        prev = None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]
         return ops.clipped_pg_loss(
             curr_logprobs.detach(),
-            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if self.op_config().kl_penalty != 0 else None,
-            global_valid_toks=global_valid_toks,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_positive_toks=positive,
-            **self._op_inputs(data, None if self.op_config().ratio_mode == "on_policy" else data["prev_logprobs"]),
+            self._op_inputs(data, prev),
+            ops.LossCounts(global_valid_toks, global_valid_seqs, positive),
+            self.op_config(),
         )
 
-    def _op_inputs(self, data: Mapping[str, Any], prev_logprobs: Tensor | None) -> dict[str, Any]:
+    def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
         config = self.op_config()
-        return {
-            "advantages": data["advantages"],
-            "prev_logprobs": prev_logprobs,
-            "generation_logprobs": data["generation_logprobs"],
-            "reference_policy_logprobs": data["reference_policy_logprobs"] if config.kl_penalty != 0 else None,
-            "token_mask": data["token_mask"],
-            "sample_mask": data["sample_mask"],
-            "rewards": data.get("rewards") if config.positive_nll_weight > 0 else None,
-            "config": config,
-        }
+        with_kl = config.kl_penalty != 0
+        return ops.ClippedPGInputs(
+            advantages=data["advantages"],
+            prev_logprobs=prev_logprobs,
+            generation_logprobs=data["generation_logprobs"],
+            reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
+            token_mask=data["token_mask"],
+            sample_mask=data["sample_mask"],
+            rewards=data.get("rewards") if config.positive_nll_weight > 0 else None,
+            curr_logprobs_unfiltered=data.get("curr_logprobs_unfiltered") if with_kl else None,
+        )
 
     def token_loss(
         self,
@@ -208,17 +213,16 @@ class ClippedPGLossFn:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
-    ) -> Any:
+    ) -> C.TokenLoss | None:
         """The gradient of `native` token by token (ops.token_loss), or None where that cannot be: the trainer then asks
         `native` for it. `data` is the global batch; without `prev_logprobs` in it they are the ones being computed."""
         if type(self).native is not ClippedPGLossFn.native:
             return None
         prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get("prev_logprobs")
         return ops.token_loss(
-            global_valid_toks=global_valid_toks,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_positive_toks=global_valid_positive_toks,
-            **self._op_inputs({**data.samples, **data.tokens}, prev),
+            self._op_inputs({**data.samples, **data.tokens}, prev),
+            ops.LossCounts(global_valid_toks, global_valid_seqs, global_valid_positive_toks),
+            self.op_config(),
         )
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
@@ -232,7 +236,7 @@ class ClippedPGLossFn:
     def __call__(
         self,
         next_token_logprobs: Tensor,
-        data: Mapping[str, Any],
+        data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | float | None = None,

@@ -1,8 +1,10 @@
 """What a loss function is to a trainer."""
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -42,5 +44,9 @@ class LossFunction(Protocol):
     input_type: LossInputType
 
     def __call__(
-        self, data: Mapping[str, Any], global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, **kwargs: Any
-    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
+        self,
+        data: Mapping[str, torch.Tensor],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        **kwargs: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]: ...

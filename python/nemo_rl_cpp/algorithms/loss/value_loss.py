@@ -1,7 +1,8 @@
 """MseValueLossFn: the critic's loss over the native op."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class MseValueLossFn:
     def native(
         self,
         values: Tensor,
-        data: Mapping[str, Any],
+        data: Mapping[str, Tensor],
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
     ) -> ops.ValueLossResult:
@@ -52,8 +53,8 @@ class MseValueLossFn:
         return result
 
     def __call__(
-        self, logits: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
         """(loss, metrics) for value predictions [B, S] or [B, S, 1]; differentiable in them."""
         values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits
         if values.dtype not in (torch.float32, torch.float64):

@@ -1,8 +1,8 @@
 """The contract between rollouts and a generation engine: token ids in, token ids out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 import torch
 
@@ -31,7 +31,7 @@ class GenerationDatumSpec(TypedDict):
     draw_ids: "NotRequired[torch.Tensor]"
     sample_index: "NotRequired[torch.Tensor]"
     stream: NotRequired[list[str] | str]
-    __extra__: Any
+    __extra__: object
 
 
 class GenerationOutputSpec(TypedDict):
@@ -50,7 +50,7 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: "torch.Tensor"
     logprobs: "torch.Tensor"
     truncated: "NotRequired[torch.Tensor]"
-    __extra__: Any
+    __extra__: object
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Responses:
     truncated: torch.Tensor | None
 
     @classmethod
-    def of(cls, outputs: "Responses | Mapping[str, Any]", prompt_lengths: torch.Tensor) -> "Responses":
+    def of(cls, outputs: "Responses | Mapping[str, torch.Tensor]", prompt_lengths: torch.Tensor) -> "Responses":
         """From a `GenerationOutputSpec`, whose rows begin with prompts of `prompt_lengths` [B]."""
         if isinstance(outputs, Responses):
             return outputs
@@ -122,7 +122,10 @@ class GenerationInterface(Protocol):
         """Called before `generate`: makes room and wakes up what generation needs."""
 
     def generate(
-        self, data: "RaggedBatch | BatchedDataDict[GenerationDatumSpec]", greedy: bool = False, **beside: Any
+        self,
+        data: "RaggedBatch | BatchedDataDict[GenerationDatumSpec]",
+        greedy: bool = False,
+        **beside: Callable[[list[int], list[list[int]]], None],
     ) -> "Responses | BatchedDataDict[GenerationOutputSpec]":
         """A response for every prompt, under the weights of the last `sync_weights`. Greedy: temperature 0, top_k 1.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
+
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
 
@@ -26,7 +30,7 @@ _UNLIMITED_SLOTS = 1 << 20
 _DEFAULT_CHUNK = 2048
 
 
-def native_runner(model: Any, config: Any) -> Any:
+def native_runner(model: C.DecoderModel, config: EvalGenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
     """The engine's way into a `C.DecoderModel`, whose weights it reads in place.
 
     On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; on the CPU, as `config.packed_weights`
@@ -61,9 +65,9 @@ class NativeGeneration(GenerationInterface):
 
     def __init__(
         self,
-        runner: Any,
-        config: Any,
-        tokenizer: Any,
+        runner: C.ModelRunner,
+        config: EvalGenerationConfig | Mapping[str, object],
+        tokenizer: TokenizerType,
         *,
         end_token_ids: Sequence[int] | None = None,
         max_model_len: int | None = None,
@@ -101,7 +105,7 @@ class NativeGeneration(GenerationInterface):
         data: RaggedBatch | BatchedDataDict[GenerationDatumSpec],
         greedy: bool = False,
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
-    ) -> Any:
+    ) -> Responses | BatchedDataDict[GenerationOutputSpec]:
         """A response for every row. Of a RaggedBatch: `Responses`; of padded prompts, with the keys of `GenerationDatumSpec`: a
         `GenerationOutputSpec`.
 
@@ -130,8 +134,13 @@ class NativeGeneration(GenerationInterface):
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _requests(
-        self, data: Mapping[str, Any], prompt_index: Tensor, lengths: Tensor, greedy: bool, stream: str
-    ) -> Any:
+        self,
+        data: RaggedBatch | BatchedDataDict[GenerationDatumSpec],
+        prompt_index: Tensor,
+        lengths: Tensor,
+        greedy: bool,
+        stream: str,
+    ) -> C.GenerationRequests:
         rows = len(lengths)
         stop_sets, stop_set = self._stop_sets(data.get("stop_strings"), rows)
         return C.GenerationRequests(
@@ -147,8 +156,8 @@ class NativeGeneration(GenerationInterface):
             stop_sets=stop_sets,
         )
 
-    def _sampling_rule(self, greedy: bool, stream: str) -> Any:
-        def setting(name: str, default: float) -> Any:
+    def _sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
+        def setting(name: str, default: float) -> float:
             validation = _get(self.config, f"val_{name}") if stream == "val" else None
             value = _get(self.config, name) if validation is None else validation
             return default if value is None else value
@@ -172,14 +181,16 @@ class NativeGeneration(GenerationInterface):
             return (self.max_model_len - lengths).clamp(min=1)
         return torch.full_like(lengths, int(limit))
 
-    def _draw_ids(self, draw_ids: Any, rows: int) -> Tensor:
+    def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
         if draw_ids is not None:
             return _row_integers("draw_ids", draw_ids, rows)
         first = self._next_draw_id
         self._next_draw_id += rows
         return torch.arange(first, first + rows)
 
-    def _stop_sets(self, per_row: Any, rows: int) -> tuple[list[list[bytes]], Tensor]:
+    def _stop_sets(
+        self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int
+    ) -> tuple[list[list[bytes]], Tensor]:
         """The different sets of stop strings, and which one each row has."""
         per_row = [None] * rows if per_row is None else list(per_row)
         if len(per_row) != rows:
@@ -194,12 +205,12 @@ class NativeGeneration(GenerationInterface):
 
     # ---- memory, weights and metrics
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
         """Measures the memory that the cache may take; the weights are in place, and the first batch allocates."""
         self._limit_cache()
         return True
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def finish_generation(self, *args: object, **kwargs: object) -> bool:
         """Gives the memory of keys and values back."""
         self._engine.release_cache()
         return True
@@ -234,7 +245,7 @@ class NativeGeneration(GenerationInterface):
             raise RuntimeError("this NativeGeneration was made without `digest`")
         return self._digest()
 
-    def get_logger_metrics(self) -> dict[str, Any]:
+    def get_logger_metrics(self) -> dict[str, float]:
         """Sums since `clear_logger_metrics`.
 
         steps, generated_tokens, prefill_tokens (computed, with those computed again after a preemption), decode_tokens,
@@ -259,32 +270,34 @@ class _Prompts(NamedTuple):
     """[B] which prompt a row has"""
 
 
-def _get(config: Any, key: str) -> Any:
+def _get(config: object, key: str) -> object:
     """config[key] or config.key; None where it is absent."""
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
-def _strings(value: Any) -> list[str]:
+def _strings(value: str | Sequence[str] | None) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
-def _stop_token_ids(config: Any, tokenizer: Any, end_token_ids: Sequence[int] | None) -> list[int]:
+def _stop_token_ids(
+    config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType, end_token_ids: Sequence[int] | None
+) -> list[int]:
     given = _get(config, "stop_token_ids")
     if given is None:
         given = end_token_ids_of_tokenizer(tokenizer) if end_token_ids is None else end_token_ids
     return [int(i) for i in given]
 
 
-def _row_integers(name: str, values: Any, rows: int) -> Tensor:
+def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
     return result
 
 
-def _ragged(data: Mapping[str, Any]) -> RaggedBatch:
+def _ragged(data: Mapping[str, Tensor]) -> RaggedBatch:
     ids = data["input_ids"].to("cpu", torch.int64)
     if ids.dim() != 2 or ids.shape[0] == 0:
         raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")

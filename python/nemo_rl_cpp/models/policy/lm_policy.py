@@ -34,6 +34,8 @@ class Policy(TrainedModel, PolicyInterface):
         total_steps: length of the run, for schedules that decay over the whole of it.
     """
 
+    section = "policy"
+
     def __init__(
         self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_policy", workers_per_node: Any = None,
         init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
@@ -47,7 +49,7 @@ class Policy(TrainedModel, PolicyInterface):
             )
         config = PolicyConfig.of(config)
         super().__init__(
-            "policy", cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
+            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
             total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
         self.name = name_prefix

@@ -297,8 +297,11 @@ def evaluate_loss(
         result = loss_fn.native(
             curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks
         )
+        metrics = dict(result.metrics)
+        if (error_sum := getattr(result, "mult_prob_error_sum", None)) is not None:
+            metrics["token_mult_prob_error_sum"] = error_sum
         return LossResult(
-            float(result.loss), dict(result.metrics), result.grad_logprobs, getattr(result, "grad_unfiltered", None),
+            float(result.loss), metrics, result.grad_logprobs, getattr(result, "grad_unfiltered", None),
             nonfinite=getattr(result, "nonfinite", None),
         )  # fmt: skip
     leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)

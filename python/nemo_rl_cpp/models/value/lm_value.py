@@ -32,6 +32,7 @@ class Value(TrainedModel, ValueInterface):
         total_steps: `train` calls of the run, for schedules that decay over the whole of it.
     """
 
+    section = "value"
     value_head = True
 
     def __init__(
@@ -40,7 +41,7 @@ class Value(TrainedModel, ValueInterface):
         *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
         super().__init__(
-            "value", cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
+            cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path if init_optimizer else None,
             total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
         self.name = name_prefix

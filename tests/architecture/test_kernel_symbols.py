@@ -30,6 +30,7 @@ def mergeable_symbols(path: Path) -> list[str]:
     return [match[2] for line in listing.splitlines() if (match := MERGEABLE.match(line))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_leave_no_mergeable_symbol(capability):
     if shutil.which("nm") is None:

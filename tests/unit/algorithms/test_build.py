@@ -10,6 +10,7 @@ def fail(*given, **more):
     raise RuntimeError("no more threads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "part"), [(build, "make_services"), (build, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )

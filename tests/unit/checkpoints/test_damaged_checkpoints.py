@@ -124,6 +124,7 @@ DAMAGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["training_info.json", "manifest.json", "config.yaml", "policy/w.bin"])
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -238,6 +239,7 @@ def link(path):
     path.symlink_to(path.parent.parent / "precious")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "name", ["tmp_step_4", "old_step_3", "del_step_1", "step_4", "step_9", "corrupt_step_4", "latest_checkpoint_status"]
@@ -280,6 +282,7 @@ def _dangling(path):
     path.symlink_to("nowhere")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("make", [_a_file, _a_folder, os.mkfifo, _dangling, _a_loop])
 @pytest.mark.parametrize("name", ["tmp_step_4", "old_step_4", "step_4", "del_step_1", "corrupt_step_1", "latest_checkpoint_status.json"])  # fmt: skip

@@ -234,6 +234,7 @@ def test_mistakes_of_the_configuration():
             CodeEnvironment(config)
 
 
+@pytest.mark.slow
 def test_it_refuses_to_run_unprotected(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\n"

@@ -175,6 +175,7 @@ def test_decode_does_not_depend_on_the_batch(batch, threads):
     assert_same_bits(got[-1], alone[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(9, 3, 64), (10, 2, 80)], ids=str)
 def test_shared_prefix_equals_own_rows_bit_for_bit(shape, dtype, threads):

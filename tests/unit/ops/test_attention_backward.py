@@ -118,6 +118,7 @@ def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengt
     assert relative_gap(got, want) <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_do_not_change_bits(dtype):
     """Batches that are split into several jobs: a long sequence, and a prompt with many generations."""

@@ -64,6 +64,7 @@ def test_clipped_pg_loss_matches_reference_in_float64(block):
         run_case(seed, torch.float64, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(8))
 def test_clipped_pg_loss_matches_reference_in_float32(block):
     for seed in range(10_000 + block * 160, 10_000 + (block + 1) * 160):

@@ -51,6 +51,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype, K):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "M, N, K",
     [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)],

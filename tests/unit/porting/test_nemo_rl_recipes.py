@@ -144,6 +144,7 @@ def test_most_recipes_load_as_they_stand(walk, capsys):
     assert len(loaded(walk)) >= 110 and len(dense) >= 64
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_by_a_known_reason(walk):
     unknown = {
         f"{name}: {problem}" for name, error in walk.items() if isinstance(error, ConfigError) for problem in error.problems

@@ -141,6 +141,7 @@ def test_the_checks_load_no_torch():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_the_second_run_ends_before_it_loads_anything(tmp_path):
     """Two starts with one folder: the second says who is in it, with a status that is not 0."""
     (tmp_path / "ck").mkdir()

@@ -12,6 +12,9 @@ class Player:
     def number(self, add):
         return self.base + self.ranks.rank + add
 
+    def size_of(self, data):
+        return len(data)
+
     def total(self):
         return self.ranks.sum(float(self.ranks.rank + 1))
 

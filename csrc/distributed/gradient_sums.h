@@ -17,6 +17,8 @@ class BlockSums {
  public:
   /// Takes block number `count()`, whose memory is then this object's.
   void add(at::Tensor block);
+  /// A buffer for `spare`.
+  void give_back(at::Tensor buffer) { spares_.push_back(std::move(buffer)); }
   /// A buffer that is free again; undefined where none is.
   at::Tensor spare();
   /// The sum of all blocks, in one of their buffers; after it there are none.

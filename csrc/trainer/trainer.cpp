@@ -255,7 +255,10 @@ void Trainer::end_block() {
 
 /// Makes grads() the sum of all blocks, in this rank's shard of all ranks' blocks.
 void Trainer::add_blocks() {
-  if (blocks_.count() > 0) use_grads(blocks_.take());
+  if (blocks_.count() > 0) {
+    blocks_.give_back(grads_);  // of a block that has not begun
+    use_grads(blocks_.take());
+  }
   if (ranks_ != nullptr)
     distributed::reduce_scatter(*ranks_, grads(), ops::kFlatBlock, "adding the gradients of all ranks");
 }

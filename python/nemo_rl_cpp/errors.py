@@ -132,6 +132,13 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
         return UserCodeError
 
 
+def as_user_error(error: BaseException, text: str) -> UserCodeError:
+    """An exception of the user's code with this sentence about it; `error` is its cause."""
+    made = _as_type_of(error)(text)
+    made.__cause__ = error
+    return made
+
+
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
@@ -146,6 +153,10 @@ def in_user_code(
     ended = isinstance(error, SystemExit)
     said = "called sys.exit, which does not end a run" if ended else f"failed with {_type_and_text(error)}"
     return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
+
+
+RAISED_ON = "raised on rank"
+"""So begins the note of an exception that a worker has raised (`distributed/worker_calls.py`)."""
 
 
 class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)
@@ -196,7 +207,12 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """The message for the user about an exception, in one line."""
+    """The message for the user about an exception, in one line; one that a worker has raised names its rank."""
+    note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
+    return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
+
+
+def _sentence(error: BaseException) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
             "out of memory; `--dry-run` shows what each phase needs: lower policy.train_micro_batch_size, "

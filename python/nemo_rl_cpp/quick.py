@@ -281,6 +281,10 @@ def _count(value: object) -> int | None:
 def _preflight(config: GRPOMasterConfig) -> None:
     """What the run scripts ask before they start; ValueError for what cannot succeed. The data and reward functions come from
     the caller, so findings about those sections are none of this run's."""
+    if config.cluster.has_workers:
+        raise ValueError(
+            f"cluster.executor is {config.cluster.executor}: train_grpo trains in this process, whose result goes on generating; use the run scripts for several processes"
+        )
     findings = [finding for finding in preflight(config) if finding.key.partition(".")[0] not in ("data", "env")]
     errors = [str(finding) for finding in findings if finding.level == "error"]
     if errors:

@@ -213,8 +213,8 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
 
 
 def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
-    """One device, whatever sizes the configuration was written for (`config/fold.py`), or the processes of `cluster.executor:
-    processes`. ValueError where `cluster.device` asks for a GPU that cannot be used."""
+    """One device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
+    processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return RayVirtualCluster(

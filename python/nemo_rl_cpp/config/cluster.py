@@ -39,7 +39,8 @@ class ClusterConfig(Section):
         60.0, "seconds without a sign of life after which a worker process counts as lost, and the run ends"
     )
     max_restarts: Count = key(
-        0, "how often a run goes on from its newest checkpoint with new workers after one was lost; 0: it ends"
+        0,
+        "how often a run of the run scripts goes on from its newest checkpoint with new workers after one was lost; 0: it ends",
     )
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
         1800.0, "seconds that one message between worker processes may take, waiting for a slower one included"

@@ -119,7 +119,13 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
             "policy.max_total_sequence_length",
         )
     rules_model.check_cluster(config.cluster, report)
-    if config.cluster.max_restarts > 0 and not config.checkpointing.enabled:
+    if config.cluster.max_restarts > 0 and not config.cluster.has_workers:
+        report.add(
+            "cluster.max_restarts",
+            f"is {config.cluster.max_restarts}, but there are no workers that can be lost: set cluster.executor=processes or ray, or max_restarts=0",
+            "cluster.executor",
+        )
+    elif config.cluster.max_restarts > 0 and not config.checkpointing.enabled:
         report.add(
             "cluster.max_restarts",
             f"is {config.cluster.max_restarts}, but a restart goes on from a checkpoint and checkpointing.enabled is false; set it true, or max_restarts=0",

@@ -131,6 +131,6 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
     elif blocks % processes:
         report.add(
             f"{name}.gradient_blocks",
-            f"is {blocks}, which {processes} processes (cluster.num_nodes * gpus_per_node) cannot share equally: give a multiple of the number of processes, or null",
+            f"is {blocks}, which {processes} processes (cluster.num_nodes * gpus_per_node) cannot share equally: take a number of processes that divides it, or null",
             "cluster.gpus_per_node",
         )

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
@@ -18,7 +19,6 @@ from multiprocessing.connection import Connection
 
 from nemo_rl_cpp.distributed import worker_calls
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, WorkerLostError, Workers, reason
-from nemo_rl_cpp.distributed.worker_objects import Answer
 
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them
 
@@ -39,8 +39,13 @@ class ProcessWorker:
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(join["threads"])},
             )  # fmt: skip
         self._connection = Connection(ours.detach())
+        self._outgoing: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._ended: BaseException | None = None
+        self._lock = threading.Lock()  # of _pending and _ended, which two threads change
         self.joined = self._expect(-1, "meeting the other ranks")
-        threading.Thread(target=self._read, daemon=True, name=f"rank-{self.rank}").start()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pid(self) -> int:
@@ -52,32 +57,53 @@ class ProcessWorker:
         """See `Workers.call`."""
         self._last_call += 1
         call = self._expect(self._last_call, method.strip("_"), on_event)
-        with contextlib.suppress(OSError):  # it has died: the reader says so
-            self._connection.send((self._last_call, target, method, payload, event))
+        self._outgoing.put((self._last_call, target, method, payload, event))
         return call
 
     def _expect(self, number: int, what: str, on_event: Callable[..., None] | None = None) -> WorkerCall:
         call = WorkerCall(self.rank, self.size, what, on_event)
-        self._pending[number] = call
+        with self._lock:
+            if self._ended is None:
+                self._pending[number] = call
+                return call
+        call.set(None, WorkerLostError(f"{self._ended}; it cannot do: {what}"))
         return call
+
+    def _write(self) -> None:
+        """Beside the caller, who looks at signs of life while a stopped process reads nothing."""
+        with contextlib.suppress(OSError):  # it has died: the reader says so
+            while (message := self._outgoing.get()) is not None:
+                self._connection.send(message)
 
     def _read(self) -> None:
         try:
             while True:
-                kind, number, value = pickle.loads(self._connection.recv_bytes())
-                self.last_beat = time.monotonic()
-                if kind == "event":
-                    self._pending[number].events.append(value)
-                elif kind == "answer":
-                    self._pending.pop(number).end(value)
+                self._take(*pickle.loads(self._connection.recv_bytes()))
                 self._notify()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=worker_calls.GRACE_SECONDS)
-            error = self.lost()
-            for number in list(self._pending):
-                self._pending.pop(number).end(Answer(None, error))
-            self._notify()
+            self._end(self.lost())
+        except BaseException as error:  # an answer that cannot be read
+            self._end(error)
+
+    def _take(self, kind: str, number: int, value: object) -> None:
+        self.last_beat = time.monotonic()
+        if kind == "event":
+            self._pending[number].events.append(value)
+        elif kind == "answer":
+            with self._lock:
+                call = self._pending.pop(number)
+            call.end(value)
+
+    def _end(self, error: BaseException) -> None:
+        with self._lock:
+            self._ended, calls = error, list(self._pending.values())
+            self._pending.clear()
+        for call in calls:
+            call.set(None, error)
+        self._outgoing.put(None)
+        self._notify()
 
     def _notify(self) -> None:
         with self._changed:
@@ -85,7 +111,8 @@ class ProcessWorker:
 
     def lost(self) -> WorkerLostError:
         """What happened to the process, and during which call."""
-        doing = next((call.what for call in self._pending.values()), "nothing")
+        with self._lock:
+            doing = next((call.what for call in self._pending.values()), "nothing")
         code = self._process.poll()
         if code is None:
             silent = time.monotonic() - self.last_beat
@@ -100,6 +127,9 @@ class ProcessWorker:
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        self._outgoing.put(None)
+        for thread in self._threads:  # the socket's other end is closed: both come to their end
+            thread.join(worker_calls.GRACE_SECONDS)
         self._connection.close()
 
 
@@ -143,7 +173,7 @@ class ProcessWorkers(Workers):
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """See `Workers.wait`."""
-        failed_at = None
+        failed_at, looked_at = None, time.monotonic()
         while not all(call.done() for call in calls):
             with self._changed:
                 self._changed.wait_for(
@@ -152,7 +182,12 @@ class ProcessWorkers(Workers):
             for call in calls:
                 call.tell_events()
             waiting = [call for call in calls if not call.done()]
-            silent = [call for call in waiting if time.monotonic() - self._workers[call.rank].last_beat > self._silence]
+            now = time.monotonic()
+            if now - looked_at > 4 * _SLICE:  # this very process was stopped: the workers' beats wait to be read
+                for worker in self._workers:
+                    worker.last_beat = now
+            looked_at = now
+            silent = [call for call in waiting if now - self._workers[call.rank].last_beat > self._silence]
             if silent:
                 silent[0].set(None, self._workers[silent[0].rank].lost())
                 break
@@ -174,6 +209,7 @@ class ProcessWorkers(Workers):
         """See `Workers.kill`."""
         for worker in self._workers:
             worker.kill()
+        self._store = None
 
 
 def meeting_place(host: str, deadline: float):

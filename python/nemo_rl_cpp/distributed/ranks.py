@@ -45,10 +45,18 @@ class Ranks:
         count = self.size if count is None else count
         if count % self.size:
             raise ValueError(
-                f"policy.gradient_blocks is {count}, which {self.size} processes cannot share equally: give a multiple of {self.size}"
+                f"gradient_blocks is {count}, which {self.size} processes cannot share equally: take another number of processes, or null"
             )
         each = count // self.size
         return deal(data, begin, end, count)[self.rank * each : (self.rank + 1) * each]
+
+    def whole(self, of_tokens: Tensor) -> Tensor:
+        """[T] of which each rank has its own samples' part, and 0 elsewhere -> the whole, on every rank."""
+        if self.communicator is None:
+            return of_tokens
+        parts = of_tokens.new_empty(self.size, *of_tokens.shape)
+        self.communicator.all_gather(parts, of_tokens.contiguous(), phase="putting results of all ranks together")
+        return parts.sum(0)
 
     def sum(self, value: float) -> float:
         """The sum over all ranks, in their order."""
@@ -93,9 +101,10 @@ def deal(data: RaggedBatch, begin: int, end: int, parts: int) -> list[list[int]]
     if parts == 1:
         return [list(range(begin, end))]
     lengths, groups = data.lengths.tolist(), data.samples.get("group_id", data.samples.get("draw_ids"))
+    groups = None if groups is None else torch.as_tensor(groups).tolist()
     units: list[list[int]] = []
     for row in range(begin, end):
-        joins = units and groups is not None and int(groups[row]) == int(groups[row - 1]) >= 0
+        joins = units and groups is not None and groups[row] == groups[row - 1] >= 0
         units[-1].append(row) if joins else units.append([row])
     if len(units) < parts:
         units = [[row] for row in range(begin, end)]

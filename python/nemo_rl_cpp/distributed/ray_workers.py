@@ -33,6 +33,8 @@ class ActorWorker:
 
     def join(self, options: dict) -> Answer:
         """See `WorkerObjects.join`."""
+        if options["rank"] > 0:
+            sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
         return self._objects.join(**options)
 
     def call(self, target: int, method: str, payload: bytes) -> Answer:
@@ -117,7 +119,9 @@ class RayWorkers(Workers):
     def call(
         self, rank: int, target: int, method: str, payload: bytes, event: str | None = None, on_event: Callable[..., None] | None = None
     ) -> WorkerCall:  # fmt: skip
-        """See `Workers.call`; `event` is not told of."""
+        """See `Workers.call`; it cannot tell of an event."""
+        if event is not None:
+            raise ValueError(f"{method}: an actor tells of nothing before its call has ended (tells_events is False)")
         return self._started(rank, method.strip("_"), self._actors[rank].call.remote(target, method, payload))
 
     def _started(self, rank: int, what: str, reference: object) -> WorkerCall:
@@ -185,11 +189,15 @@ class _Beats:
 
     def __init__(self, ray, actors: list, ranks: list[int]) -> None:
         self._ray, self._actors = ray, actors
-        self._heard, self._asked = dict.fromkeys(ranks, time.monotonic()), {}
+        self._looked = time.monotonic()
+        self._heard, self._asked = dict.fromkeys(ranks, self._looked), {}
 
     def silence(self, rank: int) -> float:
-        """Seconds since the last sign of life."""
+        """Seconds since the last sign of life; 0 where this process did not look for a while, since it was stopped."""
         now = time.monotonic()
+        if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
         if (asked := self._asked.get(rank)) is not None and self._ray.wait([asked], timeout=0)[0]:
             self._heard[rank] = now
             del self._asked[rank]

@@ -51,7 +51,7 @@ class RayVirtualCluster:
         use_gpus: whether models lie on a GPU.
         settings: section `cluster` of the configuration: who runs the workers, their threads and deadlines.
 
-    Raises ValueError for several workers on GPUs, or on several nodes.
+    Raises ValueError for several workers on GPUs or with the executor in_process.
     """
 
     def __init__(
@@ -62,7 +62,11 @@ class RayVirtualCluster:
             raise ValueError(
                 f"a cluster needs at least one worker, got {bundle_ct_per_node_list} a node: set cluster.gpus_per_node=1 and cluster.num_nodes=1"
             )
-        self.in_process = self._size == 1 and self._settings.executor not in ("processes", "ray")
+        if self._size > 1 and self._settings.executor == "in_process":
+            raise ValueError(
+                f"cluster.executor is in_process, which is one worker, not {self._size}: set it to processes or ray"
+            )
+        self.in_process = self._size == 1 and not self._settings.has_workers
         if not self.in_process and use_gpus:
             raise ValueError(
                 f"a cluster of {self._size} GPU workers ({bundle_ct_per_node_list} a node) was asked for, but several processes work on "

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -61,6 +62,8 @@ class SocketWorker:
 def main() -> None:
     """Arguments: the number of the socket's file, and what `WorkerObjects.join` needs, as JSON."""
     fd, join = int(sys.argv[1]), json.loads(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job: the run's own one decides
     if join["rank"] > 0:
         sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
     SocketWorker(Connection(fd)).run(join)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.distributed.worker_objects import Answer
+from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
 GRACE_SECONDS = 5.0  # for the reason of a failure to come, where a rank says only that another has failed
 
@@ -30,9 +31,11 @@ class WorkerCall(Future):
 
     def end(self, answer: Answer) -> None:
         """With the worker's answer; an error gets the rank and its traceback there as a note."""
-        if answer.error is not None:
-            answer.error.add_note(f"raised on rank {self.rank} of {self.size}:\n{answer.trace}")
-        self.set(answer.value, answer.error)
+        error = answer.error
+        if error is not None:
+            error = error if answer.told is None else as_user_error(error, answer.told)
+            error.add_note(f"{RAISED_ON} {self.rank} of {self.size}:\n{answer.trace}")
+        self.set(answer.value, error)
 
 
 class Workers(Protocol):

@@ -7,16 +7,20 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_rl_cpp.errors import in_user_code
+
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.ranks import Ranks
 
 
 class Answer(NamedTuple):
-    """How a call ended: with a value, or with an error and its traceback as text."""
+    """How a call ended: with a value, or with an error, its traceback as text, and the sentence about it where it arose in the
+    user's code."""
 
     value: object = None
     error: BaseException | None = None
     trace: str = ""
+    told: str | None = None
 
 
 class WorkerObjects:
@@ -58,7 +62,9 @@ class WorkerObjects:
         try:
             return Answer(make())
         except BaseException as error:
-            return Answer(None, _picklable(error), "".join(traceback.format_exception(error)))
+            told = in_user_code(error)  # the place in the user's code is known here alone
+            trace = "".join(traceback.format_exception(error))
+            return Answer(None, _picklable(error), trace, None if told is None else str(told))
 
 
 def _picklable(error: BaseException) -> BaseException:
@@ -66,4 +72,4 @@ def _picklable(error: BaseException) -> BaseException:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(f"{type(error).__name__}: {error}")  # its text alone

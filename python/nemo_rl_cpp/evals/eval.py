@@ -116,7 +116,10 @@ def evaluate_policy(
         engine = config.generation.vllm_cfg
         engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)  # not as if it had been given
         generation = policy.create_generation(config.generation, seed=config.eval.seed)
-        return run_env_eval(generation, loader, environment, config)
+        try:
+            return run_env_eval(generation, loader, environment, config)
+        finally:
+            generation.shutdown()
     finally:
         get(call_remote(environment, "shutdown"))
 

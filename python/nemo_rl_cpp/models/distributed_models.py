@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
@@ -24,6 +26,9 @@ from nemo_rl_cpp.models.value.lm_value import Value
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.generation import EvalGenerationConfig
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
+    from nemo_rl_cpp.config.value import ValueConfig
+    from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
     from nemo_rl_cpp.models.generation.native import NativeGeneration
     from nemo_rl_cpp.models.policy.interfaces import TrainingResult
@@ -36,12 +41,18 @@ class PolicyWorker(Policy):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
-        self._engines: list[NativeGeneration] = []
+        self._engines: dict[int, NativeGeneration] = {}
 
     def create_engine(self, config: EvalGenerationConfig | None, options: dict[str, object]) -> int:
         """Makes an engine; its number."""
-        self._engines.append(self.create_generation(config, **options))
-        return len(self._engines) - 1
+        number = max(self._engines, default=-1) + 1
+        self._engines[number] = self.create_generation(config, **options)
+        return number
+
+    def drop_engine(self, number: int) -> None:
+        """Gives the engine's memory back."""
+        if number in self._engines:
+            self._engines.pop(number).shutdown()
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
@@ -73,9 +84,17 @@ class DistributedModel:
         options: its arguments but for cluster and ranks.
     """
 
-    def __init__(self, model: type[Policy] | type[Value], cluster: RayVirtualCluster, **options: object) -> None:
-        self.cluster, self.config = cluster, options["config"]
-        self.group = RayWorkerGroup(cluster, partial(_built, model, options))
+    def __init__(
+        self, model: type[Policy] | type[Value], cluster: RayVirtualCluster, config: TrainedModelConfig, tokenizer: TokenizerType | None,
+        **options: object,
+    ) -> None:  # fmt: skip
+        if Path(config.model_name).expanduser().exists():
+            config = config.model_copy(update={"model_name": str(absolute(config.model_name))})
+        paths = {name: absolute(options.get(name)) for name in ("weights_path", "optimizer_path")}
+        self.cluster, self.config, self.tokenizer = cluster, config, tokenizer
+        self.group = RayWorkerGroup(
+            cluster, partial(_built, model, {**options, **paths, "config": config, "tokenizer": tokenizer})
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -85,26 +104,28 @@ class DistributedModel:
     def learning_rate(self) -> float:
         return self.group.call_all("learning_rate")[0]
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights by Hugging Face name, copied from rank 0."""
+        return self.cluster.workers.wait([self.group.run_single_worker_single_data("state_dict", 0)])[0]
+
     def weight_digest(self) -> str:
         """That of every rank. RuntimeError where one has other weights."""
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(
-        self, method: str, name: str, data: Mapping[str, object] | RaggedBatch, options: dict[str, object]
+        self, method: str, name: str, data: Mapping[str, object] | RaggedBatch, micro_batch_size: int | None
     ) -> BatchedDataDict:
-        """{name: [T] or [B, S]}, of which each rank gives its part of the batch."""
+        """{name: [T] or [B, S]}, of which each rank scores its part of the batch."""
         batch = plain_batch(data)
-        options = {key: value for key, value in options.items() if key != "timer"}
-        parts = [part[name] for part in self.group.call_all(method, batch, **options)]
-        whole = torch.zeros_like(parts[0])
-        for rank, part in enumerate(parts):
-            own = tokens_of(batch, Ranks(rank, len(parts)).part(batch, 0, batch.size))
-            whole[own] = part[own]
-        return BatchedDataDict({name: in_layout_of(data, batch, whole)})
+        of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size)[0][name]
+        return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
-    def save_checkpoint(self, *args: object, **kwargs: object) -> None:
+    def save_checkpoint(
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
+        checkpointing_cfg: object = None,
+    ) -> None:  # fmt: skip
         """As one process would: rank 0 writes, and gathers the optimizer's shards."""
-        self.group.call_all("save_checkpoint", *args, **kwargs)
+        self.group.call_all("save_checkpoint", *map(absolute, (weights_path, optimizer_path, tokenizer_path)))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Bytes of the tensors that `save_checkpoint` writes."""
@@ -116,7 +137,7 @@ class DistributedModel:
 
     def keep_bad_batches(self, folder: Path) -> None:
         """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
-        self.group.call_all("keep_bad_batches", folder)
+        self.group.call_all("keep_bad_batches", absolute(folder))
 
     def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: weights, gradients and optimizer state stay where they are."""
@@ -132,23 +153,28 @@ class DistributedModel:
 class DistributedPolicy(DistributedModel, PolicyInterface):
     """`Policy` in several processes."""
 
-    def __init__(self, cluster: RayVirtualCluster, **options: object) -> None:
-        super().__init__(PolicyWorker, cluster, **options)
-        self.tokenizer = options["tokenizer"]
-        self.skips_prev_logprobs = self.config.reuse_generation_logprobs != "never"
+    def __init__(
+        self, cluster: RayVirtualCluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
+    ) -> None:  # fmt: skip
+        super().__init__(PolicyWorker, cluster, PolicyConfig.of(config), tokenizer, **options)
         self.zero_gradient_share = self.reused_forward_share = 0.0
 
-    skips_prev_logprobs: bool = False
+    @property
+    def skips_prev_logprobs(self) -> bool:
+        """As `Policy.skips_prev_logprobs`."""
+        return self.config.reuse_generation_logprobs != "never"
 
-    def get_logprobs(self, data: Mapping[str, object] | RaggedBatch, **options: object) -> BatchedDataDict:
+    def get_logprobs(
+        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """As `Policy.get_logprobs`."""
-        return self._gather("get_logprobs", "logprobs", data, options)
+        return self._gather("get_logprobs", "logprobs", data, micro_batch_size)
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, object] | RaggedBatch, **options: object
+        self, data: Mapping[str, object] | RaggedBatch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """As `Policy.get_reference_policy_logprobs`."""
-        return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, options)
+        return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, micro_batch_size)
 
     def train(
         self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
@@ -157,19 +183,9 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         """As `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
-        done = PolicyUpdates.of_ranks(parts, self._trained(batch, gbs))
+        done = PolicyUpdates.of_ranks(parts)
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)
         return done.report(data, batch)
-
-    def _trained(self, batch: RaggedBatch, gbs: int | None) -> list[Tensor]:
-        """bool [T] of each rank: the tokens of the samples that it trained on."""
-        gbs, count, blocks = gbs or self.config.train_global_batch_size, self.group.dp_size, self.config.gradient_blocks
-        own = []
-        for rank in range(count):
-            ranks = Ranks(rank, count)
-            dealt = [ranks.blocks(batch, begin, begin + gbs, blocks) for begin in range(0, batch.size, gbs)]
-            own.append(tokens_of(batch, [row for parts in dealt for rows in parts for row in rows]))
-        return own
 
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
@@ -177,9 +193,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         """An engine in every process, on its own weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
 
-        return DistributedGeneration(
-            self.group, generation_config, options, getattr(self.tokenizer, "pad_token_id", None)
-        )
+        return DistributedGeneration(self.group, generation_config or self.config.generation, options, self.tokenizer)
 
     def performance(self) -> dict[str, float]:
         """As `Policy.performance`, over all ranks."""
@@ -192,12 +206,16 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 class DistributedValue(DistributedModel, ValueInterface):
     """`Value` in several processes."""
 
-    def __init__(self, cluster: RayVirtualCluster, **options: object) -> None:
-        super().__init__(Value, cluster, **options)
+    def __init__(
+        self, cluster: RayVirtualCluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
+    ) -> None:  # fmt: skip
+        super().__init__(Value, cluster, config, tokenizer, **options)
 
-    def get_values(self, data: Mapping[str, object] | RaggedBatch, **options: object) -> BatchedDataDict:
+    def get_values(
+        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
         """As `Value.get_values`."""
-        return self._gather("get_values", "values", data, options)
+        return self._gather("get_values", "values", data, micro_batch_size)
 
     def train(
         self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
@@ -216,15 +234,18 @@ class DistributedValue(DistributedModel, ValueInterface):
 
 
 def plain_batch(data: Mapping[str, object] | RaggedBatch) -> RaggedBatch:
-    """The batch as it travels: a RaggedBatch of numbers. What is neither a tensor nor a plain list of samples (messages,
+    """The batch as it travels: tensors, numbers and texts, one a sample or one for all. What else a batch holds (messages,
     environments' notes) stays here."""
     batch = RaggedBatch.of(data)
-    samples = {name: value for name, value in batch.samples.items() if isinstance(value, Tensor)}
+    samples = {name: value for name, value in batch.samples.items() if _travels(value)}
     return RaggedBatch(batch.offsets, dict(batch.tokens), samples, pad_token_id=batch.pad_token_id, width=batch.width)
 
 
-def tokens_of(batch: RaggedBatch, rows: list[int]) -> Tensor:
-    """bool [T]: the tokens of these samples."""
-    of_samples = torch.zeros(batch.size, dtype=torch.bool)
-    of_samples[rows] = True
-    return batch.by_token(of_samples)
+def _travels(value: object) -> bool:
+    plain = (Tensor, str, int, float, NoneType)
+    return isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
+
+
+def absolute(path: object) -> object:
+    """A path as workers find it, whatever their folder is."""
+    return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

@@ -51,7 +51,7 @@ class TrainedModel:
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay over the whole of it.
         ranks: the processes that train it together. Each has all weights, a shard of masters and moments, and its samples of a
-            batch; all make the same calls with the same batch, and results are those of a rank's own samples.
+            batch; all make the same calls with the same batch.
     """
 
     section: str
@@ -129,8 +129,7 @@ class TrainedModel:
     def _score(
         self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:  # fmt: skip
-        """What the model's head says of each wanted token of this rank's samples (`rows`, or its part of the batch), [T]; 0
-        elsewhere."""
+        """What the model's head says of each wanted token, [T]; 0 elsewhere. Each rank scores its part, or `rows`."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else C.Trainer(model)
         batching = self._batching("logprob", micro_batch_size)
@@ -139,7 +138,7 @@ class TrainedModel:
         for micro in micro_batches:
             trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
                             top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
-        return without_removed_tokens(out)[0] if scoring.filters else out
+        return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
         gbs = gbs or self.config.train_global_batch_size
@@ -163,14 +162,14 @@ class TrainedModel:
             result, error = None, None
             try:
                 result = go(batch, begin, begin + gbs, **(first if begin == 0 else {}))
-                if begin == 0 and after_first is not None:
-                    after_first(result)
             except NonFiniteError as found:
                 said = found if self.section == "policy" else NonFiniteError(f"{self.section}: {found}")
                 error = self._with_replay(said, batch)
             except Exception as found:
                 error = found
             self.ranks.fail_together(error)
+            if begin == 0 and after_first is not None:
+                after_first(result)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
                 alone = replace(way, ranks=Ranks(), blocks=None)
@@ -198,19 +197,21 @@ class TrainedModel:
                 n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
             ]
             where = first_bad_gradient(self.trainer, data, *rows, run)
+            bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
             error = NonFiniteError(
-                f"{self.section}: the gradient norm is {result.grad_norm}{where}; first bad parameters: {', '.join(names[:4])}; the learning "
-                f"rate is {lr:g}; the weights were not updated"
+                f"{self.section}: the gradient norm is {result.grad_norm}{where}{bad}; the learning rate is {lr:g}; the weights were not updated"
             )
-            raise self._with_replay(error, data)
+            raise self._with_replay(error, data) if self.ranks.rank == 0 else error
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
         """The error, with the batch written to `replay_dir` so that `train(torch.load(path), loss_fn)` meets it again."""
-        if self.replay_dir is None or self.ranks.rank > 0:
+        if self.replay_dir is None:
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
-        path = self.replay_dir / f"nonfinite_{self.section}_batch.pt"
+        path = (
+            self.replay_dir / f"nonfinite_{self.section}_batch{f'_rank{self.ranks.rank}' if self.ranks.rank else ''}.pt"
+        )
         torch.save({k: v for k, v in data.items() if isinstance(v, Tensor)}, path)
         return NonFiniteError(f"{error}; the batch was written to {path}")
 
@@ -233,9 +234,12 @@ class TrainedModel:
                 f"{self.section}: {len(bad)} parameters are not finite, first {', '.join(bad[:4])}, so nothing was saved to "
                 f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
             )
+        elif self.ranks.rank == 0:
+            try:
+                self._save_weights(Path(weights_path), tokenizer_path)
+            except Exception as found:  # a full disk: the others must not wait for this rank
+                error = found
         self.ranks.fail_together(error)
-        if self.ranks.rank == 0:
-            self._save_weights(Path(weights_path), tokenizer_path)
         if optimizer_path is not None:
             self._save_optimizer(Path(optimizer_path))
 

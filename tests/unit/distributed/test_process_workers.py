@@ -1,5 +1,6 @@
 """Worker processes: what they answer, and what the run's process learns when one of them fails, ends or is silent."""
 
+import os
 import signal
 import time
 from functools import partial
@@ -10,6 +11,7 @@ from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.errors import one_sentence
 from players import alive, fails, make
 
 pytestmark = pytest.mark.slow
@@ -72,3 +74,41 @@ def test_a_builder_that_fails_says_where(cluster):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         RayWorkerGroup(cluster, fails)
     assert "raised on rank" in caught.value.__notes__[0]
+
+
+def test_a_worker_that_died_while_idle_is_known_at_once(cluster):
+    group = RayWorkerGroup(cluster, partial(make, 0))
+    pids, began = cluster.workers.pids, time.monotonic()
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerLostError, match="rank 0 of 2"):
+        while True:
+            group.call_all("number", 0)
+    assert time.monotonic() - began < 3
+    with pytest.raises(WorkerLostError, match="was ended by SIGKILL.*it cannot do: number"):
+        group.run_single_worker_single_data("number", 0, 0).result(timeout=5)
+
+
+def test_a_stopped_worker_that_reads_nothing_does_not_stop_the_run(cluster):
+    group = RayWorkerGroup(cluster, partial(make, 0))
+    os.kill(cluster.workers.pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerLostError, match="rank 1 of 2 .* gave no sign of life"):
+        group.call_all("size_of", b"0" * 8_000_000)
+
+
+def test_a_job_that_is_signalled_is_ended_by_its_own_process(cluster):
+    group = RayWorkerGroup(cluster, partial(make, 0))
+    group.call_all("number", 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(cluster.workers.pids[0], number)
+    assert group.call_all("number", 1) == [1, 2]
+
+
+def test_an_error_in_the_users_code_says_so(cluster, tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text("def build(ranks):\n    raise KeyError('truth')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_reward
+
+    with pytest.raises(KeyError) as caught:
+        RayWorkerGroup(cluster, my_reward.build)
+    said = one_sentence(caught.value)
+    assert "your code failed with KeyError" in said and "my_reward.py:2" in said and "(rank 0 of 2)" in said

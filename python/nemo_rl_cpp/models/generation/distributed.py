@@ -25,6 +25,7 @@ from nemo_rl_cpp.models.generation.interfaces import (
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.generation import EvalGenerationConfig
+    from nemo_rl_cpp.data.interfaces import TokenizerType
 
 
 class DistributedGeneration(GenerationInterface):
@@ -34,7 +35,7 @@ class DistributedGeneration(GenerationInterface):
         group: the policies whose weights the engines read.
         config: the section `policy.generation`; None: the policy's own.
         options: for `Policy.create_generation`.
-        pad_token_id: for padded results.
+        tokenizer: whose pad token stands in padded results.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class DistributedGeneration(GenerationInterface):
         group: RayWorkerGroup,
         config: EvalGenerationConfig | None,
         options: dict[str, object],
-        pad_token_id: int | None,
+        tokenizer: TokenizerType | None,
     ) -> None:
-        self.group, self._pad_token_id = group, pad_token_id
+        self.group, self.config, self.tokenizer = group, config, tokenizer
         self._number = group.call_all("create_engine", config, options)[0]
         self._next_draw_id = 0
         self.reports_finished = group.cluster.workers.tells_events
@@ -60,7 +61,11 @@ class DistributedGeneration(GenerationInterface):
         told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
         calls = [(self._number, select(batch, rows), greedy) for rows in shares]
         responses = joined(shares, self.group.call_each("generate_with", calls, "on_finished", told))
-        return responses if isinstance(data, RaggedBatch) else responses.padded(batch, self._pad_token_id)
+        return (
+            responses
+            if isinstance(data, RaggedBatch)
+            else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
+        )
 
     def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
         """Rows without numbers of their own get them here, as one engine would give them."""
@@ -94,6 +99,11 @@ class DistributedGeneration(GenerationInterface):
         """Sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
         each = self._ask("get_logger_metrics")
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
+
+    def shutdown(self) -> bool:
+        """Gives the memory of all engines back. Safe to call twice."""
+        self.group.call_all("drop_engine", self._number)
+        return True
 
     def clear_logger_metrics(self) -> None:
         """Begins the sums again."""

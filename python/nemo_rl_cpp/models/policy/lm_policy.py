@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from nemo_rl_cpp.config.policy import PolicyConfig
@@ -146,7 +145,8 @@ class Policy(TrainedModel, PolicyInterface):
         def after_first(result: GlobalBatchResult) -> None:
             if on_policy:
                 whole = gbs == batch.size
-                batch.tokens["prev_logprobs"] = result.outputs if whole else self._old_logprobs(batch, exactness, gbs)
+                prev = self.ranks.whole(result.outputs) if whole else self._old_logprobs(batch, exactness, gbs)
+                batch.tokens["prev_logprobs"] = prev
             if exactness is not None:
                 self._keep_activations(exactness, tokens=result.packed_tokens * (batch.size // gbs))
 
@@ -157,7 +157,7 @@ class Policy(TrainedModel, PolicyInterface):
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
         """For updates after the first: generation's own when they were the same bits, else a scoring pass now."""
-        if exactness is not None and exactness.mismatched_tokens == 0:
+        if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
         rows = sorted(row for blocks in own for block in blocks for row in block)
@@ -173,13 +173,13 @@ class Policy(TrainedModel, PolicyInterface):
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Lets the next step train on generation's own activations once this machine has shown that both passes agree; where they do
-        not, where memory is to be saved (activation_checkpointing), or where it does not hold the `tokens` of a step (most micro-batches
-        would miss some), a step makes its own forward pass."""
+        not, where memory is to be saved (activation_checkpointing), where other ranks generate what this one trains on, or where it does
+        not hold the `tokens` of a step (most micro-batches would miss some), a step makes its own forward pass."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
-        free = available_bytes() // 4 // self.ranks.size
-        limit = self.model.max_kept_bytes or (free if gigabytes is None else int(gigabytes * 1e9))
+        limit = self.model.max_kept_bytes or (available_bytes() // 4 if gigabytes is None else int(gigabytes * 1e9))
         fits = gigabytes is not None or tokens * self.model.kept_bytes_per_token <= limit
-        if not agree or not fits or limit == 0 or self.device != "cpu" or self.config.activation_checkpointing:
+        possible = self.device == "cpu" and self.ranks.size == 1 and not self.config.activation_checkpointing
+        if not agree or not fits or limit == 0 or not possible:
             self.model.keep_activations(0)
         elif self.model.max_kept_bytes == 0:
             self.model.release_workspace()  # a backward from kept activations holds one layer at a time
@@ -218,7 +218,7 @@ class PolicyUpdates:
 
     Attributes:
         exactness: of the first global batch; None where nothing was compared.
-        prev_logprobs: [T] of the policy before the first update; 0 outside this rank's samples where it scored them itself.
+        prev_logprobs: [T] of the policy before the first update, of all ranks' samples.
         reused_tokens: how many needed no forward pass but generation's.
         on_policy: whether `prev_logprobs` were made here.
     """
@@ -230,16 +230,14 @@ class PolicyUpdates:
     on_policy: bool
 
     @classmethod
-    def of_ranks(cls, parts: Sequence[PolicyUpdates], trained: Sequence[Tensor]) -> PolicyUpdates:
-        """Those of all ranks; `trained[r]` bool [T]: the tokens of rank r's samples."""
+    def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
+        """Those of all ranks."""
         first, exactness = parts[0], parts[0].exactness
         for part in parts[1:]:
             exactness = None if exactness is None else exactness.with_other(part.exactness)
-        prev = torch.zeros_like(first.prev_logprobs)
-        for part, own in zip(parts, trained):
-            prev[own] = part.prev_logprobs[own]
         reused = sum(part.reused_tokens for part in parts)
-        return cls(Updates.of_ranks([part.updates for part in parts]), exactness, prev, reused, first.on_policy)
+        updates = Updates.of_ranks([part.updates for part in parts])
+        return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
         """(zero_gradient_share, reused_forward_share). A later pass over the same batch keeps the second, `last_reused`."""

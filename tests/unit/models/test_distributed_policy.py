@@ -1,0 +1,131 @@
+"""A policy in two processes against one process: what it is asked, what it answers, and what happens when something is wrong."""
+
+import errno
+
+import pytest
+import tiny
+import torch
+from nemo_rl_cpp.config import load_eval_config
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.models.distributed_models import DistributedPolicy
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+
+B = 16
+
+
+def batch(generation_logprobs=None):
+    """16 samples of 4 groups; each has a name that a loss may look at."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(4, 12, (B,), generator=generator)
+    T = int(lengths.sum())
+    made = RaggedBatch(
+        offsets_of(lengths),
+        {"input_ids": torch.randint(0, 16, (T,), generator=generator), "token_mask": torch.ones(T), "advantages": torch.ones(T)},
+        {"sample_mask": torch.ones(B), "group_id": torch.arange(4).repeat_interleave(4), "names": [f"s{i}" for i in range(B)],
+         "messages": [[{"role": "user"}] for _ in range(B)]},
+    )  # fmt: skip
+    if generation_logprobs is not None:
+        made.tokens["generation_logprobs"] = generation_logprobs
+    return made
+
+
+class NamedLoss:
+    """The mean log-probability of the samples, some of which may count for more."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        weight = torch.tensor([self.weights.get(name, 1.0) for name in data["names"]])
+        ratio = (next_token_logprobs - data["prev_logprobs"][:, 1:]).exp() * data["token_mask"][:, 1:]
+        return -(ratio * weight[:, None]).sum() / global_valid_toks, {}
+
+
+def config():
+    from nemo_rl_cpp.config import load_grpo_config
+
+    made = load_grpo_config(
+        "grpo_tiny.yaml",
+        ["policy.gradient_blocks=2", "policy.train_global_batch_size=8", "policy.train_micro_batch_size=4"],
+    )
+    return made.policy
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from nemo_rl_cpp.algorithms.run_data import make_tokenizer
+
+    return make_tokenizer(config())
+
+
+@pytest.fixture
+def one(tokenizer):
+    tiny.one_thread()
+    return Policy(None, config(), tokenizer, init_reference_model=False)
+
+
+@pytest.fixture
+def two(tokenizer):
+    cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    made = DistributedPolicy(cluster, config(), tokenizer, init_reference_model=False)
+    yield made
+    cluster.shutdown()
+
+
+def test_results_are_those_of_one_process(one, two):
+    data = batch()
+    alone, together = one.get_logprobs(data)["logprobs"], two.get_logprobs(data)["logprobs"]
+    assert torch.equal(alone, together) and float(alone.abs().sum()) > 0
+    padded = dict(data.items())
+    assert torch.equal(one.get_logprobs(padded)["logprobs"], two.get_logprobs(padded)["logprobs"])
+    assert {n: t.tolist() for n, t in one.state_dict().items()} == {n: t.tolist() for n, t in two.state_dict().items()}
+    assert one.checkpoint_bytes(True) == two.checkpoint_bytes(True) and one.learning_rate == two.learning_rate
+
+
+def test_one_wrong_logprob_is_judged_for_all_ranks(one, two):
+    """Of the first global batch: every later sample is scored again, whichever rank has it."""
+    logprobs = one.get_logprobs(batch())["logprobs"]
+    for sample in (0, 8, 15):
+        logprobs[int(batch().offsets[sample]) + 2] -= 0.3
+    results = [policy.train(batch(logprobs.clone()), NamedLoss({"s9": 3.0})) for policy in (one, two)]
+    assert one.weight_digest() == two.weight_digest()
+    assert torch.equal(results[0]["prev_logprobs"], results[1]["prev_logprobs"])
+    assert results[0]["exactness"] == results[1]["exactness"] and results[0]["exactness"].mismatched_tokens == 1
+    assert {k: sorted(v) for k, v in results[0]["all_mb_metrics"].items()} == {
+        k: sorted(v) for k, v in results[1]["all_mb_metrics"].items()
+    }
+
+
+@pytest.mark.parametrize("sample", range(0, 8, 3))
+def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path, sample):
+    for policy, folder in ((one, tmp_path / "one"), (two, tmp_path / "two")):
+        policy.keep_bad_batches(folder)
+        with pytest.raises(NonFiniteError, match=f"sample {sample}, token") as caught:
+            policy.train(batch(), NamedLoss({f"s{sample}": 1e38}))
+        assert "first bad parameters: model" in str(caught.value) or "gradient of the loss" in str(caught.value)
+        (kept,) = folder.iterdir()
+        assert set(torch.load(kept, weights_only=True)) >= {"input_ids", "token_mask"}
+    assert one.weight_digest() == two.weight_digest()
+
+
+def test_a_full_disk_is_the_writers_error_and_nobody_is_ended(two, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as caught:
+        two.save_checkpoint(tmp_path / "file" / "weights", tmp_path / "optimizer")
+    assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
+    two.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    assert (tmp_path / "weights" / "model.safetensors").is_file() and (
+        tmp_path / "optimizer" / "optimizer.json"
+    ).is_file()
+
+
+def test_an_evaluation_uses_the_ranks_engines(tmp_path):
+    results = []
+    for more in ((), ("cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1")):
+        with tiny.make(tmp_path / str(len(results)), *tiny.SMALL, *more) as run:
+            evaluation = load_eval_config("evals/reverse_digits.yaml", ["++data.num_samples=8"])
+            results.append(run.evaluate(evaluation))
+    assert results[0].score == results[1].score

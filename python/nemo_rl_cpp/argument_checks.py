@@ -3,10 +3,9 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 
-def in_a_line(value: Any, longest: int = 60) -> str:
+def in_a_line(value: object, longest: int = 60) -> str:
     """A value as messages show it: its repr, in one line and cut where it is long."""
     try:
         text = " ".join(repr(value).split())
@@ -19,9 +18,14 @@ SMALLEST, LARGEST = 1e-38, 1e38
 """Of a temperature that is not 0: the engine holds it and its reciprocal as float32."""
 
 
-def whole_number(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
+def _scalar(value: object) -> object:
+    """The number in a scalar of numpy or torch; all else as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
     """`value` as an int within the bounds; numpy's integers and 3.0 are whole numbers, True is none."""
-    found = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    found = _scalar(value)
     if isinstance(found, float) and found.is_integer():
         found = int(found)
     if isinstance(found, bool) or not isinstance(found, int) or not low <= found <= high:
@@ -30,9 +34,9 @@ def whole_number(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
     return found
 
 
-def number(name: str, value: Any, low: float, high: float, zero_is: str = "") -> float:
+def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
     """`value` as a float within the bounds, or 0 where that has a meaning of its own; True is no number, nor is a text."""
-    found = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    found = _scalar(value)
     if (
         isinstance(found, bool)
         or not isinstance(found, (int, float))
@@ -44,14 +48,14 @@ def number(name: str, value: Any, low: float, high: float, zero_is: str = "") ->
     return float(found)
 
 
-def true_or_false(name: str, value: Any) -> bool:
+def true_or_false(name: str, value: object) -> bool:
     """`value`, which must be a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} = {in_a_line(value)}: expected True or False")
     return value
 
 
-def stop_texts(value: Any) -> list[str]:
+def stop_texts(value: object) -> list[str]:
     """Stop strings; one text is a list of one, None is none."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
@@ -74,7 +78,7 @@ def stop_text_fault(texts: Iterable[str]) -> str:
     return ""
 
 
-def model_name(model: Any) -> str:
+def model_name(model: object) -> str:
     """The name or folder of a model as text."""
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
@@ -84,33 +88,29 @@ def model_name(model: Any) -> str:
     return model
 
 
-def folder_path(value: Any, name: str) -> Path:
+def folder_path(value: object, name: str) -> Path:
     """The argument `name` as a path; it need not exist."""
-    if (
-        isinstance(value, (str, os.PathLike))
-        and isinstance(os.fspath(value), str)
-        and os.fspath(value)
-        and "\0" not in os.fspath(value)
-    ):
-        return Path(value)
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(path, str) and path and "\0" not in path:
+        return Path(path)
     raise ValueError(f"{name} is {in_a_line(value)}; it must be the path of a folder")
 
 
-def is_iterable(value: Any) -> bool:
+def is_iterable(value: object) -> bool:
     """Whether `value` has items; a scalar of numpy or torch has none, though its class could."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
-def names_of(keys: Iterable[Any]) -> list[str]:
+def names_of(keys: Iterable[object]) -> list[str]:
     """Keys for a message."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """The value's type, and itself where it is short: "the number 3", "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
-        return f"{in_a_line(value)}"
+        return in_a_line(value)
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

@@ -117,11 +117,6 @@ _PASSED_ON: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 """Commands that get everything behind their name as it is."""
 
-_COMMANDS: tuple[Callable[[argparse._SubParsersAction[argparse.ArgumentParser]], None], ...] = (
-    _add_check,
-    _add_generate,
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit status: 0, 1 after an error (one sentence on stderr), 2 for a command line or
@@ -138,8 +133,8 @@ def _main(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=OneLineParser)
     for name, (_, help_text) in _PASSED_ON.items():
         commands.add_parser(name, help=help_text, add_help=False)
-    for add in _COMMANDS:
-        add(commands)
+    _add_check(commands)
+    _add_generate(commands)
     for name in set(commands.choices) - set(_PASSED_ON):
         add_common_options(commands.choices[name])
     arguments, rest = parser.parse_known_args(words)

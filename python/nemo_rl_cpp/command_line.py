@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nemo_rl_cpp import __version__
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, end_within
@@ -51,7 +51,9 @@ def unknown_option(words: Sequence[str]) -> str | None:
 def plain_warnings() -> Iterator[None]:
     """While entered, a warning is one line on stderr, without the line of source that gave it."""
 
-    def plain(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
         return f"warning: {' '.join(str(message).split())}\n"
 
     before, warnings.formatwarning = warnings.formatwarning, plain

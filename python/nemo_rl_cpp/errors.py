@@ -16,20 +16,15 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 ERROR_FILE = "error.txt"
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_SENTENCES = (
-    ValueError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    OSError,
-)  # ours say what to do when raised with a message
+# ours say what to do when raised with a message
+_SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # says nothing beside the line's number
 _LONGEST = 600  # characters of a message of somebody else's
 _INSTALLED_AS = {
@@ -148,11 +143,8 @@ def in_user_code(
     place = user_place(error) or (_called_place(error) if called else None)
     if place is None:
         return None
-    said = (
-        "called sys.exit, which does not end a run"
-        if isinstance(error, SystemExit)
-        else f"failed with {_type_and_text(error)}"
-    )
+    ended = isinstance(error, SystemExit)
+    said = "called sys.exit, which does not end a run" if ended else f"failed with {_type_and_text(error)}"
     return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
 
 
@@ -166,7 +158,7 @@ class user_code:  # noqa: N801  (reads as a function; a generator as context man
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
         told = in_user_code(error, self._what, self._hint(error) if self._hint is not None else "", called=True)
@@ -281,7 +273,7 @@ def report(error: BaseException, debug: bool = False, rename: Callable[[str], st
     )
 
 
-def guarded(work: Callable[[], Any], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
+def guarded(work: Callable[[], int | None], debug: bool = False, rename: Callable[[str], str] | None = None) -> int:
     """The exit status of `work()`: what it returns (None is 0); 1 after an exception, of which one sentence is printed; 130 or
     128 + the signal's number where the user ended it. `sys.exit` in somebody else's code is an error, whatever its number."""
     from nemo_rl_cpp.interrupts import Ended

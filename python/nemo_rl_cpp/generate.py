@@ -15,7 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.argument_checks import (
+    LARGEST,
+    SMALLEST,
+    in_a_line,
+    model_name,
+    number,
+    stop_texts,
+    true_or_false,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp._text import TextModel
 
 _MOST_THREADS = 4096
 
@@ -42,7 +57,6 @@ class TextGenerator:
     """
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
-        from nemo_rl_cpp.argument_checks import in_a_line, model_name, whole_number
         from nemo_rl_cpp.data.boundaries import end_token_ids
         from nemo_rl_cpp.data.tokenizer import Tokenizer
         from nemo_rl_cpp.models.hf_config import max_sequence_length
@@ -77,7 +91,7 @@ class TextGenerator:
 
     def generate(
         self,
-        prompt: str | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[Mapping[str, object]],
         *,
         max_new_tokens: int = 256,
         temperature: float = 1.0,
@@ -97,15 +111,6 @@ class TextGenerator:
         """
         from tokenizers.decoders import DecodeStream
 
-        from nemo_rl_cpp.argument_checks import (
-            LARGEST,
-            SMALLEST,
-            in_a_line,
-            number,
-            stop_texts,
-            true_or_false,
-            whole_number,
-        )
         from nemo_rl_cpp.data.conversation import prompt_of
 
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
@@ -153,7 +158,7 @@ class TextGenerator:
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
-    def _encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    def _encode(self, prompt: str | Sequence[Mapping[str, object]]) -> list[int]:
         from nemo_rl_cpp.data.boundaries import prompt_ids
 
         if isinstance(prompt, str):
@@ -170,7 +175,7 @@ class TextGenerator:
         return prompt_ids(self.tokenizer, text, prompt)
 
 
-def _native_module() -> Any:
+def _native_module() -> ModuleType:
     from importlib.metadata import version
 
     from nemo_rl_cpp._torch_version import check_torch_version
@@ -181,7 +186,7 @@ def _native_module() -> Any:
     return _text
 
 
-def _load(model: Any, folder: Path) -> None:
+def _load(model: TextModel, folder: Path) -> None:
     from nemo_rl_cpp.models.weight_files import fill_parameters, raw_tensors, weight_files
 
     tensors = raw_tensors(weight_files(folder))

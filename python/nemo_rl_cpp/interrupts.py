@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nemo_rl_cpp import _process
 
@@ -100,7 +100,7 @@ def _not_replacing(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     """An `os.execv` that this process may not call."""
     process = os.getpid()
 
-    def replace_another(path: Any, *args: Any) -> NoReturn:
+    def replace_another(path: str | bytes, *args: object) -> NoReturn:
         if os.getpid() == process:
             raise RuntimeError(
                 f"{replace.__name__} of {os.fsdecode(path)} would put another program in the place of the run: start it by subprocess"
@@ -161,12 +161,12 @@ class GracefulStop:
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-    def __init__(self, announce: Any = None, saves: bool = True) -> None:
+    def __init__(self, announce: Callable[[str], None] | None = None, saves: bool = True) -> None:
         """`announce(text)` shows the message on the first signal; by default it goes to stderr. `saves`: whether the end of
         the run is saved as a checkpoint."""
         self._announce = announce
         self.saves = saves
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._count = 0
         self._watch: _Watch | None = None
         self._owner = os.getpid()
@@ -190,10 +190,8 @@ class GracefulStop:
     def __enter__(self) -> "GracefulStop":
         raise_if_interrupted()
         if _in_main_thread():
-            asked = (
-                signal.SIGINT,
-                signal.SIGTERM,
-            )  # a shell's background jobs ignore SIGINT without having been asked to
+            # a shell's background jobs ignore SIGINT without having been asked to
+            asked = (signal.SIGINT, signal.SIGTERM)
             heard = [
                 number for number in self.signals if number in asked or signal.getsignal(number) is not signal.SIG_IGN
             ]
@@ -202,7 +200,7 @@ class GracefulStop:
             _entered.append(self)
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self in _entered:
             _entered.remove(self)
         if self._watch is not None:
@@ -222,9 +220,7 @@ class GracefulStop:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if (
-            number == signal.SIGHUP and self._count
-        ):  # a terminal that closes may send several: none of them says "at once"
+        if number == signal.SIGHUP and self._count:  # a terminal that closes may send several, which is no "at once"
             return
         self._count += 1
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

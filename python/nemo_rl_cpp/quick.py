@@ -11,12 +11,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,22 +23,26 @@ from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.run_data import RunData
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, whole_number
 from nemo_rl_cpp.config import GRPOMasterConfig, load_grpo_config
+from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.conversation import prompt_of, prompts_of, tools_of
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
-from nemo_rl_cpp.data.interfaces import DatumSpec, TaskDataSpec
+from nemo_rl_cpp.data.interfaces import DatumSpec, Message, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.prompt_rendering import render_prompt
+from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
 from nemo_rl_cpp.experience.rollouts import generate_responses
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.preflight import preflight
 from nemo_rl_cpp.quick_keywords import dotted_key
 from nemo_rl_cpp.quick_rows import rows_of
 
 BASE_CONFIG = "grpo_notebook.yaml"
 TASK = "notebook"
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, object]]
 
 
 @dataclass(repr=False)
@@ -53,13 +56,13 @@ class TrainResult:
         log_dir: folder with metrics.jsonl, rollouts and report.html.
     """
 
-    history: list[dict[str, Any]]
-    validations: list[dict[str, Any]]
-    policy: Any
-    tokenizer: Any
+    history: list[dict[str, float]]
+    validations: list[dict[str, float]]
+    policy: Policy
+    tokenizer: Tokenizer
     config: GRPOMasterConfig
     log_dir: Path
-    _generation: Any = field(repr=False)
+    _generation: NativeGeneration = field(repr=False)
 
     def generate(
         self,
@@ -145,12 +148,12 @@ class TrainResult:
 
 def train_grpo(
     model: str | Path = "smollm2-135m-instruct",
-    prompts: Any = None,
-    reward_funcs: Callable[..., Any] | str | Sequence[Any] | None = None,
+    prompts: object = None,
+    reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | None = None,
     num_steps: int = 20,
     *,
-    dataset: Any = None,
-    validation: Any = None,
+    dataset: object = None,
+    validation: object = None,
     reward_weights: Sequence[float] | None = None,
     num_prompts_per_step: int = 8,
     num_generations: int = 8,
@@ -163,7 +166,7 @@ def train_grpo(
     seed: int = 42,
     log_dir: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
-    **overrides: Any,
+    **overrides: object,
 ) -> TrainResult:
     """Trains `model` with GRPO on `prompts` (or `dataset`, the same thing) so that `reward_funcs` pay more.
 
@@ -242,7 +245,7 @@ def _temporary_folder() -> Path:
 
 
 def _config(
-    given: dict[str, tuple[str, Any]], num_rows: int, validates: bool, logs: Path, checkpoints: Path | None
+    given: dict[str, tuple[str, object]], num_rows: int, validates: bool, logs: Path, checkpoints: Path | None
 ) -> GRPOMasterConfig:
     """The configuration of a call. `given`: key -> (argument, value)."""
     prompts, generations = (
@@ -252,7 +255,7 @@ def _config(
         print(f"num_prompts_per_step is {num_rows}, as there are no more prompts, not {prompts}", file=sys.stderr)
         prompts = num_rows
         given["grpo.num_prompts_per_step"] = ("num_prompts_per_step", prompts)
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "grpo.val_at_start": validates,
         "grpo.val_at_end": validates,
         "logger.log_dir": logs,
@@ -267,7 +270,7 @@ def _config(
     )
 
 
-def _count(value: Any) -> int | None:
+def _count(value: object) -> int | None:
     """The number, or None for what the configuration's checks will refuse."""
     try:
         return whole_number("", value, 1)
@@ -286,8 +289,10 @@ def _preflight(config: GRPOMasterConfig) -> None:
         print(f"warning: {finding}", file=sys.stderr)
 
 
-def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None, environment: Any) -> TrainResult:
-    def data(config: GRPOMasterConfig, tokenizer: Any) -> RunData:
+def _train(
+    config: GRPOMasterConfig, rows: list[Row], val_rows: list[Row] | None, environment: RewardFunctionEnvironment
+) -> TrainResult:
+    def data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
         limit, spec = config.policy.max_total_sequence_length, TaskDataSpec(TASK)
         _check_room(rows, "prompt", tokenizer, limit)
         _check_room(val_rows or [], "validation prompt", tokenizer, limit)
@@ -308,14 +313,14 @@ def _train(config: GRPOMasterConfig, rows: list[Any], val_rows: list[Any] | None
 class Rows:
     """Stands in grpo_notebook.yaml for the rows that `train_grpo` was given."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         raise ValueError(
             f"{BASE_CONFIG} has no data of its own: call nemo_rl_cpp.train_grpo(prompts=...), or set data.train"
         )
 
 
 def _processor(
-    row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, max_seq_length: int | None, idx: int
+    row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
 ) -> DatumSpec:
     message = _prompt_message(prompt_of(row["prompt"], f"prompt {idx}"), tokenizer, tools_of(row))
     length = len(message["token_ids"])
@@ -325,7 +330,7 @@ def _processor(
     )
 
 
-def _check_room(rows: list[Any], name: str, tokenizer: Any, limit: int) -> None:
+def _check_room(rows: list[Row], name: str, tokenizer: TokenizerType, limit: int) -> None:
     """ValueError for the first prompt that the template refuses or that leaves no room to answer, before a model is loaded."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
@@ -341,7 +346,7 @@ def _check_room(rows: list[Any], name: str, tokenizer: Any, limit: int) -> None:
             )
 
 
-def _prompt_message(prompt: Prompt, tokenizer: Any, tools: Any = None) -> dict[str, Any]:
+def _prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

@@ -5,11 +5,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, names_of
 from nemo_rl_cpp.data.conversation import is_conversation, prompt_of
 from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+from nemo_rl_cpp.data.interfaces import Row
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
 _RESERVED = ("prompts", "completions")
@@ -21,7 +21,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _HUB_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)+")
 
 
-def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
+def rows_of(given: object, name: str) -> list[Row]:
     """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
 
     A text is one prompt, unless it names a data file, which is read. A mapping of columns, a data frame (pandas, polars,
@@ -36,7 +36,7 @@ def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _items(given: Any, name: str) -> tuple[list[Any], str]:
+def _items(given: object, name: str) -> tuple[list[object], str]:
     """The prompts or rows one by one, and how messages name where they come from."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
@@ -53,8 +53,8 @@ def _items(given: Any, name: str) -> tuple[list[Any], str]:
     for method, options in (("to_dicts", {}), ("to_pylist", {}), ("to_dict", {"orient": "records"})):
         if hasattr(given, method) and hasattr(given, "columns"):  # polars; pyarrow; pandas
             return getattr(given, method)(**options), name
-    if getattr(given, "ndim", 1) != 1:
-        raise ValueError(f"{name} is {described(given)} of {given.ndim} dimensions: {FORMS}")
+    if (dimensions := getattr(given, "ndim", 1)) != 1:
+        raise ValueError(f"{name} is {described(given)} of {dimensions} dimensions: {FORMS}")
     if not isinstance(given, Iterable):
         raise ValueError(f"{name} is {described(given)}: {FORMS}")
     items = given.tolist() if hasattr(given, "tolist") else list(given)  # of numpy and pandas
@@ -91,7 +91,7 @@ def _is_path(text: str, name: str) -> bool:
     return False
 
 
-def _read(path: str, name: str) -> tuple[list[Any], str]:
+def _read(path: str, name: str) -> tuple[list[object], str]:
     try:
         found = load_dataset_from_path(path)
     except (ValueError, OSError) as error:
@@ -104,7 +104,7 @@ def _read(path: str, name: str) -> tuple[list[Any], str]:
     return rows, f"{name} ({path})"
 
 
-def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
+def _from_mapping(given: Mapping[str, object], name: str) -> list[object]:
     parts = [
         key
         for key, value in given.items()
@@ -139,7 +139,7 @@ def _from_mapping(given: Mapping[Any, Any], name: str) -> list[Any]:
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
 
-def _row(item: Any, index: int, source: str) -> dict[str, Any]:
+def _row(item: object, index: int, source: str) -> Row:
     if isinstance(item, Mapping):
         return dict(item)
     if isinstance(item, str) or is_conversation(item):
@@ -151,7 +151,7 @@ def _row(item: Any, index: int, source: str) -> dict[str, Any]:
     )
 
 
-def _check_row(row: dict[str, Any], where: str, name: str) -> None:
+def _check_row(row: Row, where: str, name: str) -> None:
     wrong = next((key for key in row if not isinstance(key, str)), None)
     if wrong is not None:
         raise ValueError(f"{where} has the key {in_a_line(wrong)}; keys must be texts")

@@ -22,15 +22,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nemo_rl_cpp.checkpoints.store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore, step_of
-from nemo_rl_cpp.config.access import as_number, cfg_get, to_json, written
+from nemo_rl_cpp.config.access import as_number, to_json, written
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
-from nemo_rl_cpp.config.sections import check_keys
+from nemo_rl_cpp.config.sections import check_keys, read_section
 from nemo_rl_cpp.files import durable
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
-from nemo_rl_cpp.files.yaml_text import dump_yaml
+from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 
 
 class ResumeError(FolderError):
@@ -49,23 +50,26 @@ class CheckpointManager:
     `init_tmp_checkpoint` and `finalize_checkpoint` are the same two halves for callers that cannot use a block.
     """
 
-    def __init__(self, config: Any) -> None:
-        """`config`: the `checkpointing` section, a mapping or a model. ValueError for unknown keys and for values that cannot work."""
+    def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
+        """`config`: the `checkpointing` section, or a mapping or an object with its keys; there a missing `metric_name` or
+        `keep_top_k` is null and a missing `save_period` 1. ValueError for unknown keys and for values that cannot work."""
         check_keys(config, "checkpointing", CheckpointingConfig)
-        self.enabled = bool(cfg_get(config, "enabled", True))
-        directory = cfg_get(config, "checkpoint_dir")
-        if not directory:
+        section = read_section(
+            config, CheckpointingConfig, checkpoint_dir="", metric_name=None, save_period=1, keep_top_k=None
+        )
+        if not section.checkpoint_dir:
             raise ValueError("checkpointing.checkpoint_dir is empty: give the folder that will hold the checkpoints")
-        self.checkpoint_dir = Path(directory)
-        self.metric_name: str | None = cfg_get(config, "metric_name")
-        self.higher_is_better = bool(cfg_get(config, "higher_is_better", True))
-        self.save_period = int(cfg_get(config, "save_period", 1))
-        self.keep_top_k: int | None = cfg_get(config, "keep_top_k")
-        self.ft_keep_latest_k: int | None = cfg_get(config, "ft_keep_latest_k")
-        self.ft_save_period: int | None = cfg_get(config, "ft_save_period")
-        self.save_optimizer = bool(cfg_get(config, "save_optimizer", True))
-        self.resume: str = cfg_get(config, "resume", "auto")
-        self.identity: dict[str, Any] = {}
+        self.enabled = bool(section.enabled)
+        self.checkpoint_dir = Path(section.checkpoint_dir)
+        self.metric_name = section.metric_name
+        self.higher_is_better = bool(section.higher_is_better)
+        self.save_period = int(section.save_period)
+        self.keep_top_k = section.keep_top_k
+        self.ft_keep_latest_k = section.ft_keep_latest_k
+        self.ft_save_period = section.ft_save_period
+        self.save_optimizer = bool(section.save_optimizer)
+        self.resume = section.resume
+        self.identity: dict[str, Plain] = {}
         """which model, tokenizer and rows every checkpoint is of"""
         self.metric_seen = False
         """whether `metric_name` was found among the metrics of this run"""
@@ -74,7 +78,7 @@ class CheckpointManager:
         self.owed = False
         """whether a checkpoint that was due could not be saved for want of space"""
         self._check_config()
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Plain] = {}
         """stands in the manifest of every checkpoint, beside the step and the time"""
         self._store = CheckpointStore(self.checkpoint_dir)
 
@@ -107,7 +111,7 @@ class CheckpointManager:
         return next((name for name, holds in reasons.items() if holds), None) if self.enabled else None
 
     def checkpoint_metric(
-        self, train_metrics: Mapping[str, Any] | None, val_metrics: Mapping[str, Any] | None
+        self, train_metrics: Mapping[str, float] | None, val_metrics: Mapping[str, float] | None
     ) -> dict[str, float]:
         """`{metric_name: value}` for training_info, or an empty dict.
 
@@ -140,7 +144,9 @@ class CheckpointManager:
     # ---------------------------------------------------------------- saving
 
     @contextmanager
-    def saving(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Iterator[Path]:
+    def saving(
+        self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
+    ) -> Iterator[Path]:
         """Yields the temporary folder to fill; seals and publishes it when the block ends without an exception."""
         folder = self.init_tmp_checkpoint(step, training_info, run_config)
         try:
@@ -154,7 +160,9 @@ class CheckpointManager:
                 )
             raise
 
-    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Any = None) -> Path:
+    def init_tmp_checkpoint(
+        self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
+    ) -> Path:
         """Makes `tmp_step_N` with training_info.json and config.yaml; returns its absolute path.
 
         FolderInUseError (a RuntimeError) when another process is at work in the same checkpoint_dir.
@@ -224,7 +232,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
     # ---------------------------------------------------------------- finding
@@ -267,7 +275,7 @@ class CheckpointManager:
         another program's."""
         return self._store.unusable()
 
-    def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Any] | None:
+    def load_training_info(self, checkpoint_path: Path | str | None = None) -> dict[str, Plain] | None:
         """training_info.json of a checkpoint; None for None."""
         if checkpoint_path is None:
             return None

@@ -11,10 +11,11 @@ import re
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.files import durable
 from nemo_rl_cpp.files.folder_lock import LOCK, FolderError, FolderLock, make_folder
+from nemo_rl_cpp.files.yaml_text import Plain
 
 TRAINING_INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
@@ -28,7 +29,7 @@ class CheckpointRecord(NamedTuple):
 
     step: int
     path: Path
-    info: dict[str, Any]
+    info: dict[str, Plain]
 
 
 class CheckpointStore:
@@ -194,12 +195,8 @@ class CheckpointStore:
             for prefix, _, path in self.folders()
             if prefix == "" and (self.quick_problem(path) or self.problem(path))
         ]
-        aside = (
-            sorted(path.name for path in self.root.iterdir() if _ASIDE.fullmatch(path.name))
-            if self.root.is_dir()
-            else []
-        )
-        return found + aside
+        aside = (path.name for path in self.root.glob("corrupt_step_*") if _ASIDE.fullmatch(path.name))
+        return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
         """What is wrong with a checkpoint's contents, or None; each sealed folder is read once."""

@@ -1,15 +1,23 @@
 """Reads configurations that may be mappings or pydantic models, and turns values into plain JSON ones."""
 
+from __future__ import annotations
+
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast, overload
+
+from nemo_rl_cpp.files.yaml_text import Plain
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _MISSING = object()
 
 
-def cfg_get(config: Any, key: str, default: Any = None) -> Any:
+def cfg_get(config: object, key: str, default: object = None) -> object:
     """The value of `key` in a mapping, a pydantic model or any object with attributes; `default` where it is absent.
 
     A dotted key walks down (`"wandb.project"`). A key that is present with the value None gives None.
@@ -24,22 +32,29 @@ def cfg_get(config: Any, key: str, default: Any = None) -> Any:
     return node
 
 
-def to_plain(value: Any) -> Any:
+@overload
+def to_plain(value: Mapping[str, object]) -> dict[str, Plain]: ...
+
+
+@overload
+def to_plain(value: object) -> Plain: ...
+
+
+def to_plain(value: object) -> Plain:
     """A copy made of dicts, lists, strings, numbers, booleans and None only (paths, enums and arrays are converted).
 
     Non-finite floats stay floats; see `to_json` for their spelling in files.
     """
+    if isinstance(value, Enum):  # also one that is a str or an int
+        return to_plain(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):
-        # enum members that are also str or int are written as their value
-        return value.value if hasattr(value, "_value_") else value
+        return value
     if hasattr(value, "model_dump"):
         return to_plain(value.model_dump(by_alias=True))
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [to_plain(item) for item in value]
-    if hasattr(value, "_value_"):
-        return to_plain(value.value)
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
@@ -47,25 +62,24 @@ def to_plain(value: Any) -> Any:
     return str(value)
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Plain:
     """`to_plain`, with non-finite floats as the strings "nan", "inf" and "-inf": JSON has no other spelling for them."""
-    return _spell_non_finite(to_plain(value))
+    return mapped(to_plain(value), _spelt)
 
 
-def _spell_non_finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, dict):
-        return {key: _spell_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_spell_non_finite(item) for item in value]
-    return value
+def _spelt(value: Plain) -> Plain:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_number(value: Any) -> float | None:
+def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
+    """A copy of plain data with `leaf(value)` for every value in it."""
+    if isinstance(node, dict):
+        return {key: mapped(item, leaf) for key, item in node.items()}
+    return [mapped(item, leaf) for item in node] if isinstance(node, list) else leaf(node)
+
+
+def as_number(value: object) -> float | None:
     """`value` as a float, also from the strings that `to_json` writes for non-finite numbers; None for anything else."""
-    if isinstance(value, bool):
-        return float(value)
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -73,49 +87,44 @@ def as_number(value: Any) -> float | None:
     return None
 
 
-def written(config: Any) -> Any:
+def written(config: BaseModel | Mapping[str, object]) -> dict[str, Plain]:
     """A configuration as plain data that may stand in files: what came from an environment variable is its `${oc.env:...}`
     again (`config.environment_values` knows the keys; a copy of such a text under another key goes too), and values whose
     key names a secret are `***`."""
     plain = to_plain(config)
-    texts = getattr(config, "environment_values", None) or {}
-    copies = {}
+    texts: dict[str, str] = getattr(config, "environment_values", None) or {}
+    copies: dict[str, str] = {}
     for key, text in texts.items():
         value = _put(plain, key.split("."), text)
         if isinstance(value, str) and len(value) >= 6:
             copies[value] = text
-    return redact(_replaced(plain, copies) if copies else plain)
+    shown = mapped(plain, lambda value: copies.get(value, value) if isinstance(value, str) else value)
+    return cast("dict[str, Plain]", redact(shown))
 
 
-def _replaced(node: Any, copies: dict[str, str]) -> Any:
-    if isinstance(node, dict):
-        return {key: _replaced(item, copies) for key, item in node.items()}
-    if isinstance(node, list):
-        return [_replaced(item, copies) for item in node]
-    return copies.get(node, node) if isinstance(node, str) else node
-
-
-def _put(node: Any, path: list[str], value: Any) -> Any:
+def _put(node: Plain, path: list[str], value: str) -> Plain:
     """Puts `value` at a place that is there, and returns what it held; nothing where the place is not there."""
-    for i, part in enumerate(path):
-        index: Any = int(part) if isinstance(node, list) and part.isdigit() else part
-        if not (
-            index in node
-            if isinstance(node, dict)
-            else isinstance(node, list) and isinstance(index, int) and index < len(node)
-        ):
+    key, *rest = path
+    if isinstance(node, list):
+        index = int(key) if key.isdigit() else len(node)
+        if index >= len(node):
             return None
-        if i + 1 == len(path):
-            node[index], old = value, node[index]
-            return old
-        node = node[index]
-    return None
+        if rest:
+            return _put(node[index], rest, value)
+        node[index], old = value, node[index]
+        return old
+    if not isinstance(node, dict) or key not in node:
+        return None
+    if rest:
+        return _put(node[key], rest, value)
+    node[key], old = value, node[key]
+    return old
 
 
 _SECRET = re.compile(r"(api_?key|password|secret|auth_?token|access_?token|hf_token|credential)", re.IGNORECASE)
 
 
-def redact(value: Any) -> Any:
+def redact(value: Plain) -> Plain:
     """A copy of plain data in which values whose key names a secret (api_key, password, hf_token, ...) are `***`."""
     if isinstance(value, dict):
         return {

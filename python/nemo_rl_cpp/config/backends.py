@@ -6,8 +6,6 @@ activation checkpointing and parallel sizes are read from; the rest makes no dif
 
 from __future__ import annotations
 
-from typing import Any
-
 from .base import Fraction, Int, Positive, Real, Section, key, no_effect, only, section
 from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
 
@@ -46,15 +44,15 @@ class DTensorConfig(Section):
     expert_parallel_size: Positive = key(1, _FOLDED)
     cpu_offload: bool = no_effect(False, _OFFLOAD)
     sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
-    custom_parallel_plan: Any = no_effect(None, _ONE_DEVICE)
-    automodel_kwargs: dict[str, Any] = no_effect({})
+    custom_parallel_plan: object = no_effect(None, _ONE_DEVICE)
+    automodel_kwargs: dict[str, object] = no_effect({})
     lora_cfg: LoraConfig = section(LoraConfig, "LoRA (not supported)")
-    moe_parallelizer: dict[str, Any] | None = no_effect(None, _NO_EXPERTS)
+    moe_parallelizer: dict[str, object] | None = no_effect(None, _NO_EXPERTS)
     model_save_format: str | None = no_effect("safetensors", "checkpoints are always whole Hugging Face folders")
-    save_consolidated: Any = no_effect("false", "checkpoints are always whole Hugging Face folders")
+    save_consolidated: object = no_effect("false", "checkpoints are always whole Hugging Face folders")
     single_rank_consolidation: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
     consolidation_timeout_minutes: Int = no_effect(30, "checkpoints are always whole Hugging Face folders")
-    env_vars: dict[str, Any] | None = no_effect(None)
+    env_vars: dict[str, object] | None = no_effect(None)
     clear_cache_every_n_steps: Int | None = no_effect(None)
 
     @property
@@ -125,7 +123,7 @@ class MegatronConfig(Section):
     peft: PeftConfig = section(PeftConfig, "LoRA (not supported)")
     distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
-    model_overrides: dict[str, Any] = only({}, why="change the model by policy.hf_config_overrides")
+    model_overrides: dict[str, object] = only({}, why="change the model by policy.hf_config_overrides")
     converter_type: str | None = no_effect(None)
     use_fused_linear_logprobs: bool = no_effect(False, "the LM head always runs in chunks")
     fused_linear_logprobs_chunk_size: Int = no_effect(256)
@@ -146,8 +144,8 @@ class MegatronConfig(Section):
     virtual_pipeline_model_parallel_size: Int | None = no_effect(None, _ONE_DEVICE)
     account_for_embedding_in_pipeline_split: bool = no_effect(False, _ONE_DEVICE)
     account_for_loss_in_pipeline_split: bool = no_effect(False, _ONE_DEVICE)
-    pipeline_model_parallel_layout: Any = no_effect(None, _ONE_DEVICE)
-    dynamic_context_parallel: dict[str, Any] | None = no_effect(None, _ONE_DEVICE)
+    pipeline_model_parallel_layout: object = no_effect(None, _ONE_DEVICE)
+    dynamic_context_parallel: dict[str, object] | None = no_effect(None, _ONE_DEVICE)
     pipeline_dtype: str | None = no_effect(None)
     sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
     freeze_moe_router: bool = no_effect(True, "no mixture of experts")
@@ -167,7 +165,7 @@ class MegatronConfig(Section):
     moe_hybridep_prepad_packed_inputs: bool = no_effect(False, _NO_EXPERTS)
     moe_token_dispatcher_type: str = no_effect("alltoall", _NO_EXPERTS)
     moe_shared_expert_overlap: bool = no_effect(False, _NO_EXPERTS)
-    batch_invariant_mode: Any = no_effect(False, "results never depend on the batch here")
+    batch_invariant_mode: object = no_effect(False, "results never depend on the batch here")
     apply_rope_fusion: bool = no_effect(True)
     bias_activation_fusion: bool = no_effect(True)
     gradient_accumulation_fusion: bool = no_effect(False)
@@ -178,7 +176,7 @@ class MegatronConfig(Section):
     mtp_loss_scaling_factor: Real = no_effect(0.0)
     mtp_use_repeated_layer: bool = no_effect(False)
     mtp_detach_heads: bool = no_effect(False)
-    env_vars: dict[str, Any] | None = no_effect(None)
+    env_vars: dict[str, object] | None = no_effect(None)
 
     @property
     def is_active(self) -> bool:

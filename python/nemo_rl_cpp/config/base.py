@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator, KeysView, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -15,7 +15,7 @@ from . import python_values
 class _Made(type(BaseModel)):  # type: ignore[misc]
     """`Section(key=value)` raises ConfigError, as the loader does; what the loader reads is not made through here."""
 
-    def __call__(cls, *given: Any, **values: Any) -> Any:
+    def __call__(cls, *given: object, **values: object) -> Any:
         return python_values.make(cls, super().__call__, given, values)
 
 
@@ -54,13 +54,13 @@ class Section(BaseModel, metaclass=_Made):
             return getattr(self, key)
         raise KeyError(key)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_"):  # of the program, not of the file
             super().__setattr__(name, value)
         else:
             python_values.assign(self, super().__setattr__, name, value)
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         setattr(self, _field_name(type(self), key) or key, value)
 
     def __contains__(self, key: object) -> bool:
@@ -72,18 +72,22 @@ class Section(BaseModel, metaclass=_Made):
             or key in type(self).__private_attributes__
         )
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         return self[key] if key in self else default
 
     def keys(self) -> KeysView[str]:
         return self.model_dump().keys()
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, object]]:
         return ((key, self[key]) for key in self.keys())
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         options.setdefault("by_alias", True)  # `_v2` is not a possible attribute name
         return super().model_dump(**options)
+
+
+Settings = Section | Mapping[str, object]
+"""A section, or a mapping with its keys."""
 
 
 def _field_name(model: type[BaseModel], key: str) -> str | None:
@@ -93,13 +97,13 @@ def _field_name(model: type[BaseModel], key: str) -> str | None:
     return next((name for name, info in model.model_fields.items() if key in (name, info.alias)), None)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {str(value).lower()}")
     return value
 
 
-def _whole_number(value: Any) -> Any:
+def _whole_number(value: object) -> object:
     value = _number(value)
     if isinstance(value, float) and value.is_integer():  # 1e3 is the number 1000
         value = int(value)
@@ -108,7 +112,7 @@ def _whole_number(value: Any) -> Any:
     return value
 
 
-def _items(value: Any) -> Any:
+def _items(value: object) -> object:
     """A single item is a list of one."""
     return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else value
 
@@ -144,7 +148,7 @@ StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_stop
 StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
-def key(default: Any, doc: str, **options: Any) -> Any:
+def key(default: object, doc: str, **options: Any) -> Any:
     """A key with its default and meaning. The default is written nowhere else."""
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), description=doc, **options)
@@ -156,22 +160,11 @@ def section(model: type[Section], doc: str) -> Any:
     return Field(default_factory=model, description=doc)
 
 
-def only(*allowed: Any, why: str, **options: Any) -> Any:
+def only(*allowed: object, why: str, **options: Any) -> Any:
     """A key of a feature that is not supported: the first of `allowed` is the default, any other value is an error."""
-    first = allowed[0]
-    mark = {"only": list(allowed), "why": why}
-    if isinstance(first, (list, dict)):
-        return Field(default_factory=lambda: type(first)(first), description=why, json_schema_extra=mark, **options)
-    return Field(first, description=why, json_schema_extra=mark, **options)
+    return key(allowed[0], why, json_schema_extra={"only": list(allowed), "why": why}, **options)
 
 
-def no_effect(default: Any, why: str = "makes no difference here", **options: Any) -> Any:
+def no_effect(default: object, why: str = "makes no difference here", **options: Any) -> Any:
     """A key of NeMo RL that is accepted with any value of its type."""
-    if isinstance(default, (list, dict)):
-        return Field(
-            default_factory=lambda: type(default)(default),
-            description=why,
-            json_schema_extra={"no_effect": True},
-            **options,
-        )
-    return Field(default, description=why, json_schema_extra={"no_effect": True}, **options)
+    return key(default, why, json_schema_extra={"no_effect": True}, **options)

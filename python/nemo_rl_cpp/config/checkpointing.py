@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from .base import Positive, Section, key, no_effect, only
 
@@ -29,11 +29,11 @@ class CheckpointingConfig(Section):
     ft_save_period: Positive | None = key(None, "steps between additional saves")
     model_save_format: Literal["safetensors"] | None = key("safetensors", "safetensors (null means the same)")
     save_consolidated: bool = no_effect(False, "checkpoints are always whole Hugging Face folders")
-    pretrained_checkpoint: Any = only(None, why="start from another checkpoint by policy.model_name")
+    pretrained_checkpoint: object = only(None, why="start from another checkpoint by policy.model_name")
     model_cache_dir: str | None = no_effect(None)
     model_repo_id: str | None = no_effect(None)
     is_peft: bool = only(False, why="LoRA is not supported")
-    peft_config: Any = only(None, why="LoRA is not supported")
+    peft_config: object = only(None, why="LoRA is not supported")
     is_async: bool = no_effect(False)
     save_data_plane: bool = no_effect(True)
     resume_if_exists: bool = only(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -91,7 +91,7 @@ def takes(dataset_name: str, key: str) -> bool:
     return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
-def defaults_for(section: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -> dict[str, object]:
     """What of `data.default` a section of data.train or data.validation takes: the common keys and those of its data set."""
     name = section.get("dataset_name", default.get("dataset_name"))
     common = DatasetConfig.model_fields
@@ -113,12 +113,12 @@ class DatasetDefaults(Section):
     env_name: str | None = key(None, "environment that scores it, a key of `env`")
 
     @model_serializer(mode="wrap")
-    def _only_what_was_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _only_what_was_given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, object]:
         # null and absent differ here: `data.default` fills in what is absent
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
 
-def _held_out(value: Any) -> Any:
+def _held_out(value: object) -> float | None:
     if value is None:
         return None
     if (
@@ -131,7 +131,7 @@ def _held_out(value: Any) -> Any:
     return value
 
 
-HeldOut = Annotated[Any, AfterValidator(_held_out)]
+HeldOut = Annotated[object, AfterValidator(_held_out)]
 
 
 class DatasetConfig(DatasetDefaults):
@@ -143,7 +143,7 @@ class DatasetConfig(DatasetDefaults):
     seed: Int | None = key(None, "seed of the split or of generated data")
 
 
-def _form(value: Any) -> str:
+def _form(value: object) -> str:
     return "many" if isinstance(value, list) else "one"
 
 
@@ -187,7 +187,7 @@ class EvalDataConfig(DatasetConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_a_file(cls, data: Any) -> Any:
+    def _from_a_file(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
         data = dict(data)
@@ -203,7 +203,7 @@ class EvalDataConfig(DatasetConfig):
         return data
 
 
-def datasets_of(value: Any, dotted: str) -> list[tuple[str, DatasetConfig]]:
+def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
     """Each data set with its dotted key."""
     if value is None:
         return []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import types
 import typing
-from typing import Any
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from .aliases import SPELLINGS
 from .base import Section
 from .data import dataset_keys
 from .env import environment_sections
-from .keys import fields_of, section_type, status_of
+from .keys import fields_of, mark_of, section_at, section_type, status_of
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from .messages import shown
 from .tables import OneOf
@@ -117,7 +117,7 @@ NeMo RL has these keys, and they are accepted so that its files load.
 """
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         table = next((mark for mark in arguments[1:] if isinstance(mark, OneOf)), None)
@@ -132,26 +132,25 @@ def _type_name(annotation: Any) -> str:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    return {int: "integer", float: "number", str: "text", bool: "true or false", list: "list", Any: "any"}.get(
-        annotation, str(annotation)
-    )
+    names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
+    return "any" if annotation is object else names.get(annotation, str(annotation))
 
 
-def _default(info: Any) -> str:
-    value = info.default_factory() if info.default_factory is not None else info.default
+def _default(info: FieldInfo) -> str:
+    value = info.get_default(call_default_factory=True)
     if value is PydanticUndefined or value is ...:
         return "must be given"
     return f"`{shown(value)}`"
 
 
-def _marked_type(info: Any) -> str:
+def _marked_type(info: FieldInfo) -> str:
     """The type of a field; pydantic keeps the marks of an annotation apart from it."""
     table = next((mark for mark in info.metadata if isinstance(mark, OneOf)), None)
     return " or ".join(table.names()) if table is not None else _type_name(info.annotation)
 
 
-def _row(name: str, info: Any) -> str:
-    mark = info.json_schema_extra or {}
+def _row(name: str, info: FieldInfo) -> str:
+    mark = mark_of(info)
     meaning = info.description or ""
     if "only" in mark:
         meaning = f"*switched off*: {meaning}"
@@ -163,7 +162,7 @@ def _row(name: str, info: Any) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _is_idle(info: Any) -> bool:
+def _is_idle(info: FieldInfo) -> bool:
     """Whether a key changes nothing: it has no effect, or one value alone is accepted."""
     return status_of(info) != "effective"
 
@@ -190,11 +189,8 @@ def _section(model: type[Section], name: str, lines: list[str], idle: list[str])
 
 def _default_of(dotted: str) -> str:
     """The default of a key of a GRPO run, as a cell."""
-    model: Any = GRPOMasterConfig
-    *sections, last = dotted.split(".")
-    for name in sections:
-        model = section_type(dict(fields_of(model))[name].annotation)
-    info = dict(fields_of(model))[last]
+    parent, _, last = dotted.rpartition(".")
+    info = dict(fields_of(section_at(GRPOMasterConfig, parent)))[last]
     return "" if section_type(info.annotation) is not None or last in ("train", "default") else _default(info)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import ConfigDict
 
 from .base import Int, Positive, Real, Section, key, no_effect, only, section
@@ -29,7 +27,7 @@ class VllmConfig(Section):
         "auto", "keys and values are kept in policy.precision; fp8 and other quantised values are errors"
     )
     is_mx: bool = only(False, why=_NO_QUANTISATION)
-    quant_cfg: Any = only(None, why=_NO_QUANTISATION)
+    quant_cfg: object = only(None, why=_NO_QUANTISATION)
     logprobs_mode: str = no_effect("processed_logprobs")
     tensor_parallel_size: Positive = key(1, _FOLDED)
     pipeline_parallel_size: Positive = key(1, _FOLDED)
@@ -56,11 +54,11 @@ class VllmConfig(Section):
     reset_encoder_cache_after_weight_update: bool = no_effect(False)
     http_refit_server_port: Int | None = no_effect(None)
     enable_prefix_caching: bool | None = no_effect(None, "a prompt is always computed once for its group")
-    env_vars: dict[str, Any] | None = no_effect(None)
+    env_vars: dict[str, object] | None = no_effect(None)
     expose_http_server: bool = only(False, why="there is no HTTP server of the policy")
-    http_server_serving_chat_kwargs: dict[str, Any] | None = no_effect(None)
+    http_server_serving_chat_kwargs: dict[str, object] | None = no_effect(None)
     reasoning_parser_plugin: str | None = no_effect(None)
-    compilation_config: dict[str, Any] | None = no_effect(None)
+    compilation_config: dict[str, object] | None = no_effect(None)
     zmq_refit_server_port: Int | None = no_effect(None)
 
 
@@ -87,7 +85,7 @@ class NixlConfig(Section):
     update_weights_bucket_memory_ratio: Real = no_effect(0.05)
     device: str = no_effect("cuda")
     backend_name: str = no_effect("UCX")
-    backend_init_params: Any = no_effect(None)
+    backend_init_params: object = no_effect(None)
     release_after_refit: bool = no_effect(False)
     shard_expert_weights: bool = no_effect(False)
 

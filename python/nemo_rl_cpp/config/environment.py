@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.errors import keep_out_of_files
@@ -35,7 +34,7 @@ def environment_values(file: str | os.PathLike[str], overrides: Sequence[str]) -
     return found
 
 
-def _texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
+def _texts(node: object, key: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, str):
         if "${" in node:
             yield key, node

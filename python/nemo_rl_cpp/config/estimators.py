@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from .tables import Entry, OneOf, Table
 
@@ -42,7 +42,7 @@ GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"))]
 PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"))]
 
 
-def checked_name(algorithm: str, name: Any) -> str:
+def checked_name(algorithm: str, name: str) -> str:
     """`name`; ValueError where it is none of the algorithm's estimators."""
     known = estimators_of(algorithm)
     if name not in known:

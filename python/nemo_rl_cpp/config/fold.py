@@ -10,16 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .backends import PARALLEL_SIZES
 from .base import Section
 from .engines import FOREIGN_ENGINES
-from .keys import fields_of
+from .keys import fields_of, mark_of
 from .memory import forecast_summary
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.config.generation import GenerationConfig
     from nemo_rl_cpp.config.master import WholeConfig
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 _ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
 _CUTS_A_MODEL = ("tensor", "pipeline", "context")
@@ -125,7 +127,7 @@ def keys_without_effect_text(config: WholeConfig) -> str | None:
     return "\n".join([*lines, *(f"  {section}: {', '.join(names)}" for section, names in found.items())])
 
 
-def _models(config: WholeConfig) -> Iterator[tuple[str, Any]]:
+def _models(config: WholeConfig) -> Iterator[tuple[str, TrainedModelConfig]]:
     """The models that are trained, with the names of their sections."""
     if hasattr(config, "policy"):
         yield "policy", config.policy
@@ -133,20 +135,17 @@ def _models(config: WholeConfig) -> Iterator[tuple[str, Any]]:
         yield "value", config.value
 
 
-def _generation(config: WholeConfig) -> tuple[str, Any]:
-    return (
-        ("policy.generation", config.policy.generation)
-        if hasattr(config, "policy")
-        else ("generation", config.generation)
-    )
+def _generation(config: WholeConfig) -> tuple[str, GenerationConfig]:
+    if hasattr(config, "policy"):
+        return "policy.generation", config.policy.generation
+    return "generation", config.generation
 
 
 def _ineffective(section: Section, prefix: str, positions: dict[str, str]) -> Iterator[tuple[str, str]]:
     fields = {info.alias or name: name for name, info in type(section).model_fields.items()}
     for key, info in fields_of(type(section)):
         value, dotted = getattr(section, fields[key]), f"{prefix}{key}"
-        mark = info.json_schema_extra
-        if isinstance(mark, dict) and mark.get("no_effect"):
+        if mark_of(info).get("no_effect"):
             written = dotted in positions or any(place.startswith(f"{dotted}.") for place in positions)
             if written and value != info.get_default(call_default_factory=True):
                 yield prefix.rstrip(".") or "the file", key

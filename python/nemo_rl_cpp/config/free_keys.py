@@ -7,7 +7,6 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 from .base import Section
 from .keys import fields_of, section_type
@@ -40,7 +39,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[str]:
             yield prefix + name
 
 
-def _is_mapping(annotation: Any) -> bool:
+def _is_mapping(annotation: object) -> bool:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return any(_is_mapping(part) for part in typing.get_args(annotation))
     return annotation is dict or typing.get_origin(annotation) is dict

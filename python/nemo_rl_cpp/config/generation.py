@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PrivateAttr
 
@@ -61,16 +61,16 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = section(VllmConfig, "vLLM's settings; of these max_model_len and enforce_eager are read")
     colocated: ColocatedConfig = section(ColocatedConfig, "whether generation shares the trainer's device")
     refit_cfg: RefitConfig = section(RefitConfig, "weight transfer of NeMo RL, not needed here")
-    sglang_cfg: dict[str, Any] | None = no_effect(None, "SGLang's settings, not used here")
-    trtllm_kwargs: dict[str, Any] = no_effect({})
-    trtllm_cfg: dict[str, Any] | None = no_effect(None, "TensorRT-LLM's settings, not used here")
-    dynamo_cfg: dict[str, Any] | None = no_effect(None, "Dynamo's settings, not used here")
+    sglang_cfg: dict[str, object] | None = no_effect(None, "SGLang's settings, not used here")
+    trtllm_kwargs: dict[str, object] = no_effect({})
+    trtllm_cfg: dict[str, object] | None = no_effect(None, "TensorRT-LLM's settings, not used here")
+    dynamo_cfg: dict[str, object] | None = no_effect(None, "Dynamo's settings, not used here")
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")
-    vllm_kwargs: dict[str, Any] = no_effect({})
+    vllm_kwargs: dict[str, object] = no_effect({})
     port_range_low: Int = no_effect(3000)
     port_range_high: Int = no_effect(4999)
     refit_transport: str | None = no_effect(None, "weights are shared, nothing is transported")
-    quant_cfg: Any = only(None, why="quantised generation is not supported, it changes results")
+    quant_cfg: object = only(None, why="quantised generation is not supported, it changes results")
     real_quant: bool = only(False, why="quantised generation is not supported, it changes results")
     real_quant_export_cpu_offload: bool = no_effect(True)
     # set by the program, see models.generation.configure_generation_config

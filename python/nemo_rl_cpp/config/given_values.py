@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
 
 from pydantic import ValidationError
 
+from .access import mapped
 from .aliases import ALIASES
 from .base import Section
 from .errors import ConfigError, Problem
-from .keys import fields_of, section_type
+from .keys import section_at
 from .messages import known_keys, unknown_key
-from .python_values import mistakes, plain
+from .python_values import mistakes, plain, walk
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 _CANONICAL = dict(ALIASES)
@@ -36,10 +36,10 @@ class GivenValues:
         overrides: to be read after the caller's own.
     """
 
-    def __init__(self, values: Mapping[str, Any], places: Mapping[str, str], model: type[Section]) -> None:
+    def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
         self._model = model
         self.problems: list[Problem] = []
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, object] = {}
         self._places: dict[str, str] = {}
         for key, value in values.items():
             place = places.get(key, f"value of {key}")
@@ -59,10 +59,10 @@ class GivenValues:
         ]
         self._by_override = dict(zip((f"override '{text}'" for text in self.overrides), self._values))
 
-    def _leaves(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _leaves(self, key: str, value: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
-        if isinstance(value, dict) and value and _section_at(self._model, key) is not None:
+        if isinstance(value, dict) and value and section_at(self._model, key) is not None:
             for name, item in value.items():
                 yield from self._leaves(_CANONICAL.get(f"{key}.{name}", f"{key}.{name}"), item)
         else:
@@ -76,12 +76,12 @@ class GivenValues:
         if key in known:
             return True
         above = next((dotted for n in range(len(parts) - 1, 0, -1) if (dotted := ".".join(parts[:n])) in known), None)
-        section = _section_at(self._model, above) if above is not None else self._model
+        section = section_at(self._model, above) if above is not None else self._model
         return section is None or section.model_config.get("extra") != "forbid"
 
-    def _take(self, key: str, value: Any, place: str) -> None:
+    def _take(self, key: str, value: object, place: str) -> None:
         parent, _, name = key.rpartition(".")
-        section = _section_at(self._model, parent) if parent else self._model
+        section = section_at(self._model, parent) if parent else self._model
         if not self._is_known(key):
             self.problems.append(Problem(place, key, unknown_key(key, self._model)))
             return
@@ -101,7 +101,7 @@ class GivenValues:
         self._values[key] = value
         self._places[key] = place
 
-    def _as_override(self, index: int, value: Any) -> str:
+    def _as_override(self, index: int, value: object) -> str:
         if value is None:
             return "null"
         if isinstance(value, (bool, int, float)) and abs(value) < 2**63:
@@ -112,31 +112,24 @@ class GivenValues:
         """How messages name what an override of ours wrote; other places as they are."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
-    def restore(self, data: dict[str, Any], positions: dict[str, str]) -> None:
+    def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
         """Puts the values into a loaded tree, and their places among the positions."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
-        def fill(node: Any) -> Any:
-            if isinstance(node, dict):
-                return {key: fill(item) for key, item in node.items()}
-            if isinstance(node, list):
-                return [fill(item) for item in node]
-            if not isinstance(node, str):
-                return node
-            whole = pattern.fullmatch(node)
-            return values[int(whole[1])] if whole else pattern.sub(lambda found: str(values[int(found[1])]), node)
+        def fill(leaf: object) -> object:
+            if not isinstance(leaf, str):
+                return leaf
+            whole = pattern.fullmatch(leaf)
+            return values[int(whole[1])] if whole else pattern.sub(lambda found: str(values[int(found[1])]), leaf)
 
-        filled = {key: fill(item) for key, item in data.items()}
+        filled = {key: mapped(item, fill) for key, item in data.items()}
         data.clear()
         data.update(filled)
         for key, value in self._values.items():
-            node: Any = data
-            *sections, name = key.split(".")
-            for part in sections:
-                node = node.get(part) if isinstance(node, dict) else None
-            if isinstance(node, dict):
-                node[name] = value
+            parent, name = walk(data, key)
+            if parent is not None:
+                parent[name] = value
             if isinstance(value, (dict, list)):  # of which the file may have had parts
                 for inner in [known for known in positions if known.startswith(f"{key}.")]:
                     del positions[inner]
@@ -146,12 +139,3 @@ class GivenValues:
 @cache
 def _blank(section: type[Section]) -> Section:
     return section.model_construct()
-
-
-def _section_at(model: type[Section], dotted: str) -> type[Section] | None:
-    """The class of the section at a dotted key."""
-    found: type[Section] | None = model
-    for part in dotted.split("."):
-        info = dict(fields_of(found)).get(part) if found is not None else None
-        found = section_type(info.annotation) if info is not None else None
-    return found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from .base import Section
 
 
-def section_type(annotation: Any) -> type[Section] | None:
+def section_type(annotation: object) -> type[Section] | None:
     """The section that a field holds: `Section`, `Section | None`, or `Section | list[Section]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
@@ -22,10 +23,19 @@ def section_type(annotation: Any) -> type[Section] | None:
     return None
 
 
-def fields_of(model: type[Section]) -> Iterator[tuple[str, Any]]:
+def fields_of(model: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
     """(name as in YAML, field info) of a section."""
     for name, info in model.model_fields.items():
         yield info.alias or name, info
+
+
+def section_at(model: type[Section], dotted: str) -> type[Section] | None:
+    """The class of the section at a dotted key."""
+    found: type[Section] | None = model
+    for part in dotted.split("."):
+        info = dict(fields_of(found)).get(part) if found is not None else None
+        found = section_type(info.annotation) if info is not None else None
+    return found
 
 
 @cache
@@ -44,15 +54,20 @@ def forget_keys() -> None:
     own_keys.cache_clear()
 
 
-def status_of(info: Any) -> str:
+def mark_of(info: FieldInfo) -> Mapping[str, object]:
+    """What `only` or `no_effect` said of a key; empty where neither did."""
+    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+
+
+def status_of(info: FieldInfo) -> str:
     """What setting a key does: "effective", "without effect" (any value is accepted) or "refused" (one value is accepted)."""
-    mark = info.json_schema_extra or {}
+    mark = mark_of(info)
     if "only" in mark or len(_choices(info.annotation)) == 1:
         return "refused"
     return "without effect" if mark.get("no_effect") else "effective"
 
 
-def _choices(annotation: Any) -> list[Any]:
+def _choices(annotation: object) -> list[object]:
     """The values of a Literal, also of one that may be null; [None, None] for any other type."""
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from nemo_rl_cpp import _config
 
@@ -26,12 +27,13 @@ from .python_values import check_marks
 from .written import KINDS, explained, of_another_kind
 
 Master = TypeVar("Master", bound=MasterConfig)
+Part = TypeVar("Part", bound=Section)
 
 
 def load_grpo_config(
     path: str | os.PathLike[str] = "grpo_math_1B.yaml",
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> GRPOMasterConfig:
     """The checked configuration of a GRPO, DAPO or ProRLv2 run.
@@ -41,36 +43,37 @@ def load_grpo_config(
     interpolation, a number or an escape. `places` says how messages name such a key ("argument learning_rate").
     Raises ConfigError (a ValueError) that lists every mistake with file, line, key and remedy. Does not import torch.
     """
-    return _load(path, overrides, GRPOMasterConfig, _given(values, places, GRPOMasterConfig))
+    return _load(path, overrides, GRPOMasterConfig, values, places)
 
 
 def load_ppo_config(
     path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml",
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
     """The checked configuration of a PPO run; see `load_grpo_config`."""
-    return _load(path, overrides, PPOMasterConfig, _given(values, places, PPOMasterConfig))
+    return _load(path, overrides, PPOMasterConfig, values, places)
 
 
 def load_eval_config(
     path: str | os.PathLike[str] = "evals/eval.yaml",
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
     """The checked configuration of an evaluation; see `load_grpo_config`."""
-    return _load(path, overrides, EvalMasterConfig, _given(values, places, EvalMasterConfig))
+    return _load(path, overrides, EvalMasterConfig, values, places)
 
 
-def _given(
-    values: Mapping[str, Any] | None, places: Mapping[str, str] | None, model: type[MasterConfig]
-) -> GivenValues:
-    return GivenValues(values or {}, places or {}, model)
-
-
-def _load(path: str | os.PathLike[str], overrides: Sequence[str], model: type[Master], given: GivenValues) -> Master:
+def _load(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str],
+    model: type[Master],
+    values: Mapping[str, object] | None,
+    places: Mapping[str, str] | None,
+) -> Master:
+    given = GivenValues(values or {}, places or {}, model)
     file = find_config(path)
     every = [*additions(_texts(overrides), model), *given.overrides]
     try:
@@ -112,15 +115,9 @@ def _texts(overrides: Sequence[str]) -> list[str]:
     texts = [overrides] if isinstance(overrides, str) else list(overrides)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    "",
-                    f"an override is a text such as 'grpo.seed=1', not {type(wrong).__name__}; Python values go into `values`",
-                )
-            ]
-        )
+        kind = type(wrong).__name__
+        said = f"an override is a text such as 'grpo.seed=1', not {kind}; Python values go into `values`"
+        raise ConfigError([Problem("", "", said)])
     return texts
 
 
@@ -139,7 +136,7 @@ def _short(file: Path) -> str:
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
 
 
-def _not_given(data: Any, prefix: str) -> list[str]:
+def _not_given(data: object, prefix: str) -> list[str]:
     """Keys whose value is OmegaConf's mark of a mandatory value, `???`."""
     if data == "???":
         return [prefix]
@@ -151,19 +148,19 @@ def _with_plus(where: str) -> str:
     return "+" + where.removeprefix("override '").removesuffix("'")
 
 
-def _validate(data: dict[str, Any], model: type[Master], report: Report) -> Master | None:
+def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
     """The typed configuration; of a file with mistakes, what is left without them, so that the rest is checked too."""
-    if isinstance(data.get("env"), dict):
+    if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
-            if isinstance(data["env"].get(name), dict):
-                checked = _validate_part(data["env"][name], inner, ("env", name), model, report)
-                data["env"][name] = checked.model_dump(exclude_unset=True) if checked is not None else {}
+            if isinstance(env.get(name), dict):
+                checked = _validate_part(env[name], inner, ("env", name), model, report)
+                env[name] = checked.model_dump(exclude_unset=True) if checked is not None else {}
     return _validate_part(data, model, (), model, report)
 
 
 def _validate_part(
-    data: dict[str, Any], part: type[Section], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
-) -> Any:
+    data: dict[str, object], part: type[Part], prefix: tuple[str, ...], model: type[MasterConfig], report: Report
+) -> Part | None:
     first = True
     for _ in range(4):  # a repair may uncover a mistake, at most one a level
         try:
@@ -180,7 +177,7 @@ def _validate_part(
     return None
 
 
-def _repair(data: dict[str, Any], error: dict[str, Any]) -> None:
+def _repair(data: dict[str, object], error: ErrorDetails) -> None:
     location = tuple(part for part in dotted_key(error["loc"]).split(".") if part)
     if error["type"] == "missing":
         _put(data, location, {} if location[-1] in ("policy", "generation", "data") else "?")
@@ -188,39 +185,29 @@ def _repair(data: dict[str, Any], error: dict[str, Any]) -> None:
         _remove(data, location)
 
 
-def _put(data: Any, location: tuple[str, ...], value: Any) -> None:
+def _put(data: dict[str, object], location: tuple[str, ...], value: object) -> None:
+    node: dict | list = data
     for part in location[:-1]:
-        data = data[int(part)] if isinstance(data, list) else data.setdefault(part, {})
-    data[location[-1]] = value
+        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+    node[location[-1]] = value
 
 
-def _remove(data: dict[str, Any], location: tuple[str, ...]) -> None:
+def _remove(node: object, location: Sequence[str]) -> None:
     """Removes a key; for an element of a list, the whole list."""
-    node: Any = data
-    for i, part in enumerate(location):
-        if not isinstance(node, dict) or part not in node:
-            return
-        inner = node[part]
-        if (
-            i + 1 == len(location)
-            or isinstance(inner, list)
-            and i + 2 >= len(location)
-            or not isinstance(inner, (dict, list))
-        ):
-            del node[part]
-            return
-        if isinstance(inner, list):
-            _remove_in_list(inner, location[i + 1 :], node, part)
-            return
-        node = inner
-
-
-def _remove_in_list(items: list[Any], rest: tuple[str, ...], parent: dict[str, Any], name: str) -> None:
-    index = int(rest[0]) if rest[0].isdigit() else len(items)
-    if index < len(items) and isinstance(items[index], dict):
-        _remove(items[index], rest[1:])
+    if not isinstance(node, dict) or not location or location[0] not in node:
+        return
+    name, *rest = location
+    inner = node[name]
+    if isinstance(inner, dict) and rest:
+        _remove(inner, rest)
+    elif isinstance(inner, list) and len(rest) > 1 and isinstance(item := _item(inner, rest[0]), dict):
+        _remove(item, rest[1:])
     else:
-        del parent[name]
+        del node[name]
+
+
+def _item(items: list[object], index: str) -> object:
+    return items[int(index)] if index.isdigit() and int(index) < len(items) else None
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic.fields import FieldInfo
 
 from .base import Count, Real, Section, key, no_effect, section
 from .tables import Entry, Table
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.loggers.interface import LoggerBackend
 
 
 class WandbConfig(Section):
@@ -135,7 +139,10 @@ for _name, _entry in LOGGER_BACKENDS.entries.items():
 
 
 def register_logger(
-    name: str, cls: Any, keys: type[Section] = Section, doc: str = "log by a back end of one's own"
+    name: str,
+    cls: Callable[..., LoggerBackend] | str,
+    keys: type[Section] = Section,
+    doc: str = "log by a back end of one's own",
 ) -> None:
     """Gives the section `logger` a back end of one's own, by the keys NAME_enabled and NAME; `keys` are those of its section.
 

@@ -9,7 +9,7 @@ from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, s
 from .rewards import RewardScalingConfig, RewardShapingConfig
 
 
-def other_default(name: str, default: Any) -> Any:
+def other_default(name: str, default: object) -> Any:
     """The key `name` of `LoopConfig` with another default; meaning and bounds stay."""
     info = copy(LoopConfig.model_fields[name])
     info.default = default

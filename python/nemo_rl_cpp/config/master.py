@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import PrivateAttr
 
 from .base import Section, key, only, section
@@ -59,11 +57,11 @@ class TrainMasterConfig(MasterConfig):
     cluster: ClusterConfig = section(ClusterConfig, "devices")
     reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "penalties of NeMo Gym (not supported)")
     data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
-    async_rl: Any = only(None, why="training while generating (SingleController) is not supported")
-    rollout_checkpointing: Any = only(None, why="it belongs to training while generating, which is not supported")
-    rollout_recovery: Any = only(None, why="it belongs to training while generating, which is not supported")
-    token_capture: Any = only(None, why="it belongs to NeMo Gym, which is not supported")
-    on_policy_distillation: Any = only(None, why="distillation is not supported")
+    async_rl: object = only(None, why="training while generating (SingleController) is not supported")
+    rollout_checkpointing: object = only(None, why="it belongs to training while generating, which is not supported")
+    rollout_recovery: object = only(None, why="it belongs to training while generating, which is not supported")
+    token_capture: object = only(None, why="it belongs to NeMo Gym, which is not supported")
+    on_policy_distillation: object = only(None, why="distillation is not supported")
 
     @property
     def algorithm(self) -> str:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from re import findall
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
@@ -14,6 +14,9 @@ from nemo_rl_cpp.models.sources import ModelFolderError
 from .generation import GenerationConfig
 from .master import TrainMasterConfig
 from .policy import PolicyConfig, TrainedModelConfig
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import WholeConfig
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,10 @@ class Phase:
         return sum(size for _, size in self.parts)
 
 
-def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes | None:
+def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Sizes from the model folder's config.json and the overrides; None when the folder is not on this machine, or its file
     cannot be read or says nothing sensible (which other checks report)."""
-    known: dict[str, Any] = {}
+    known: dict[str, object] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():
         try:
             known = read_config_file(Path(model_name).expanduser())
@@ -84,19 +87,16 @@ def model_sizes(model_name: str, overrides: dict[str, Any] | None) -> ModelSizes
         }
     known |= overrides or {}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    optional = (known.get(name) for name in ("num_key_value_heads", "head_dim"))
-    if not all(_is_size(known.get(name)) for name in needed) or not all(_is_size(value) for value in optional if value):
+    optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
+    sizes = {name: value for name in (*needed, *optional) if _is_size(value := known.get(name))}
+    if len(sizes) < len(needed) + len(optional):
         return None
-    heads = known["num_attention_heads"]
-    return ModelSizes(
-        **{name: known[name] for name in needed},
-        num_key_value_heads=known.get("num_key_value_heads") or heads,
-        head_dim=known.get("head_dim") or known["hidden_size"] // heads,
-        tie_word_embeddings=bool(known.get("tie_word_embeddings", False)),
-    )
+    heads = sizes["num_attention_heads"]
+    derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
+    return ModelSizes(**derived | sizes, tie_word_embeddings=bool(known.get("tie_word_embeddings", False)))
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -119,44 +119,31 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         resting += (("reference weights", sizes.parameters * width),)
     if config.cluster.device == "cpu":
         resting += _packed_weights(policy, sizes)
+
+    def phase(name: str, *parts: tuple[str, float]) -> Phase:
+        return Phase(name, (*resting, *parts))
+
     phases = [
-        Phase(
+        phase(
             "generation",
-            (
-                *resting,
-                ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
-                ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
-            ),
+            ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
+            ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
         ),
-        Phase(
+        phase(
             "log-probabilities",
-            (
-                *resting,
-                ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
-                ("logits chunk", _filtered_logits(policy)),
-            ),
+            ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
+            ("logits chunk", _filtered_logits(policy)),
         ),
-        Phase(
+        phase(
             "policy training",
-            (
-                *resting,
-                ("policy gradients", sizes.parameters * 4.0),
-                ("activations", _activations(policy, sizes)),
-                ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
-            ),
+            ("policy gradients", sizes.parameters * 4.0),
+            ("activations", _activations(policy, sizes)),
+            ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
         ),
     ]
     if value is not None:
-        phases.append(
-            Phase(
-                "value training",
-                (
-                    *resting,
-                    ("value gradients", value.backbone_parameters * 4.0),
-                    ("activations", _activations(config.value, value)),
-                ),
-            )
-        )
+        gradients, activations = value.backbone_parameters * 4.0, _activations(config.value, value)
+        phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
 
 
@@ -246,7 +233,7 @@ def _fused_logits(sizes: ModelSizes) -> float:
     return min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
 
 
-def forecast_summary(config: Any) -> str | None:
+def forecast_summary(config: WholeConfig) -> str | None:
     """The forecast's peak against this machine's memory, in a few words; None for an evaluation."""
     if not hasattr(config, "policy"):
         return None

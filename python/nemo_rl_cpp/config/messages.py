@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+
+from pydantic_core import ErrorDetails
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
@@ -84,11 +85,11 @@ def takes_own_keys(dotted: str, model: type[Section]) -> bool:
     return takes_own_keys(rest, inner) if inner is not None else True
 
 
-def dotted_key(location: tuple[Any, ...]) -> str:
+def dotted_key(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location if part not in _UNION_TAGS)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as YAML would show it, short."""
     if value is None:
         return "null"
@@ -97,7 +98,7 @@ def shown(value: Any) -> str:
     return in_a_line(value)
 
 
-def sentence(error: dict[str, Any], dotted: str, model: type[Section], where: str = "") -> str:
+def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
     """What to say about one pydantic error. `where`: the place of the key, at which the value is looked up as written."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -119,7 +120,7 @@ def sentence(error: dict[str, Any], dotted: str, model: type[Section], where: st
     return f"must be {expected}, not {shown(value)}{hint}"
 
 
-def _choice(expected: str, value: Any) -> str:
+def _choice(expected: str, value: object) -> str:
     allowed = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
     near = difflib.get_close_matches(str(value), allowed, 1, 0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -134,20 +135,18 @@ _BOUNDS = {
     "less_than": "less than",
 }
 _EXPECTED = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing_size": "a smaller integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "a text",
-    "list_type": "a list",
-    "too_short": "a longer list",
-    "too_long": "a shorter list",
-    "dict_type": "a section (lines of key: value)",
-    "model_type": "a section (lines of key: value)",
-    "model_attributes_type": "a section (lines of key: value)",
+    kind: words
+    for words, kinds in {
+        "an integer": ("int_type", "int_parsing", "int_from_float"),
+        "a smaller integer": ("int_parsing_size",),
+        "a number": ("float_type", "float_parsing"),
+        "a finite number": ("finite_number",),
+        "true or false": ("bool_type", "bool_parsing"),
+        "a text": ("string_type",),
+        "a list": ("list_type",),
+        "a longer list": ("too_short",),
+        "a shorter list": ("too_long",),
+        "a section (lines of key: value)": ("dict_type", "model_type", "model_attributes_type"),
+    }.items()
+    for kind in kinds
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
@@ -11,14 +11,14 @@ from nemo_rl_cpp.argument_checks import in_a_line
 
 from .base import Count, Fraction, NonNegative, Positive, Real, Section, key, no_effect, only
 
-SCHEDULER_KWARGS: dict[str, dict[str, Any]] = {  # torch's names and defaults; None: must be given
+SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # torch's names and defaults; None: must be given
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
     "ConstantLR": {"factor": 1.0 / 3, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": None, "eta_min": 0.0},
 }
 
 
-def _moment_dtype(value: Any) -> Any:
+def _moment_dtype(value: object) -> str:
     name = str(value).removeprefix("torch.")
     if name in ("float32", "fp32", "float"):
         return "float32"
@@ -60,7 +60,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_kwargs(cls, data: Any) -> Any:
+    def _fill_kwargs(cls, data: object) -> object:
         return {**data, "kwargs": {}} if isinstance(data, dict) and data.get("kwargs") is None else data
 
 
@@ -68,7 +68,7 @@ class SchedulerStage(Section):
     """One entry of `scheduler`: a schedule, or the milestones at which the next one begins."""
 
     name: str | None = key(None, "torch.optim.lr_scheduler." + "|".join(SCHEDULER_KWARGS))
-    kwargs: dict[str, Any] = key({}, "arguments of the schedule")
+    kwargs: dict[str, object] = key({}, "arguments of the schedule")
     milestones: list[Count] | None = key(None, "steps at which the next schedule begins")
 
     @model_validator(mode="after")

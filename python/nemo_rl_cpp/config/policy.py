@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, model_validator
 
@@ -24,7 +25,7 @@ from .optimizer import (
 from .tables import Entry, OneOf, Table
 
 
-def _precision(value: Any) -> Any:
+def _precision(value: object) -> object:
     if isinstance(value, str) and value == "float16":
         raise ValueError(
             "float16 is not supported: its range is too small without loss scaling; use bfloat16 or float32"
@@ -32,7 +33,7 @@ def _precision(value: Any) -> Any:
     return value
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> object:
     return [value] if isinstance(value, dict) else value
 
 
@@ -48,10 +49,9 @@ PACKERS: Table[Entry] = Table(
 """name -> function (costs, capacity) -> indices by bin."""
 
 
-def _packing(value: Any) -> Any:
-    return (
-        "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
-    )  # the name of older recipes
+def _packing(value: object) -> object:
+    """`modified_ffd` is the name of older recipes."""
+    return "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
 
 
 PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]
@@ -66,7 +66,7 @@ class TokenizerConfig(Section):
     chat_template: str | None = key(
         "default", "default: the tokenizer's; null: plain text; else a .jinja file or a template"
     )
-    chat_template_kwargs: dict[str, Any] | None = key(None, "arguments of the chat template")
+    chat_template_kwargs: dict[str, object] | None = key(None, "arguments of the chat template")
     use_fastokens: bool = no_effect(False)
 
 
@@ -133,7 +133,7 @@ class TrainedModelConfig(Section):
     """What the policy and the value model share: batches, precision, optimizer, backend sections."""
 
     model_name: str | None = key(None, "folder, packaged model or name on the hub")
-    hf_config_overrides: dict[str, Any] | None = key({}, "changes to the model's config.json")
+    hf_config_overrides: dict[str, object] | None = key({}, "changes to the model's config.json")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
     train_global_batch_size: Positive | None = key(None, "samples an optimizer step")
     train_micro_batch_size: Positive | None = key(
@@ -206,7 +206,7 @@ class TrainedModelConfig(Section):
             )
 
 
-def fill(target: Section, **values: Any) -> None:
+def fill(target: Section, **values: object) -> None:
     """Sets keys that are None, without marking them as given by the user."""
     for name, value in values.items():
         if getattr(target, name) is None:
@@ -248,17 +248,17 @@ class PolicyConfig(TrainedModelConfig):
     offload_optimizer_for_logprob: bool = no_effect(False)
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
-    reward_model_cfg: dict[str, Any] | None = no_effect(None)
-    quant_cfg: Any = only(None, why="quantised training is not supported, it changes results")
+    reward_model_cfg: dict[str, object] | None = no_effect(None)
+    quant_cfg: object = only(None, why="quantised training is not supported, it changes results")
     router_replay: RouterReplayConfig | None = section(RouterReplayConfig, "replay of expert routing (not supported)")
-    shared_prefix_training: Any = no_effect(
+    shared_prefix_training: object = no_effect(
         None, "the prompt of a group is always computed once, see share_prompt_prefix"
     )
     megatron_recipe: str | None = no_effect(None, "how Megatron builds the same model")
-    zero_train_gen_mismatch: Any = no_effect(None, "generation and training are always the same computation")
+    zero_train_gen_mismatch: object = no_effect(None, "generation and training are always the same computation")
 
     @classmethod
-    def of(cls, config: PolicyConfig | dict[str, Any]) -> PolicyConfig:
+    def of(cls, config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
         """A section as it is; a dictionary checked, with what it leaves out filled in."""
         if isinstance(config, cls):
             return config

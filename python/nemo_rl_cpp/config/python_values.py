@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,13 +16,14 @@ from .errors import ConfigError, Problem, Report
 
 if TYPE_CHECKING:
     from .base import Section
-    from .master import MasterConfig
+    from .master import WholeConfig
 
+Master = TypeVar("Master", bound="WholeConfig")
 _MAX_DEPTH = 64
 _LONGEST = 1000  # characters of a message, which may show a value
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> object:
     """`value` with tuples and arrays as lists, paths as texts and scalars of numpy and torch as Python's; all else as it is.
 
     Raises ConfigError for what no configuration can hold: a key that is no text, or nesting without an end.
@@ -36,28 +37,29 @@ def plain(value: Any, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise ConfigError([Problem("", "", f"a value is nested more than {_MAX_DEPTH} deep")])
     if isinstance(value, Mapping):
-        wrong = next((key for key in value if not isinstance(key, str)), None)
-        if wrong is not None:
-            raise ConfigError(
-                [
-                    Problem(
-                        "", "", f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"
-                    )
-                ]
-            )
-        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+        return plain_values(value, depth)
     if isinstance(value, (list, tuple)):
         return [plain(item, depth + 1) for item in value]
     if isinstance(value, os.PathLike):
         return plain(os.fspath(value), depth)
-    if hasattr(value, "tolist") and hasattr(
-        value, "shape"
-    ):  # a scalar or an array of numpy or torch, a column of pandas
+    # a scalar or an array of numpy or torch, a column of pandas
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
         return value.tolist()
     return value
 
 
-def make(cls: Any, build: Any, given: tuple[Any, ...], values: dict[str, Any]) -> Any:
+def plain_values(values: Mapping[str, object], depth: int = 0) -> dict[str, object]:
+    """A mapping with every value as by `plain`."""
+    wrong = next((key for key in values if not isinstance(key, str)), None)
+    if wrong is not None:
+        said = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"
+        raise ConfigError([Problem("", "", said)])
+    return {str(key): plain(item, depth + 1) for key, item in values.items()}
+
+
+def make(
+    cls: type[Section], build: Callable[..., Section], given: tuple[object, ...], values: Mapping[str, object]
+) -> Section:
     """`cls(**values)` by `build`, with every mistake in one ConfigError: types, unknown keys, what is not supported; for a
     whole configuration the rules that tie keys together, too."""
     from .master import MasterConfig
@@ -67,7 +69,7 @@ def make(cls: Any, build: Any, given: tuple[Any, ...], values: dict[str, Any]) -
         kind = type(given[0]).__name__
         raise ConfigError([Problem(name, "", f"takes its keys as keywords ({name}(**mapping)), not a {kind}")])
     report = Report({}, "")
-    data = fold_aliases(cls, plain(values), report)
+    data = fold_aliases(cls, plain_values(values), report)
     try:
         if report.problems:
             raise ConfigError(report.problems)
@@ -83,7 +85,7 @@ def make(cls: Any, build: Any, given: tuple[Any, ...], values: dict[str, Any]) -
     return made
 
 
-def assign(section: Section, set_value: Any, name: str, value: Any) -> None:
+def assign(section: Section, set_value: Callable[[str, object], None], name: str, value: object) -> None:
     """`section.name = value`, with the type checked as at construction."""
     if name not in type(section).model_fields and section.model_config.get("extra") != "allow":
         from .messages import unknown_key
@@ -109,7 +111,7 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
     return found
 
 
-def checked(config: Any, model: type[MasterConfig]) -> Any:
+def checked(config: object, model: type[Master]) -> Master:
     """`config` as a `model` that passed all checks of the loader, whoever made it and whatever was assigned since.
 
     A mapping (also of pydantic's models of another package) is made one. Raises ConfigError, a ValueError.
@@ -128,13 +130,13 @@ def checked(config: Any, model: type[MasterConfig]) -> Any:
     if isinstance(config, BaseModel):
         config = config.model_dump(by_alias=True)
     if isinstance(config, Mapping):
-        return model(**plain(config))
+        return model(**plain_values(config))
     raise ConfigError(
         [Problem("", "", f"the configuration must be a {model.__name__} or a mapping, not {type(config).__name__}")]
     )
 
 
-def _check_whole(config: Any, report: Report) -> None:
+def _check_whole(config: WholeConfig, report: Report) -> None:
     from . import rules
     from .env import environment_sections
 
@@ -152,6 +154,7 @@ def _check_whole(config: Any, report: Report) -> None:
 def check_marks(section: Section, prefix: str, report: Report) -> None:
     """Keys of unsupported features must be at the value that switches the feature off."""
     from .base import Section
+    from .keys import mark_of
     from .messages import shown
 
     if not section.is_active:
@@ -159,12 +162,8 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         key = prefix + (info.alias or name)
-        mark = info.json_schema_extra
-        if (
-            isinstance(mark, dict)
-            and "only" in mark
-            and not any(type(value) is type(ok) and value == ok for ok in mark["only"])
-        ):
+        mark = mark_of(info)
+        if "only" in mark and not any(type(value) is type(ok) and value == ok for ok in mark["only"]):
             allowed = " or ".join(shown(ok) for ok in mark["only"])
             report.add(key, f"cannot be {shown(value)}: {mark['why']}; set it to {allowed}")
         if isinstance(value, Section):
@@ -175,13 +174,13 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
                     check_marks(item, f"{key}.{i}.", report)
 
 
-def fold_aliases(cls: type[Section], data: dict[str, Any], report: Report) -> dict[str, Any]:
+def fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
     """Keys by the guides' other names, as `aliases.ALIASES` lists them, under the schema's names."""
     for spelling, canonical in aliases_of(cls):
-        parent, name = _walk(data, spelling)
+        parent, name = walk(data, spelling)
         if parent is None or name not in parent:
             continue
-        target, short = _walk(data, canonical, make_sections=True)
+        target, short = walk(data, canonical, make_sections=True)
         if target is None:
             continue
         value = parent.pop(name)
@@ -194,10 +193,10 @@ def fold_aliases(cls: type[Section], data: dict[str, Any], report: Report) -> di
     return data
 
 
-def _walk(data: dict[str, Any], dotted: str, make_sections: bool = False) -> tuple[dict[str, Any] | None, str]:
+def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
     """The mapping that holds (or would hold) the key, and its last part."""
     *sections, name = dotted.split(".")
-    node: Any = data
+    node: object = data
     for part in sections:
         if make_sections and isinstance(node, dict):
             node.setdefault(part, {})

@@ -11,10 +11,10 @@ from . import rules_data, rules_engine, rules_loss, rules_model
 from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
-from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
+from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, WholeConfig
 
 
-def check(config: TrainMasterConfig | EvalMasterConfig, report: Report) -> None:
+def check(config: WholeConfig, report: Report) -> None:
     """All rules of a configuration."""
     rules_data.check_env(config.env, report)
     for name, section in config.env.items():
@@ -22,55 +22,43 @@ def check(config: TrainMasterConfig | EvalMasterConfig, report: Report) -> None:
             report.add(f"env.{name}", f"must be a section (lines of key: value), not {in_a_line(section)}")
     if report.has_problem("env"):  # which the rules read
         return
-    if isinstance(config, GRPOMasterConfig):
-        check_grpo(config, report)
-    elif isinstance(config, PPOMasterConfig):
-        check_ppo(config, report)
-    else:
+    if isinstance(config, EvalMasterConfig):
         check_eval(config, report)
+    else:
+        check_training(config, report)
 
 
-def check_grpo(config: GRPOMasterConfig, report: Report) -> None:
-    loop = config.grpo
-    _check_loop(loop, "grpo", report)
-    _check_validation(loop, "grpo", report)
-    if (
-        loop.advantage_clip_low is not None
-        and loop.advantage_clip_high is not None
-        and loop.advantage_clip_low > loop.advantage_clip_high
-    ):
+def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> None:
+    loop, name, policy = config.loop, config.algorithm, config.policy
+    _check_loop(loop, name, report)
+    _check_validation(loop, name, report)
+    rules_loss.check_policy_loss(config.loss_fn, report)
+    estimator = "reinforce_plus_plus" if isinstance(config, GRPOMasterConfig) else "gae"
+    rules_loss.check_kl(config.loss_fn, loop, name, estimator, report)
+    if isinstance(config, GRPOMasterConfig):
+        _check_advantages(config, report)
+    rules_model.check_policy(policy, report)
+    _check_batches(loop, name, policy.train_global_batch_size, "policy", report)
+    if isinstance(config, PPOMasterConfig):
+        _check_critic(config, report)
+    _check_run(config, loop, name, report)
+
+
+def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low > high:
         report.add(
             "grpo.advantage_clip_low",
-            f"{loop.advantage_clip_low} is above advantage_clip_high {loop.advantage_clip_high}; swap them",
+            f"{low} is above advantage_clip_high {high}; swap them",
             "grpo.advantage_clip_high",
         )
-    rules_loss.check_policy_loss(config.loss_fn, report)
-    rules_loss.check_kl(
-        config.loss_fn,
-        loop.skip_reference_policy_logprobs_calculation,
-        "grpo",
-        loop.adv_estimator.name,
-        "reinforce_plus_plus",
-        report,
-    )
     _check_force_on_policy(config, report)
     _check_group(config, report)
     _check_gdpo(config, report)
-    rules_model.check_policy(config.policy, report)
-    _check_batches(loop, "grpo", config.policy.train_global_batch_size, "policy", report)
-    _check_run(config, loop, "grpo", report)
 
 
-def check_ppo(config: PPOMasterConfig, report: Report) -> None:
+def _check_critic(config: PPOMasterConfig, report: Report) -> None:
     loop = config.ppo
-    _check_loop(loop, "ppo", report)
-    _check_validation(loop, "ppo", report)
-    rules_loss.check_policy_loss(config.loss_fn, report)
-    rules_loss.check_kl(
-        config.loss_fn, loop.skip_reference_policy_logprobs_calculation, "ppo", loop.adv_estimator.name, "gae", report
-    )
-    rules_model.check_policy(config.policy, report)
-    _check_batches(loop, "ppo", config.policy.train_global_batch_size, "policy", report)
     if config.has_critic:  # raw_reward builds no value model
         rules_model.check_trained_model(config.value, "value", report)
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
@@ -87,7 +75,6 @@ def check_ppo(config: PPOMasterConfig, report: Report) -> None:
             "must be 0 with adv_estimator raw_reward: there is no critic to warm up",
             "ppo.adv_estimator.name",
         )
-    _check_run(config, loop, "ppo", report)
 
 
 def check_eval(config: EvalMasterConfig, report: Report) -> None:
@@ -144,9 +131,8 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)
     for name, entry in LOGGER_BACKENDS.entries.items():
-        if not config.logger.is_enabled(name) or entry.package is None:
-            continue
-        if importlib.util.find_spec(entry.package) is None:
+        package = entry.package if config.logger.is_enabled(name) else None
+        if package is not None and importlib.util.find_spec(package) is None:
             report.add(
                 f"logger.{name}_enabled",
                 f"is true but {name} is not installed; install it (the extra `{name}` of this package) "

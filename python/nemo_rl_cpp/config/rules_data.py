@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
 
 from .data import (
     DATASET_ALIASES,
@@ -17,12 +16,12 @@ from .data import (
     is_class_name,
     takes,
 )
-from .env import GuessNumberEnvConfig
+from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
 from .locate import find_prompt
 
 
-def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str, report: Report) -> None:
+def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, report: Report) -> None:
     """`turns`: the value of `turns_key`, grpo.max_rollout_turns or ppo.max_rollout_turns."""
     check_env(env, report)
     if data.train is None or data.train == []:
@@ -56,7 +55,7 @@ def check_data(data: DataConfig, env: dict[str, Any], turns: int, turns_key: str
             )
 
 
-def check_eval_data(data: EvalDataConfig, env: dict[str, Any], report: Report) -> None:
+def check_eval_data(data: EvalDataConfig, env: EnvConfigs, report: Report) -> None:
     check_env(env, report)
     _check_dataset(data, "data", report)
     if data.env_name is None and len(env) != 1:
@@ -133,7 +132,7 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
             )
 
 
-def check_env(env: dict[str, Any], report: Report) -> None:
+def check_env(env: EnvConfigs, report: Report) -> None:
     """NeMo RL's switches below `env` for what scores or runs the responses elsewhere: they would leave another environment in charge."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     if env.get("should_use_nemo_gym"):
@@ -148,7 +147,7 @@ def check_env(env: dict[str, Any], report: Report) -> None:
         )
 
 
-def _check_env_name(name: str | None, dotted: str, env: dict[str, Any], report: Report) -> None:
+def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:
     if name is None or name in env:
         return
     near = difflib.get_close_matches(name, env, 1, 0.5)

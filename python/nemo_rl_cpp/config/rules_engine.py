@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from .errors import Report
 from .fold import is_apart, sizes_of
@@ -48,12 +49,7 @@ def check_offload(config: WholeConfig, report: Report) -> None:
     for name in ("policy", "value"):
         model = getattr(config, name, None)
         for key in _OFFLOADS if model is not None else ():
-            backend, *rest = key.split(".")
-            section = getattr(model, backend)
-            value = section
-            for part in rest:
-                value = getattr(value, part)
-            if section.enabled and value:
+            if getattr(model, key.partition(".")[0]).enabled and attrgetter(key)(model):
                 report.add(
                     f"{name}.{key}",
                     "cannot be true with cluster.device cuda: offloading is not supported yet; set it to false",
@@ -61,7 +57,7 @@ def check_offload(config: WholeConfig, report: Report) -> None:
 
 
 def check_engine(
-    generation: GenerationConfig, name: str, report: Report, overrides: dict[str, Any] | None = None
+    generation: GenerationConfig, name: str, report: Report, overrides: Mapping[str, object] | None = None
 ) -> None:
     """Settings of other engines that would change results: quantised weights, activations, keys and values; another model.
 
@@ -88,16 +84,16 @@ def check_engine(
             )
 
 
-def _quantises(value: Any) -> bool:
+def _quantises(value: object) -> bool:
     """Whether a setting of quantisation switches it on; a section does unless its scheme is a plain type."""
     return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 
-def _quantised(value: Any) -> str:
+def _quantised(value: object) -> str:
     return f"is {value}: quantised generation changes results and is not supported; set it to the precision of the policy (bfloat16 or float32)"
 
 
-def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
     """Values of a free mapping by dotted key. A quantisation that is a section counts as one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .errors import Report
+from .grpo import GRPOConfig
 from .loss import ClippedPGLossConfig
+from .ppo import PPOConfig
 
 
 def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
@@ -79,22 +81,22 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
 
 
 def check_kl(
-    loss: ClippedPGLossConfig, skips_reference: bool, loop: str, estimator: str, kl_estimator: str, report: Report
+    loss: ClippedPGLossConfig, loop: GRPOConfig | PPOConfig, name: str, kl_estimator: str, report: Report
 ) -> None:
     """`kl_estimator` is the advantage estimator that takes the KL into the reward."""
     penalty = loss.reference_policy_kl_penalty
     if penalty == 0:
         return
-    if skips_reference:
+    if loop.skip_reference_policy_logprobs_calculation:
         report.add(
-            f"{loop}.skip_reference_policy_logprobs_calculation",
+            f"{name}.skip_reference_policy_logprobs_calculation",
             f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
             "loss_fn.reference_policy_kl_penalty",
         )
-    if loss.use_kl_in_reward and estimator != kl_estimator:
+    if loss.use_kl_in_reward and loop.adv_estimator.name != kl_estimator:
         report.add(
             "loss_fn.use_kl_in_reward",
-            f"has an effect with {loop}.adv_estimator.name {kl_estimator} only, not {estimator}; set it to false "
+            f"has an effect with {name}.adv_estimator.name {kl_estimator} only, not {loop.adv_estimator.name}; set it to false "
             "or change the estimator",
-            f"{loop}.adv_estimator.name",
+            f"{name}.adv_estimator.name",
         )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
 from nemo_rl_cpp.config.access import written
@@ -21,12 +21,13 @@ from nemo_rl_cpp.preflight import Finding, preflight
 from .errors import ConfigError
 from .fold import keys_without_effect_text
 from .locate import find_config, shipped_configs
-from .master import EvalMasterConfig, MasterConfig
+from .master import EvalMasterConfig
 from .memory import forecast_text
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
 
+C = TypeVar("C", bound="WholeConfig")
 _EVAL_KEYS = (
     ("data.train.dataset_name", "data.dataset_name"),
     ("policy.model_name", "generation.model_name"),
@@ -77,8 +78,8 @@ def _help(default_config: str) -> str:
 
 
 def run(
-    load: Callable[[str, Sequence[str]], MasterConfig],
-    start: Callable[[Any], Any],
+    load: Callable[[str, Sequence[str]], C],
+    start: Callable[[C], object],
     argv: Sequence[str] | None,
     default_config: str,
     description: str,
@@ -88,7 +89,7 @@ def run(
     Ctrl-C or SIGTERM ended it at once."""
     with plain_warnings():
         arguments, overrides = parse_arguments(argv, default_config, description)
-        config_file: list[Any] = []  # filled by _run, so that an error can speak in the keys of its kind
+        config_file: list[C] = []  # filled by _run, so that an error can speak in the keys of its kind
         status = guarded(
             partial(_run, load, start, arguments, overrides, config_file),
             arguments.debug,
@@ -98,7 +99,11 @@ def run(
 
 
 def _run(
-    load: Any, start: Callable[[Any], Any], arguments: argparse.Namespace, overrides: list[str], seen: list[Any]
+    load: Callable[[str, Sequence[str]], C],
+    start: Callable[[C], object],
+    arguments: argparse.Namespace,
+    overrides: list[str],
+    seen: list[C],
 ) -> int:
     try:
         file = find_config(arguments.config)
@@ -123,7 +128,7 @@ def _run(
     return 0
 
 
-def own_keys(text: str, config: Any = None) -> str:
+def own_keys(text: str, config: WholeConfig | None = None) -> str:
     """A sentence that names keys of a training run, in those of an evaluation where `config` is one."""
     if isinstance(config, EvalMasterConfig):
         for theirs, own in _EVAL_KEYS:

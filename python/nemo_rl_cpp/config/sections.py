@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
@@ -15,7 +15,7 @@ from .messages import known_keys, takes_own_keys, unknown_key
 M = TypeVar("M", bound=Section)
 
 
-def as_model(config: Any, model: type[M], section: str = "") -> M:
+def as_model(config: object, model: type[M], section: str = "") -> M:
     """`config` as `model`; fields that it does not have keep their defaults, a name that `model` lacks is a ConfigError.
 
     `section` is where it stands in a file ("env.math"), for messages.
@@ -31,7 +31,15 @@ def as_model(config: Any, model: type[M], section: str = "") -> M:
     raise ConfigError(where)
 
 
-def check_keys(given: Any, name: str, *models: type[Section]) -> None:
+def read_section(config: object, model: type[M], **absent: object) -> M:
+    """`config`, a section, a mapping or an object, as `model`, to be read by attribute; its values are the caller's to check.
+
+    `absent`: what a key is that a mapping or an object leaves out, where that differs from the schema's default.
+    """
+    return config if isinstance(config, model) else model.model_construct(**absent | _values(config, model))
+
+
+def check_keys(given: object, name: str, *models: type[Section]) -> None:
     """ConfigError for a key of a section made by hand that none of `models` has, with the nearest one.
 
     `given` is a mapping or an object; a section was checked when it was made, and None stands for one without keys. `name` is
@@ -51,7 +59,7 @@ def check_keys(given: Any, name: str, *models: type[Section]) -> None:
         raise ConfigError(problems)
 
 
-def _dotted_keys(given: Any, models: Iterable[type[Section]], prefix: str) -> Iterator[str]:
+def _dotted_keys(given: object, models: Iterable[type[Section]], prefix: str) -> Iterator[str]:
     """Keys of a mapping, those in the sections that it holds as mappings included. What the program itself writes
     (`_pad_token_id`) is none of them."""
     if not isinstance(given, Mapping):
@@ -65,7 +73,7 @@ def _dotted_keys(given: Any, models: Iterable[type[Section]], prefix: str) -> It
             yield from _dotted_keys(value, (inner,), f"{prefix}{key}.")
 
 
-def _values(config: Any, *models: type[Section]) -> dict[str, Any]:
+def _values(config: object, *models: type[Section]) -> dict[str, object]:
     """The settings in a mapping or an object; of an object's class only those that a model has."""
     if isinstance(config, Mapping):
         return dict(config)

@@ -28,7 +28,7 @@ class Entry:
         target: `package.module:Name`, imported when it is first asked for, or the object itself.
     """
 
-    target: Any
+    target: object
 
     def load(self) -> Any:
         return pkgutil.resolve_name(self.target) if isinstance(self.target, str) else self.target
@@ -58,7 +58,7 @@ class Table(Mapping[str, Any], Generic[E]):
         return len(self.entries)
 
     def add(
-        self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, Any] | None = None
+        self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
         """A further entry; `section` takes `keys` (name -> field) from here on. ValueError where the name is taken."""
         if name in self.entries:
@@ -79,10 +79,10 @@ class OneOf:
     def __init__(self, names: Callable[[], list[str]]) -> None:
         self.names = names
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._checked)
 
-    def _checked(self, value: Any) -> str:
+    def _checked(self, value: object) -> str:
         names = self.names()
         if not isinstance(value, str) or value not in names:
             raise PydanticKnownError("literal_error", {"expected": ", ".join(repr(name) for name in names)})
@@ -137,5 +137,5 @@ def rebuild(section: type[BaseModel]) -> None:
         }
 
 
-def _below(cls: type[Any]) -> set[type[Any]]:
+def _below(cls: type[BaseModel]) -> set[type[BaseModel]]:
     return {cls}.union(*(_below(each) for each in cls.__subclasses__()))

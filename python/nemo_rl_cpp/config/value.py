@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .base import Positive, Section, key, no_effect, section
 from .policy import Precision, SequencePackingConfig, TokenizerConfig, TrainedModelConfig, fill
 
@@ -25,7 +23,7 @@ class ValueTokenizerConfig(TokenizerConfig):
     """The tokenizer that is saved beside the critic. It reads what the policy's tokenizer wrote."""
 
     chat_template: str | None = no_effect("default", "prompts are written by policy.tokenizer")
-    chat_template_kwargs: dict[str, Any] | None = no_effect(None, "prompts are written by policy.tokenizer")
+    chat_template_kwargs: dict[str, object] | None = no_effect(None, "prompts are written by policy.tokenizer")
 
 
 class ValueConfig(TrainedModelConfig):
@@ -36,7 +34,7 @@ class ValueConfig(TrainedModelConfig):
     precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
     sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
-    generation: Any = no_effect(None)
+    generation: object = no_effect(None)
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
         """Takes what the file leaves out from the policy."""

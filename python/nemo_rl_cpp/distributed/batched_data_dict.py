@@ -3,11 +3,11 @@
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 
-DictT = TypeVar("DictT", bound=Mapping[str, Any])
+DictT = TypeVar("DictT", bound=Mapping[str, object])
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
@@ -15,7 +15,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     @classmethod
     def from_batches(
-        cls, batches: Sequence[Mapping[Any, Any]], pad_value_dict: dict[str, int | float] | None = None
+        cls, batches: Sequence[Mapping[str, object]], pad_value_dict: dict[str, int | float] | None = None
     ) -> Self:
         """Joins batches row after row; keys come out sorted.
 
@@ -75,13 +75,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return rows_of(next(iter(self.data.values()))) if self.data else 0
 
     @staticmethod
-    def _select(value: Any, index: torch.Tensor) -> Any:
+    def _select(value: torch.Tensor | Sequence[object], index: torch.Tensor) -> torch.Tensor | list[object]:
         if torch.is_tensor(value):
             return value.index_select(0, index.to(value.device))
         return [value[i] for i in index.tolist()]
 
     @classmethod
-    def _join(cls, key: str, values: list[Any], pad_value: int | float) -> Any:
+    def _join(cls, key: str, values: list[object], pad_value: int | float) -> torch.Tensor | list[object]:
         if all(isinstance(value, (list, tuple)) for value in values):
             return [item for value in values for item in value]
         if not all(torch.is_tensor(value) for value in values):
@@ -96,6 +96,6 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return torch.cat([torch.nn.functional.pad(value, pad, value=pad_value) for value, pad in zip(values, right)])
 
 
-def rows_of(value: Any) -> int:
+def rows_of(value: torch.Tensor | Sequence[object]) -> int:
     """Rows of one value of a batch."""
     return value.shape[0] if torch.is_tensor(value) else len(value)

@@ -14,18 +14,18 @@ class Future:
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._value: Any = None
+        self._value: object = None
         self._error: BaseException | None = None
 
     @classmethod
-    def completed(cls, value: Any) -> "Future":
+    def completed(cls, value: object) -> "Future":
         """A future that holds `value` already."""
         future = cls()
         future._value = value
         future._done.set()
         return future
 
-    def run(self, call: Callable[[], Any]) -> None:
+    def run(self, call: Callable[[], object]) -> None:
         """Makes the call and keeps its value, or the exception it raised."""
         try:
             self._value = call()
@@ -33,7 +33,7 @@ class Future:
             self._error = error
         self._done.set()
 
-    def set(self, value: Any, error: BaseException | None = None) -> None:
+    def set(self, value: object, error: BaseException | None = None) -> None:
         """Ends the call from outside: with a value, or with the error that it raised."""
         self._value, self._error = value, error
         self._done.set()
@@ -58,7 +58,7 @@ class Future:
         return self._value
 
 
-def get(result: Any, timeout: float | None = None) -> Any:
+def get(result: object, timeout: float | None = None) -> Any:
     """The value behind a future; of a list of them, the list of values; anything else as it is.
 
     Ray's object references are resolved too, where Ray is in use.

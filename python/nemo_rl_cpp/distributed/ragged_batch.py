@@ -27,7 +27,7 @@ class RaggedBatch:
     """
 
     def __init__(
-        self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, Any], *, pad_token_id: int = 0, width: int = 0
+        self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, object], *, pad_token_id: int = 0, width: int = 0
     ) -> None:  # fmt: skip
         self.offsets = offsets
         self.tokens = tokens
@@ -36,7 +36,7 @@ class RaggedBatch:
         self.width = max(width, int(self.lengths.max()) if self.size else 0)
 
     @classmethod
-    def of(cls, data: "Mapping[str, Any] | RaggedBatch") -> Self:
+    def of(cls, data: "Mapping[str, object] | RaggedBatch") -> Self:
         """A batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. A tensor of another name belongs to tokens
         where its second dimension is S. Tensors are brought to the CPU. A RaggedBatch is given back as it is.
 
@@ -148,7 +148,7 @@ class RaggedBatch:
             return self.padded(self.tokens[name], self.pad_token_id if name == TOKENS else 0)
         return self.samples[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if name == LENGTHS:
             raise KeyError("the lengths of a batch are not changed: make another batch")
         of_tokens = isinstance(value, Tensor) and (
@@ -173,7 +173,7 @@ class RaggedBatch:
     def keys(self) -> list[str]:
         return list(self)
 
-    def items(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, object]]:
         return ((name, self[name]) for name in self)
 
     def get(self, name: str, default: Any = None) -> Any:

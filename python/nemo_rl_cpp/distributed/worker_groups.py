@@ -23,11 +23,11 @@ class RayWorkerGroup:
     """
 
     def __init__(
-        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], Any], name_prefix: str = ""
+        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], object], name_prefix: str = ""
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix
-        self._workers: list[Any] = []
+        self._workers: list[object] = []
         self._target = next(_TARGETS)
         if cluster.in_process:
             self._workers = [remote_worker_builder(Ranks())]
@@ -35,7 +35,7 @@ class RayWorkerGroup:
             self.call_all("__create__", remote_worker_builder)
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[object]:
         """The objects themselves, where they live in this process."""
         return self._workers
 
@@ -44,25 +44,27 @@ class RayWorkerGroup:
         """Number of data-parallel workers."""
         return self.cluster.world_size()
 
-    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> Future:
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, *args: object, **kwargs: object
+    ) -> Future:
         """Calls the method on one worker."""
         if self._workers:
             return Future.completed(getattr(self._workers[worker_idx], method_name)(*args, **kwargs))
         return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, kwargs)))
 
-    def run_all_workers_single_data(self, method_name: str, *args: Any, **kwargs: Any) -> list[Future]:
+    def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[Future]:
         """Calls the method on every worker with the same arguments."""
         if self._workers:
             return [self.run_single_worker_single_data(method_name, 0, *args, **kwargs)]
         payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.dp_size)]
 
-    def call_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call_all(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """The values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""
         futures = self.run_all_workers_single_data(method_name, *args, **kwargs)
         return get(futures) if self._workers else self.cluster.workers.wait(futures)
 
-    def call_for_one_value(self, method_name: str, *args: Any) -> Any:
+    def call_for_one_value(self, method_name: str, *args: object) -> object:
         """The value that all workers must agree on. RuntimeError where one has another."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
@@ -72,7 +74,7 @@ class RayWorkerGroup:
                 )
         return first
 
-    def call_each(self, method_name: str, each: list[tuple[Any, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
+    def call_each(self, method_name: str, each: list[tuple[object, ...]], event: str, on_event: list[Callable[..., None] | None]) -> list[Any]:  # fmt: skip
         """`call_all` with arguments of its own for each worker. What a worker's call hands to its argument `event` comes to the
         callable of that worker in `on_event`, in this thread."""
         workers = self.cluster.workers

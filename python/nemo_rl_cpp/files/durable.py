@@ -11,10 +11,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from nemo_rl_cpp.files.yaml_text import Plain
 
 MANIFEST = "manifest.json"
 _CHUNK = 8 << 20
@@ -87,7 +89,7 @@ def own_copy(path: Path) -> None:
     _regular(path)
 
 
-def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
+def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
     """Syncs every file and folder under `root`, then writes its manifest: sizes and SHA-256 of all files.
 
     The manifest comes last, so a folder that has a valid one is whole. `facts` are stored in it. Returns the manifest.
@@ -95,7 +97,7 @@ def seal_folder(root: Path, **facts: Any) -> dict[str, Any]:
     paths = sorted(_files(root))
     with ThreadPoolExecutor(max_workers=1) as disk:  # it writes while this thread computes
         synced = [disk.submit(fsync_path, path) for path in paths]
-        files = {
+        files: dict[str, Plain] = {
             path.relative_to(root).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)}
             for path in paths
         }
@@ -148,17 +150,14 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
     return {name: (int(facts["size"]), str(facts["sha256"])) for name, facts in files.items()}
 
 
-def manifest_facts(root: Path) -> dict[str, Any]:
+def manifest_facts(root: Path) -> dict[str, Plain]:
     """The `facts` that a folder was sealed with; nothing where its manifest cannot be read."""
     try:
         manifest = json.loads(read_text(root / MANIFEST))
     except (OSError, ValueError, RecursionError):
         return {}
-    return (
-        {key: value for key, value in manifest.items() if key not in ("files", "digest")}
-        if isinstance(manifest, dict)
-        else {}
-    )
+    facts = manifest if isinstance(manifest, dict) else {}
+    return {key: value for key, value in facts.items() if key not in ("files", "digest")}
 
 
 def read_text(path: Path) -> str:
@@ -167,6 +166,14 @@ def read_text(path: Path) -> str:
         if os.fstat(file.fileno()).st_size > _LONGEST_TEXT:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
+
+
+def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
+    """The objects of JSON lines; what is torn, damaged or no object is left out."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
 
 
 def sha256_of(path: Path) -> str:
@@ -205,5 +212,5 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not (name == MANIFEST and Path(folder) == root))
 
 
-def _digest(files: dict[str, Any]) -> str:
+def _digest(files: Plain) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

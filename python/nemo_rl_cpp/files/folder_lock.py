@@ -10,7 +10,8 @@ import time
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
+
+from nemo_rl_cpp.files.yaml_text import Plain
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -45,7 +46,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, key: str) -> None:
         self._path, self._descriptor = folder / LOCK, -1
-        holder: dict[str, Any] = {}
+        holder: dict[str, Plain] = {}
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(_PAUSE)
@@ -118,7 +119,7 @@ class FolderLock:
         self._drop()
 
 
-def holder_of(folder: Path) -> dict[str, Any] | None:
+def holder_of(folder: Path) -> dict[str, Plain] | None:
     """Who holds the lock of a folder, as far as the lock file says (`pid`, `host`, `since`); None when nobody does.
 
     Makes no file, and answers None where that cannot be told.
@@ -140,7 +141,7 @@ def holder_of(folder: Path) -> dict[str, Any] | None:
         os.close(descriptor)
 
 
-def _read(descriptor: int) -> dict[str, Any]:
+def _read(descriptor: int) -> dict[str, Plain]:
     """What the holder wrote into the lock file; nothing where it cannot be read."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
@@ -149,7 +150,7 @@ def _read(descriptor: int) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def held_by(holder: dict[str, Any]) -> str:
+def held_by(holder: dict[str, Plain]) -> str:
     """ "is in use by process 12 on host, since ..." """
     if "pid" not in holder:
         return "is in use by another process"

@@ -9,15 +9,16 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from nemo_rl_cpp.files.yaml_text import Plain
+
 _TAG = "~"
 
 
-def write_state(path: Path, value: Any) -> None:
+def write_state(path: Path, value: object) -> None:
     """Writes `path`.json and, if there are tensors, `path`.safetensors. ValueError as by `check_state`."""
     from safetensors.torch import save_file
 
@@ -28,7 +29,7 @@ def write_state(path: Path, value: Any) -> None:
         save_file(tensors, path.with_name(f"{path.name}.safetensors"))
 
 
-def read_state(path: Path) -> Any:
+def read_state(path: Path) -> object:
     """What `write_state` wrote, type by type. ValueError for files that it did not write."""
     from safetensors.torch import load_file
 
@@ -40,13 +41,13 @@ def read_state(path: Path) -> Any:
         raise ValueError(f"{path}.json is not what this program writes ({error})") from error
 
 
-def check_state(value: Any, name: str = "") -> None:
+def check_state(value: object, name: str = "") -> None:
     """ValueError that names the entry and its type, unless `value` can be written: None, booleans, numbers, texts, bytes,
     paths, lists, tuples, sets, dictionaries, tensors and numpy arrays, in any nesting."""
     _encode(value, name, {})
 
 
-def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Plain:
     if isinstance(value, torch.Tensor):
         return _tensor("tensor", value, tensors)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
@@ -86,7 +87,7 @@ def _tensor(kind: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -
     return {_TAG: kind, "value": name}
 
 
-def _decode(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _decode(node: Plain, tensors: dict[str, torch.Tensor]) -> object:
     if isinstance(node, list):
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):

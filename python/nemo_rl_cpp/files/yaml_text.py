@@ -3,13 +3,16 @@
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+Plain = Mapping[str, "Plain"] | Sequence["Plain"] | str | int | float | bool | None
+"""What JSON and YAML can say: mappings by texts, lists, texts, numbers, true, false and null."""
 
 _PLAIN_STRING = re.compile(r"[A-Za-z_][A-Za-z0-9_./\-]*")
 _RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "none"}
 
 
-def dump_yaml(value: Any) -> str:
+def dump_yaml(value: Plain) -> str:
     """YAML text of dicts, lists, strings, numbers, booleans and None. Floats always carry a dot, so that a YAML 1.1
     reader does not take `1e-06` for a string."""
     if isinstance(value, (dict, list)) and value:
@@ -17,7 +20,7 @@ def dump_yaml(value: Any) -> str:
     return _scalar(value) + "\n"
 
 
-def _lines(value: Any, indent: int) -> list[str]:
+def _lines(value: dict[str, Plain] | list[Plain], indent: int) -> list[str]:
     pad = "  " * indent
     items = (
         [(f"{_scalar(str(k))}:", v) for k, v in value.items()] if isinstance(value, dict) else [("-", v) for v in value]
@@ -32,7 +35,7 @@ def _lines(value: Any, indent: int) -> list[str]:
     return lines
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: Plain) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -2,19 +2,22 @@
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
-from nemo_rl_cpp.config.access import cfg_get, to_plain
+from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.config.logger import MLflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
+from nemo_rl_cpp.config.sections import read_section
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 
 _RUN_ID = "run_id.txt"
 
 
-def import_tracker(package: str) -> Any:
+def import_tracker(package: str) -> ModuleType:
     """The tracker's package; ValueError that names the key and the command when it is not installed."""
     try:
         return importlib.import_module(package)
@@ -34,24 +37,49 @@ class _RunFile:
     def read(self) -> str | None:
         return self._path.read_text().strip() if self._path is not None and self._path.exists() else None
 
-    def write(self, run: Any) -> None:
+    def write(self, run: str) -> None:
         if self._path is not None:
             self._path.write_text(str(run))
 
 
 class TrackerLogger(LoggerInterface):
-    """A backend that hands everything to the package of a tracker."""
+    """A backend that hands everything to the package of a tracker. One that logs numbers alone overrides `send`."""
 
     package = staticmethod(import_tracker)
+
+    def send(self, row: dict[str, float], step: int) -> None:
+        """Logs numbers by their names."""
+        raise NotImplementedError
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, object],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Logs the `numbers` of the metrics."""
+        self.send(self.numbers(metrics, prefix, step_metric), step)
+
+    def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
+        """Every number by the name that it is logged under."""
+        flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
+        scalars = {name: scalar_of(value) for name, value in flat.items()}
+        return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """The summary of the values is logged: the package has no histograms."""
+        self.send(_summary(name, to_plain(histogram)), step)
 
 
 class WandbLogger(TrackerLogger):
     """Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
 
-    def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
+    def __init__(self, cfg: WandbConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.wandb`, passed on to `wandb.init` (project, name, entity, tags, ...)."""
         self._wandb = self.package("wandb")
-        options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
+        options = _given(cfg)
         options.pop("log_nemo_gym_full_result_tables", None)
         file = _RunFile(log_dir)
         if "id" not in options and (known := file.read()):
@@ -71,7 +99,7 @@ class WandbLogger(TrackerLogger):
 
     def log_metrics(
         self,
-        metrics: dict[str, Any],
+        metrics: Mapping[str, object],
         step: int,
         prefix: str | None = "",
         step_metric: str | None = None,
@@ -86,11 +114,11 @@ class WandbLogger(TrackerLogger):
         else:
             self.run.log(row, step=step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Sets the run's config."""
         self.run.config.update(to_plain(params), allow_val_change=True)
 
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Logs a W&B histogram, or the value itself when all are equal (no bins can be made of one value)."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
@@ -108,13 +136,15 @@ class WandbLogger(TrackerLogger):
 class MLflowLogger(TrackerLogger):
     """MLflow. Scalars only: lists are logged as their mean, p50, p90 and max."""
 
-    def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
+    def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.mlflow` with experiment_name, run_name, run_id, tracking_uri, artifact_location; the variables
         MLFLOW_TRACKING_URI, MLFLOW_RUN_ID, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME stand in for absent ones."""
         self._mlflow = self.package("mlflow")
 
+        section = read_section(cfg or {}, MLflowConfig, experiment_name=None, run_name=None)
+
         def option(name: str) -> str | None:
-            return cfg_get(cfg, name) or os.getenv(f"MLFLOW_{name.upper()}")
+            return getattr(section, name) or os.getenv(f"MLFLOW_{name.upper()}")
 
         file = _RunFile(log_dir)
         if uri := option("tracking_uri"):
@@ -125,7 +155,7 @@ class MLflowLogger(TrackerLogger):
         if run_id:
             run = self._mlflow.start_run(run_id=run_id)
         else:
-            self._choose_experiment(option("experiment_name"), cfg_get(cfg, "artifact_location") or log_dir)
+            self._choose_experiment(option("experiment_name"), section.artifact_location or log_dir)
             run = self._mlflow.start_run(run_name=option("run_name"))
         self.run_id = run.info.run_id
         file.write(self.run_id)
@@ -137,37 +167,25 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.create_experiment(name=name, artifact_location=artifacts)
         self._mlflow.set_experiment(name)
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """Logs every number, and a summary of every list of numbers."""
+    def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
+        """Every number, and a summary of every list of numbers."""
         row: dict[str, float] = {}
         named = prefixed(merge_generation_workers(metrics), prefix, None)
         for name, value in flatten_dict(named, sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if isinstance(value, list) and len(value) != 1:
-                row |= {f"{name}/{key}": stat for key, stat in summarize_list(value).items()}
+                row |= _summary(name, value)
             elif number is not None and not isinstance(number, str):
                 row[name] = float(number)
+        return row
+
+    def send(self, row: dict[str, float], step: int) -> None:
         if row:
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Logs the flattened configuration as parameters."""
         self._mlflow.log_params(flatten_dict(to_plain(params)), run_id=self.run_id)
-
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
-        """MLflow has no histograms: the summary of the values is logged."""
-        self._mlflow.log_metrics(
-            {f"{name}/{key}": stat for key, stat in summarize_list(to_plain(histogram)).items()},
-            step=step,
-            run_id=self.run_id,
-        )
 
     def finish(self) -> None:
         """Ends the run."""
@@ -177,30 +195,18 @@ class MLflowLogger(TrackerLogger):
 class SwanlabLogger(TrackerLogger):
     """SwanLab."""
 
-    def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
+    def __init__(self, cfg: SwanlabConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.swanlab`, passed on to `swanlab.init` (project, name, ...)."""
         self._swanlab = self.package("swanlab")
-        options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
+        options = _given(cfg)
         self.run = self._swanlab.init(**options, logdir=log_dir)
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """Logs every number."""
-        self.run.log(_numbers(prefixed(metrics, prefix, step_metric)), step=step)
+    def send(self, row: dict[str, float], step: int) -> None:
+        self.run.log(row, step=step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Sets the run's config."""
         self.run.config.update(to_plain(params), allow_val_change=True)
-
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
-        """SwanLab has no histograms: the summary of the values is logged."""
-        self.run.log({f"{name}/{key}": stat for key, stat in summarize_list(to_plain(histogram)).items()}, step=step)
 
     def finish(self) -> None:
         """Ends the run."""
@@ -210,10 +216,10 @@ class SwanlabLogger(TrackerLogger):
 class TrackioLogger(TrackerLogger):
     """Trackio, which keeps its data in a local database. A run that resumes in the same folder goes on there."""
 
-    def __init__(self, cfg: Any, log_dir: str | None = None) -> None:
+    def __init__(self, cfg: TrackioConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """`cfg`: `logger.trackio`, passed on to `trackio.init` (project, name, space_id, ...)."""
         self._trackio = self.package("trackio")
-        options = {key: value for key, value in to_plain(cfg or {}).items() if value is not None}
+        options = _given(cfg)
         options.setdefault("project", "nemo-rl-cpp")
         file = _RunFile(log_dir)
         if known := file.read():
@@ -221,39 +227,30 @@ class TrackioLogger(TrackerLogger):
         self.run = self._trackio.init(**options)
         file.write(self.run.name)
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """Logs every number."""
-        self._trackio.log(_numbers(prefixed(metrics, prefix, step_metric)), step=step)
+    def send(self, row: dict[str, float], step: int) -> None:
+        self._trackio.log(row, step=step)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Adds the configuration to the run."""
         self.run.config.update(to_plain(params))
-
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
-        """The summary of the values is logged."""
-        self._trackio.log(
-            {f"{name}/{key}": stat for key, stat in summarize_list(to_plain(histogram)).items()}, step=step
-        )
 
     def finish(self) -> None:
         """Ends the run."""
         self._trackio.finish()
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    flat = flatten_dict(metrics, sep="/", expand_lists=False)
-    scalars = {name: scalar_of(value) for name, value in flat.items()}
-    return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
+def _given(cfg: object) -> dict[str, Plain]:
+    """The keys of a tracker's section that have a value."""
+    section = to_plain(cfg or {})
+    return {key: value for key, value in section.items() if value is not None} if isinstance(section, dict) else {}
 
 
-def merge_generation_workers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(name: str, values: object) -> dict[str, float]:
+    numbers = summarize_list(values) if isinstance(values, list) else {}
+    return {f"{name}/{key}": number for key, number in numbers.items()}
+
+
+def merge_generation_workers(metrics: Mapping[str, object]) -> dict[str, object]:
     """`generation_logger_metrics`, {name: {worker: values}}, with the values of all workers in one list a name."""
     by_name = metrics.get("generation_logger_metrics")
     if not isinstance(by_name, Mapping):
@@ -265,7 +262,7 @@ def merge_generation_workers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {**metrics, "generation_logger_metrics": merged}
 
 
-def summarize_list(values: list[Any]) -> dict[str, float]:
+def summarize_list(values: Iterable[object]) -> dict[str, float]:
     """`mean`, `p50`, `p90` and `max` of the numbers among the values; nothing where there are none."""
     kinds = (int, float, np.integer, np.floating)
     numbers = np.asarray(

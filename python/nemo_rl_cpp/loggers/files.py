@@ -6,15 +6,17 @@ as one that was never interrupted (but for times).
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from nemo_rl_cpp.config.access import cfg_get, to_json, to_plain
+from nemo_rl_cpp.config.access import to_json, to_plain
+from nemo_rl_cpp.config.logger import TensorboardConfig
+from nemo_rl_cpp.config.sections import read_section
 from nemo_rl_cpp.files.durable import own_copy, read_text, write_atomic
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers import tb_events
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 
@@ -40,7 +42,7 @@ class JsonlLogger(LoggerInterface):
 
     def log_metrics(
         self,
-        metrics: dict[str, Any],
+        metrics: Mapping[str, object],
         step: int,
         prefix: str | None = "",
         step_metric: str | None = None,
@@ -52,11 +54,11 @@ class JsonlLogger(LoggerInterface):
         own_axis = step_metric is not None and step_metric in metrics
         self._append(SYSTEM if own_axis else METRICS, json.dumps(row, allow_nan=False))
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Writes hyperparams.json."""
         write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
 
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Nothing: the per-step rollout files hold every value."""
 
     def flush(self) -> None:
@@ -97,16 +99,16 @@ class JsonlLogger(LoggerInterface):
 class TensorboardLogger(LoggerInterface):
     """TensorBoard events (see `tb_events`): neither TensorBoard nor torch is needed to write them."""
 
-    def __init__(self, cfg: Any, log_dir: str | Path | None = None) -> None:
+    def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
         """`cfg`: `logger.tensorboard`; its `log_dir` wins over the argument. Several runs may share that folder: this one
         goes on in the event files that its own folder (the argument) lists, and leaves the others alone."""
-        given = cfg_get(cfg, "log_dir")
+        given = read_section(cfg or {}, TensorboardConfig).log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
         self._list = Path(log_dir) / "event_files.txt" if given and log_dir else None
         self.writer = self._open()
         self._skipped: set[str] = set()
 
-    def _open(self) -> Any:
+    def _open(self) -> tb_events.SummaryWriter:
         if self._list is None:
             return self.new_writer(log_dir=self.log_dir)
         own = self._own_files()
@@ -115,10 +117,7 @@ class TensorboardLogger(LoggerInterface):
             write_atomic(self._list, "".join(f"{name}\n" for name in [*own, writer.path.name]))
         return writer
 
-    @staticmethod
-    def new_writer(**options: Any) -> Any:
-        """A `tb_events.SummaryWriter`."""
-        return tb_events.SummaryWriter(**options)
+    new_writer: Callable[..., tb_events.SummaryWriter] = staticmethod(tb_events.SummaryWriter)
 
     def _own_files(self) -> list[str]:
         if self._list is None:
@@ -128,7 +127,7 @@ class TensorboardLogger(LoggerInterface):
 
     def log_metrics(
         self,
-        metrics: dict[str, Any],
+        metrics: Mapping[str, object],
         step: int,
         prefix: str | None = "",
         step_metric: str | None = None,
@@ -139,17 +138,16 @@ class TensorboardLogger(LoggerInterface):
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):
                 self.writer.add_scalar(name, number, step)
-            elif name not in self._skipped and not isinstance(
-                value, str
-            ):  # texts, such as digests, are in metrics.jsonl
+            # texts, such as digests, are in metrics.jsonl
+            elif name not in self._skipped and not isinstance(value, str):
                 self._skipped.add(name)
                 print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Adds the flattened configuration as text."""
         self.writer.add_hparams(flatten_dict(to_plain(params)), {})
 
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Adds a histogram of the finite values."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]

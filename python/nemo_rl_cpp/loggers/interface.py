@@ -1,10 +1,11 @@
 """What every logging backend offers, and how metric names and values are brought to one form."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.files.yaml_text import Plain
 
 
 class LoggerBackend(Protocol):
@@ -14,9 +15,10 @@ class LoggerBackend(Protocol):
     is shown once as a warning, and the run goes on without it.
     """
 
+    @abstractmethod
     def log_metrics(
         self,
-        metrics: dict[str, Any],
+        metrics: Mapping[str, object],
         step: int,
         prefix: str | None = "",
         step_metric: str | None = None,
@@ -26,10 +28,12 @@ class LoggerBackend(Protocol):
         times a step. `step_metric` names an entry that is the x axis instead of `step`; `step_finished` says that nothing more
         of this step follows."""
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    @abstractmethod
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Logs the configuration as nested plain values, without its secrets; called once, before the first step."""
 
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+    @abstractmethod
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Logs a distribution of values, which need not be finite."""
 
     def flush(self) -> None:
@@ -42,47 +46,27 @@ class LoggerBackend(Protocol):
         """Closes the back end; called at the end, perhaps twice."""
 
 
-class LoggerInterface(ABC):
+class LoggerInterface(LoggerBackend):
     """The base class of logger back ends, under NeMo RL's name: a `LoggerBackend` that writes nothing to files."""
 
-    @abstractmethod
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
-        """Logs `prefix/name` for every entry. `step_metric` names an entry that is the x axis instead of `step`;
-        `step_finished` says that nothing more of this step follows."""
-
-    @abstractmethod
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Logs the configuration."""
-
-    @abstractmethod
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
-        """Logs a distribution of values."""
-
     def flush(self) -> None:
-        """Brings everything logged so far to its file."""
+        """Nothing waits to be written."""
 
     def truncate_after(self, step: int) -> None:
-        """Forgets everything of later steps, where the backend can."""
+        """What is logged elsewhere stays."""
 
     def finish(self) -> None:
-        """Closes the backend."""
+        """There is nothing to close."""
 
 
-def prefixed(metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> dict[str, Any]:
+def prefixed(metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, object]:
     """The metrics under `prefix/name`; the entry that is the step itself keeps its name."""
     if not prefix:
         return dict(metrics)
     return {name if name == step_metric else f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-def scalar_of(value: Any) -> int | float | bool | str | None:
+def scalar_of(value: object) -> int | float | bool | str | None:
     """A Python scalar for numbers, strings and one-element arrays or tensors; None for everything else."""
     if not isinstance(value, (int, float, bool, str)):
         value = to_plain(value) if hasattr(value, "tolist") else None
@@ -91,14 +75,14 @@ def scalar_of(value: Any) -> int | float | bool | str | None:
     return value if isinstance(value, (int, float, bool, str)) else None
 
 
-def flatten_dict(d: Mapping[str, Any], sep: str = ".", expand_lists: bool = True) -> dict[str, Any]:
+def flatten_dict(d: Mapping[str, object], sep: str = ".", expand_lists: bool = True) -> dict[str, object]:
     """One level of keys joined by `sep`: `{"a": {"b": [1, 2]}}` gives `{"a.b.0": 1, "a.b.1": 2}`.
 
     With `expand_lists=False` lists stay whole under their key.
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
 
-    def walk(value: Any, key: str) -> None:
+    def walk(value: object, key: str) -> None:
         if isinstance(value, Mapping):
             for name, item in value.items():
                 walk(item, f"{key}{sep}{name}" if key else str(name))

@@ -12,12 +12,21 @@ import re
 import secrets
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict, cast
 
-from nemo_rl_cpp.files.durable import fsync_path, own_copy, read_text, write_atomic
+from nemo_rl_cpp.files.durable import fsync_path, json_rows, own_copy, read_text, write_atomic
 
 LEDGER = ".run_files"
 _STEP_FILE = re.compile(r"(?:[^/]+/)*[^/]*_step(\d+)\.(?:jsonl|svg)", re.ASCII)
+
+
+class LedgerRow(TypedDict, total=False):
+    """One line: a file of a step, or whose logs these are."""
+
+    step: int
+    file: str
+    owner: str
+    run: str
 
 
 class LogLedger:
@@ -45,7 +54,7 @@ class LogLedger:
         if self.owner != str(checkpoint_dir):
             self._append({"owner": str(checkpoint_dir), "run": self.run or secrets.token_hex(8)})
 
-    def _last(self, key: str) -> str | None:
+    def _last(self, key: Literal["owner", "run"]) -> str | None:
         return next((row[key] for row in reversed(self._rows) if isinstance(row.get(key), str)), None)
 
     def add(self, path: Path) -> None:
@@ -78,7 +87,7 @@ class LogLedger:
             fsync_path(folder)
         self._unsynced.clear()
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: LedgerRow) -> None:
         self._rows.append(row)
         text = json.dumps(row) + "\n"
         own_copy(self._path)
@@ -95,24 +104,16 @@ class LogLedger:
             os.close(descriptor)
 
 
-def _later(row: dict[str, Any], step: int) -> bool:
+def _later(row: LedgerRow, step: int) -> bool:
     """Whether an entry is well-formed, stays in the folder and belongs to a later step."""
     name = row.get("file")
-    match = _STEP_FILE.fullmatch(name) if isinstance(name, str) else None
-    return match is not None and ".." not in name.split("/") and not name.startswith("/") and int(match[1]) > step
+    if not isinstance(name, str) or (match := _STEP_FILE.fullmatch(name)) is None:
+        return False
+    return ".." not in name.split("/") and not name.startswith("/") and int(match[1]) > step
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path) -> list[LedgerRow]:
     try:
-        lines = read_text(path).splitlines()
+        return [cast(LedgerRow, row) for row in json_rows(read_text(path).splitlines())]
     except (OSError, ValueError):
         return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows

@@ -4,69 +4,72 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
-from nemo_rl_cpp.config.access import cfg_get, to_json, to_plain, written
-from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig
-from nemo_rl_cpp.config.sections import check_keys
+from nemo_rl_cpp.config.access import to_json, to_plain, written
+from nemo_rl_cpp.config.base import Settings
+from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
+from nemo_rl_cpp.config.sections import check_keys, read_section
 from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
 from nemo_rl_cpp.files.folder_lock import FolderLock
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import JsonlLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.loggers.ledger import LogLedger
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.loggers.backends import WandbLogger
+
 
 class Logger(LoggerInterface):
     """Sends everything to metrics.jsonl, TensorBoard events, and the enabled trackers (`loggers`).
 
-    `cfg` is the `logger` section (a mapping or a model). `metrics_jsonl_enabled` and `tensorboard_enabled` are on unless
-    set to false; `wandb_enabled`, `swanlab_enabled`, `mlflow_enabled` and `trackio_enabled` are off unless set to true.
+    `cfg` is the `logger` section, or a mapping or an object with its keys. `tensorboard_enabled` is on unless set to false;
+    `wandb_enabled`, `swanlab_enabled`, `mlflow_enabled` and `trackio_enabled` are off unless set to true.
     A tracker that fails while the run goes on is warned about once and does not end the run; a file that cannot be
     written does.
     """
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         """ValueError when an enabled tracker is not installed, and for a key that the section does not have."""
         if isinstance(cfg, Mapping):
             check_keys(cfg, "logger", LoggerConfig)
-        log_dir = cfg_get(cfg, "log_dir")
-        if not log_dir:
+        section = read_section(cfg, LoggerConfig, log_dir="", monitor_gpus=False, **dict.fromkeys(LOGGER_BACKENDS))
+        if not section.log_dir:
             raise ValueError("logger.log_dir is empty: give the folder for the logs of the run")
-        self.base_log_dir = str(log_dir)
-        self.log_dir = Path(log_dir)
+        self.base_log_dir = str(section.log_dir)
+        self.log_dir = Path(section.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.loggers: list[LoggerBackend] = []
-        self.wandb_logger: Any = None
+        self.wandb_logger: WandbLogger | None = None
         self.swanlab_logger: LoggerBackend | None = None
         self._failed: set[str] = set()
         self._files: list[LoggerBackend] = []
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
-        if cfg_get(cfg, "metrics_jsonl_enabled", True):
+        if getattr(cfg, "metrics_jsonl_enabled", True):  # of an object: the section has no such key
             self._files.append(JsonlLogger(self.log_dir))
         for name, backend in self.backends().items():
-            if cfg_get(cfg, f"{name}_enabled", LOGGER_BACKENDS.entries[name].enabled):
+            if section.is_enabled(name):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
-                self.loggers.append(backend(cfg_get(cfg, name), log_dir=str(folder)))
+                self.loggers.append(backend(getattr(section, name), log_dir=str(folder)))
                 if hasattr(self, f"{name}_logger"):
                     setattr(self, f"{name}_logger", self.loggers[-1])
                 if name == "tensorboard":
                     self._files.append(self.loggers[-1])
-        self.gpu_monitor = self._start_monitor(cfg) if cfg_get(cfg, "monitor_gpus", False) else None
+        self.gpu_monitor = self._start_monitor(section.gpu_monitoring) if section.monitor_gpus else None
 
     @staticmethod
     def backends() -> dict[str, Callable[..., LoggerBackend]]:
         """What makes the backend of each `NAME_enabled`, in the order in which they are made."""
         return dict(LOGGER_BACKENDS)
 
-    @staticmethod
-    def new_monitor(**options: Any) -> RayGpuMonitorLogger:
-        """The sampler of GPUs for `monitor_gpus`."""
-        return RayGpuMonitorLogger(**options)
+    new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
+    """Makes the sampler of GPUs for `monitor_gpus`."""
 
     @property
     def run_id(self) -> str | None:
@@ -80,10 +83,11 @@ class Logger(LoggerInterface):
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
 
-    def _start_monitor(self, cfg: Any) -> RayGpuMonitorLogger | None:
+    def _start_monitor(self, cfg: GPUMonitoringConfig | Mapping[str, object] | None) -> RayGpuMonitorLogger | None:
+        section = read_section(cfg or {}, GPUMonitoringConfig)
         monitor = self.new_monitor(
-            collection_interval=cfg_get(cfg, "gpu_monitoring.collection_interval", 10),
-            flush_interval=cfg_get(cfg, "gpu_monitoring.flush_interval", 10),
+            collection_interval=section.collection_interval,
+            flush_interval=section.flush_interval,
             metric_prefix="ray",
             step_metric="ray/ray_step",
             parent_logger=self,
@@ -97,7 +101,7 @@ class Logger(LoggerInterface):
 
     def log_metrics(
         self,
-        metrics: dict[str, Any],
+        metrics: Mapping[str, object],
         step: int,
         prefix: str | None = "",
         step_metric: str | None = None,
@@ -106,21 +110,24 @@ class Logger(LoggerInterface):
         """Logs `prefix/name` for every entry, at `step` (counted from 1)."""
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
-    def log_hyperparams(self, params: Any) -> None:
+    def log_hyperparams(self, params: Settings) -> None:
         """Logs the configuration (a mapping or a model) once, without its secrets: see `access.written`."""
         plain = written(params)
         self._each(lambda logger: logger.log_hyperparams(plain))
 
-    def log_histogram(self, histogram: list[Any], step: int, name: str) -> None:
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Logs a distribution of values."""
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
-    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
+    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
         """Writes one line a sample, with its `idx`, into a file of the log folder (replacing it).
 
         Every value holds one entry a sample (tensor, array or list). ValueError when their lengths differ.
         """
-        columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
+        columns = {
+            key: value if isinstance(value, list) else cast("list[Plain]", to_plain(value))
+            for key, value in to_log.items()
+        }
         lengths = {key: len(value) for key, value in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{filename}: every column needs one entry a sample, but their lengths are {lengths}")
@@ -128,7 +135,7 @@ class Logger(LoggerInterface):
         rows = ({key: value[i] for key, value in columns.items()} | {"idx": i} for i in range(count))
         self._write_lines(filename, (_json_line(row) for row in rows))
 
-    def _write_lines(self, filename: str, lines: Any) -> None:
+    def _write_lines(self, filename: str, lines: Iterable[str]) -> None:
         def replace(path: Path) -> None:
             temporary = path.with_name(f".{path.name}.tmp")
             try:
@@ -206,11 +213,11 @@ class Logger(LoggerInterface):
     def __enter__(self) -> "Logger":
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.finish()
 
 
-def _json_line(row: dict[str, Any]) -> str:
+def _json_line(row: Mapping[str, object]) -> str:
     try:
         # the common case at C speed: plain values, all finite
         return json.dumps(row, allow_nan=False) + "\n"
@@ -233,7 +240,7 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 
 
 def get_experiment_dir(
-    base_log_dir: str, training_info: Mapping[str, Any] | None = None, checkpoint: str | Path | None = None
+    base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
     """The log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info), if it
     is there and is this run's own; else a new one.

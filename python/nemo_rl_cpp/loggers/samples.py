@@ -2,7 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 _ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow"}
 
@@ -19,7 +23,11 @@ def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
 
 
 def print_message_log_samples(
-    message_logs: Sequence[Any], rewards: Sequence[float], num_samples: int = 5, step: int = 0, console: Any = None
+    message_logs: Sequence[Sequence[object]],
+    rewards: Sequence[float],
+    num_samples: int = 5,
+    step: int = 0,
+    console: "Console | None" = None,
 ) -> None:
     """Shows how the rewards are spread and `num_samples` conversations. `message_logs`: one list of messages (`role`,
     `content`) a sample; `rewards`: one number each. ValueError when their numbers differ."""
@@ -49,7 +57,7 @@ def print_message_log_samples(
         )
 
 
-def _reward_bars(values: list[float]) -> Any:
+def _reward_bars(values: list[float]) -> "Text":
     from rich.text import Text
 
     counts = Counter(values)

@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_cpp.files.durable import fsync_path, own_copy
 
@@ -69,7 +68,7 @@ class SummaryWriter(EventFile):
         """30 equal bins over the values (finite, at least one)."""
         self.add(global_step, [histogram(tag, values)])
 
-    def add_hparams(self, hparam_dict: Mapping[str, Any], metric_dict: Mapping[str, Any]) -> None:
+    def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
         """The settings as a text, one `name: value` a line; `metric_dict` is ignored, since metrics are logged as such."""
         lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
         self.add(0, [text("hyperparams", f"```yaml\n{lines}\n```")])

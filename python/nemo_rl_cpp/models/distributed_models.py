@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,22 +23,29 @@ from nemo_rl_cpp.models.value.interfaces import ValueInterface
 from nemo_rl_cpp.models.value.lm_value import Value
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.config.generation import EvalGenerationConfig
+    from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
     from nemo_rl_cpp.models.generation.native import NativeGeneration
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
+    from nemo_rl_cpp.models.policy.train_step import Loss
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class PolicyWorker(Policy):
     """In a worker: its policy with the engines that read these weights."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
         self._engines: list[NativeGeneration] = []
 
-    def create_engine(self, config: Any, options: dict[str, Any]) -> int:
+    def create_engine(self, config: EvalGenerationConfig | None, options: dict[str, object]) -> int:
         """Makes an engine; its number."""
         self._engines.append(self.create_generation(config, **options))
         return len(self._engines) - 1
 
-    def generate_with(self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Any = None) -> Responses:
+    def generate_with(
+        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
+    ) -> Responses:
         """What the engine answers; no prompts, no answers."""
         if prompts.size == 0:
             nothing = torch.zeros(0, dtype=torch.int64)
@@ -47,12 +54,12 @@ class PolicyWorker(Policy):
             )
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
 
-    def ask_engine(self, number: int, method: str, *args: Any) -> Any:
+    def ask_engine(self, number: int, method: str, *args: object) -> object:
         """Calls another method of the engine."""
         return getattr(self._engines[number], method)(*args)
 
 
-def _built(model: type[Policy] | type[Value], options: dict[str, Any], ranks: Ranks) -> Policy | Value:
+def _built(model: type[Policy] | type[Value], options: dict[str, object], ranks: Ranks) -> Policy | Value:
     """In a worker: its model."""
     return model(None, **options, ranks=ranks)
 
@@ -66,7 +73,7 @@ class DistributedModel:
         options: its arguments but for cluster and ranks.
     """
 
-    def __init__(self, model: type[Policy] | type[Value], cluster: RayVirtualCluster, **options: Any) -> None:
+    def __init__(self, model: type[Policy] | type[Value], cluster: RayVirtualCluster, **options: object) -> None:
         self.cluster, self.config = cluster, options["config"]
         self.group = RayWorkerGroup(cluster, partial(_built, model, options))
 
@@ -83,7 +90,7 @@ class DistributedModel:
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(
-        self, method: str, name: str, data: Mapping[str, Any] | RaggedBatch, options: dict[str, Any]
+        self, method: str, name: str, data: Mapping[str, object] | RaggedBatch, options: dict[str, object]
     ) -> BatchedDataDict:
         """{name: [T] or [B, S]}, of which each rank gives its part of the batch."""
         batch = plain_batch(data)
@@ -95,7 +102,7 @@ class DistributedModel:
             whole[own] = part[own]
         return BatchedDataDict({name: in_layout_of(data, batch, whole)})
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, *args: object, **kwargs: object) -> None:
         """As one process would: rank 0 writes, and gathers the optimizer's shards."""
         self.group.call_all("save_checkpoint", *args, **kwargs)
 
@@ -111,10 +118,10 @@ class DistributedModel:
         """A batch that makes a loss or gradient non-finite is written into `folder` before the error is raised."""
         self.group.call_all("keep_bad_batches", folder)
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: weights, gradients and optimizer state stay where they are."""
 
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+    def finish_training(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: they stay there."""
 
     def shutdown(self) -> bool:
@@ -125,7 +132,7 @@ class DistributedModel:
 class DistributedPolicy(DistributedModel, PolicyInterface):
     """`Policy` in several processes."""
 
-    def __init__(self, cluster: RayVirtualCluster, **options: Any) -> None:
+    def __init__(self, cluster: RayVirtualCluster, **options: object) -> None:
         super().__init__(PolicyWorker, cluster, **options)
         self.tokenizer = options["tokenizer"]
         self.skips_prev_logprobs = self.config.reuse_generation_logprobs != "never"
@@ -133,18 +140,20 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     skips_prev_logprobs: bool = False
 
-    def get_logprobs(self, data: Mapping[str, Any] | RaggedBatch, **options: Any) -> BatchedDataDict:
+    def get_logprobs(self, data: Mapping[str, object] | RaggedBatch, **options: object) -> BatchedDataDict:
         """As `Policy.get_logprobs`."""
         return self._gather("get_logprobs", "logprobs", data, options)
 
-    def get_reference_policy_logprobs(self, data: Mapping[str, Any] | RaggedBatch, **options: Any) -> BatchedDataDict:
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, object] | RaggedBatch, **options: object
+    ) -> BatchedDataDict:
         """As `Policy.get_reference_policy_logprobs`."""
         return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, options)
 
     def train(
-        self, data: Mapping[str, Any] | RaggedBatch, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None,
-        mbs: int | None = None, timer: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
+        mbs: int | None = None, timer: Timer | None = None,
+    ) -> TrainingResult:  # fmt: skip
         """As `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
@@ -162,7 +171,9 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
             own.append(tokens_of(batch, [row for parts in dealt for rows in parts for row in rows]))
         return own
 
-    def create_generation(self, generation_config: Any = None, **options: Any) -> Any:
+    def create_generation(
+        self, generation_config: EvalGenerationConfig | None = None, **options: object
+    ) -> DistributedGeneration:
         """An engine in every process, on its own weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
 
@@ -181,30 +192,30 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 class DistributedValue(DistributedModel, ValueInterface):
     """`Value` in several processes."""
 
-    def __init__(self, cluster: RayVirtualCluster, **options: Any) -> None:
+    def __init__(self, cluster: RayVirtualCluster, **options: object) -> None:
         super().__init__(Value, cluster, **options)
 
-    def get_values(self, data: Mapping[str, Any] | RaggedBatch, **options: Any) -> BatchedDataDict:
+    def get_values(self, data: Mapping[str, object] | RaggedBatch, **options: object) -> BatchedDataDict:
         """As `Value.get_values`."""
         return self._gather("get_values", "values", data, options)
 
     def train(
-        self, data: Mapping[str, Any] | RaggedBatch, loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
-        timer: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> TrainingResult:  # fmt: skip
         """As `Value.train`."""
         return Updates.of_ranks(
             self.group.call_all("train_part", plain_batch(data), loss_fn, eval_mode, gbs, mbs)
         ).report()
 
-    def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_inference(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: weights and workspace stay where they are."""
 
-    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
+    def finish_inference(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: values keep no state."""
 
 
-def plain_batch(data: Mapping[str, Any] | RaggedBatch) -> RaggedBatch:
+def plain_batch(data: Mapping[str, object] | RaggedBatch) -> RaggedBatch:
     """The batch as it travels: a RaggedBatch of numbers. What is neither a tensor nor a plain list of samples (messages,
     environments' notes) stays here."""
     batch = RaggedBatch.of(data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ from nemo_rl_cpp.models.policy.train_step import (
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+    from nemo_rl_cpp.models.json_values import JsonObject
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -52,7 +59,8 @@ class TrainedModel:
     value_head = False
 
     def __init__(
-        self, cluster: Any, config: Any, tokenizer: Any, *, weights_path: str | Path | None, optimizer_path: str | Path | None,
+        self, cluster: RayVirtualCluster | None, config: TrainedModelConfig, tokenizer: TokenizerType | None, *,
+        weights_path: str | Path | None, optimizer_path: str | Path | None,
         total_steps: int | None, seed: int, ranks: Ranks | None = None,
     ):  # fmt: skip
         if cluster is not None and cluster.world_size() != 1:
@@ -76,13 +84,13 @@ class TrainedModel:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _load(self, folder: ModelFolder, *, trainable: bool) -> Any:
+    def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()
         model = C.DecoderModel(folder.native(), DTYPES[self.config.precision], trainable, self.device)
         folder.fill(model)
         return model
 
-    def _load_from(self, weights_path: str | Path) -> Any:
+    def _load_from(self, weights_path: str | Path) -> C.DecoderModel:
         model = C.DecoderModel(self.folder.native(), DTYPES[self.config.precision], True, self.device)
         load_weights(model, weights_path)
         return model
@@ -119,7 +127,7 @@ class TrainedModel:
         )  # fmt: skip
 
     def _score(
-        self, model: Any, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
+        self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:  # fmt: skip
         """What the model's head says of each wanted token of this rank's samples (`rows`, or its part of the batch), [T]; 0
         elsewhere."""
@@ -142,7 +150,7 @@ class TrainedModel:
         return gbs
 
     def _pass_over(
-        self, batch: RaggedBatch, gbs: int, way: TrainingPass, eval_mode: bool, first: Mapping[str, Any] = MappingProxyType({}),
+        self, batch: RaggedBatch, gbs: int, way: TrainingPass, eval_mode: bool, first: Mapping[str, object] = MappingProxyType({}),
         after_first: Callable[[GlobalBatchResult], None] | None = None,
     ) -> Updates:  # fmt: skip
         """One optimizer step a global batch of `gbs` samples, then one of the schedule; with `eval_mode` neither. The first
@@ -173,7 +181,7 @@ class TrainedModel:
         return updates
 
     def _step(
-        self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., Any]
+        self, data: RaggedBatch, rows: tuple[int, int], lr: float, weight_decay: float, run: Callable[..., object]
     ) -> float:
         """The optimizer step on the gathered gradients of these rows; returns their norm before clipping. `run(data, begin, end)`
         makes the gradients of some rows again, by this process alone, to find where one is not finite."""
@@ -208,13 +216,13 @@ class TrainedModel:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def saved_config(self) -> dict[str, Any]:
+    def saved_config(self) -> JsonObject:
         """config.json of a checkpoint."""
         return self.folder.config
 
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None,
-        checkpointing_cfg: Any = None,
+        checkpointing_cfg: object = None,
     ) -> None:  # fmt: skip
         """`weights_path` becomes a Hugging Face folder (weights, config, generation config, tokenizer); `optimizer_path` holds what a
         bit-identical resume needs besides: moments, master weights, schedule. NonFiniteError, and nothing is written, where a
@@ -311,10 +319,10 @@ class TrainedModel:
 
     # ---- the rest of the interfaces ---------------------------------------------------------------------------------
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: weights, gradients and optimizer state stay where they are."""
 
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+    def finish_training(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: they stay there."""
 
     def shutdown(self) -> bool:
@@ -322,7 +330,7 @@ class TrainedModel:
         return True
 
 
-def in_layout_of(data: Mapping[str, Any] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
+def in_layout_of(data: Mapping[str, object] | RaggedBatch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
     """A result [T] as the caller's batch has its tokens: [T] of a RaggedBatch, [B, S] of padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)
 
@@ -355,7 +363,7 @@ class Updates:
         whole.zero_gradient_tokens = sum(part.zero_gradient_tokens for part in parts)
         return whole
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> TrainingResult:
         """What `train` returns."""
         return {
             "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),

@@ -1,7 +1,6 @@
 """What a report calls serious, for the terminal: as it is found, and once more when the run ends."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.report.finding import Finding
@@ -18,18 +17,18 @@ class Alerts:
     spends next to nothing on them.
     """
 
-    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         """`settings`: the run's configuration as a plain mapping, see `MetricHistory`."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
         self._next = _FIRST_LOOK
         self._told: set[str] = set()
 
-    def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def validation(self, step: int, metrics: Mapping[str, object]) -> None:
         """Takes in the metrics of a validation."""
         self._add(step, metrics, "validation")
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
+    def step(self, step: int, metrics: Mapping[str, object]) -> list[str]:
         """Takes in a step; what is serious and was not said before, a line each."""
         self._add(step, metrics, "train")
         self._steps += 1
@@ -56,7 +55,7 @@ class Alerts:
             for number, finding in enumerate(self.serious(), start=1)
         }
 
-    def _add(self, step: int, metrics: Mapping[str, Any], prefix: str) -> None:
+    def _add(self, step: int, metrics: Mapping[str, object], prefix: str) -> None:
         numbers = {f"{prefix}/{name}": value for name, value in metrics.items() if as_number(value) is not None}
         self.history.add({"step": step, **numbers})
 

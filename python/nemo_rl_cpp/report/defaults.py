@@ -1,18 +1,20 @@
 """The defaults of a configuration's schema, to say what a run changed."""
 
-from typing import Any
+from collections.abc import Collection
+
+from pydantic import BaseModel
 
 from nemo_rl_cpp.config.access import to_plain, written
 from nemo_rl_cpp.loggers.interface import flatten_dict
 
 
-def schema_defaults(config: Any) -> dict[str, Any]:
+def schema_defaults(config: object) -> dict[str, object]:
     """The defaults of a pydantic configuration as plain data; mandatory keys are absent.
 
     Values that nobody wrote but that follow from others (`config.positions` knows who wrote what) count as defaults. An
     object that is no pydantic model has none: an empty dict.
     """
-    if not hasattr(type(config), "model_fields"):
+    if not isinstance(config, BaseModel):
         return {}
     defaults = _defaults(config)
     positions = getattr(config, "positions", None)
@@ -23,7 +25,7 @@ def schema_defaults(config: Any) -> dict[str, Any]:
     return defaults
 
 
-def _is_written(key: str, written: Any) -> bool:
+def _is_written(key: str, written: Collection[str]) -> bool:
     """Whether somebody wrote the key itself, something below it, or a whole value that it is a part of."""
     if key in written or _any_below(key, written):
         return True
@@ -32,15 +34,15 @@ def _is_written(key: str, written: Any) -> bool:
     return ancestor is not None and not _any_below(ancestor, written)
 
 
-def _any_below(key: str, written: Any) -> bool:
+def _any_below(key: str, written: Collection[str]) -> bool:
     return any(other.startswith((f"{key}.", f"{key}[")) for other in written)
 
 
-def _defaults(model: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _defaults(model: BaseModel) -> dict[str, object]:
+    values: dict[str, object] = {}
     for name, info in type(model).model_fields.items():
         value = getattr(model, name, None)
-        if hasattr(type(value), "model_fields"):
+        if isinstance(value, BaseModel):
             # the section that is in use, so that a union of kinds is compared with the defaults of its own kind
             values[info.alias or name] = _defaults(value)
         elif not info.is_required():
@@ -48,7 +50,7 @@ def _defaults(model: Any) -> dict[str, Any]:
     return values
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+def _put(tree: dict[str, object], path: list[str], value: object) -> None:
     for part in path[:-1]:
         branch = tree.get(part)
         if not isinstance(branch, dict):

@@ -102,7 +102,7 @@ def vanishing_gradient(h: MetricHistory) -> Finding | None:
 def masked_sequences(h: MetricHistory) -> Finding | None:
     """Sequences left out because trainer and generator disagreed on them."""
     name = "train/num_masked_seqs_by_logprob_error"
-    number = math.fsum(h.curve(name).finite().values)
+    number = h.total(name)
     if number <= 0:
         return None
     return Finding(
@@ -117,7 +117,7 @@ def masked_sequences(h: MetricHistory) -> Finding | None:
 def stale_samples(h: MetricHistory) -> Finding | None:
     """Samples of an older policy version were trained on."""
     name = "train/stale_samples"
-    number = math.fsum(h.curve(name).finite().values)
+    number = h.total(name)
     if number <= 0:
         return None
     return Finding(
@@ -135,7 +135,7 @@ def verifier_timeouts(h: MetricHistory) -> Finding | None:
     names = [name for name in h.names() if "timeout" in name and not name.startswith("timing/")]
     # with several environments the plain name is the sum of the others
     names = ["train/verifier_timeouts"] if "train/verifier_timeouts" in names else names
-    number = math.fsum(value for name in names for value in h.curve(name).finite().values)
+    number = h.total(*names)
     if number <= 0:
         return None
     return Finding(
@@ -150,7 +150,7 @@ def verifier_timeouts(h: MetricHistory) -> Finding | None:
 def unmatchable_truths(h: MetricHistory) -> Finding | None:
     """Answers that scored 0 because no answer can match their truth."""
     names = [name for name in h.names() if name.endswith("verifier_unmatchable_truths")]
-    number = math.fsum(value for name in names for value in h.curve(name).finite().values)
+    number = h.total(*names)
     if number <= 0:
         return None
     return Finding(
@@ -230,7 +230,7 @@ def memory_growth(h: MetricHistory) -> Finding | None:
 def logprob_mismatch(h: MetricHistory) -> Finding | None:
     """Tokens whose probability in training was not the sampled one, bit for bit."""
     names = [name for name in h.names("train/") if name.endswith("mismatched_tokens")]
-    number = math.fsum(value for name in names[:1] for value in h.curve(name).finite().values)
+    number = h.total(*names[:1])
     if number <= 0:
         return None
     return Finding(
@@ -253,10 +253,8 @@ def stage_shares(h: MetricHistory) -> dict[str, float]:
         label = name.removeprefix("timing/train/").removesuffix("/total")
         if label in ("total_step_time", "accounted_share") or "/" in label or "tokens_per_sec" in label:
             continue
-        seconds[label] = math.fsum(h.curve(name).finite().values)
-    total = math.fsum(h.curve(STEP_TIME).finite().values) + math.fsum(
-        seconds.get(label, 0.0) for label in BETWEEN_STEPS
-    )
+        seconds[label] = h.total(name)
+    total = h.total(STEP_TIME) + math.fsum(seconds.get(label, 0.0) for label in BETWEEN_STEPS)
     if total <= 0:
         return {}
     return dict(sorted(((k, v / total) for k, v in seconds.items()), key=lambda item: -item[1]))

@@ -1,12 +1,13 @@
 """The metrics of a run as series over steps, read from metrics.jsonl."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number, cfg_get
+from nemo_rl_cpp.files.durable import json_rows
+from nemo_rl_cpp.files.yaml_text import Plain
 
 
 class Curve(NamedTuple):
@@ -40,8 +41,8 @@ class MetricHistory:
     `settings`: the run's configuration as a plain mapping, which advice may need; empty where it is not known.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), settings: Mapping[str, Any] | None = None) -> None:
-        self.settings: Mapping[str, Any] = settings or {}
+    def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
+        self.settings = settings or {}
         self._data: dict[str, dict[int, float]] = {}
         self._sorted: dict[str, Curve] = {}
         for row in rows:
@@ -56,7 +57,7 @@ class MetricHistory:
                 history.add({"step": step, name.replace("__", "/"): value})
         return history
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         """Takes in one row of metrics.jsonl."""
         step = row.get("step")
         if not isinstance(step, int):
@@ -66,7 +67,11 @@ class MetricHistory:
                 self._data.setdefault(name, {})[step] = number
                 self._sorted.pop(name, None)
 
-    def setting(self, key: str, default: Any = None) -> Any:
+    def total(self, *names: str) -> float:
+        """The sum of all finite values of these metrics."""
+        return math.fsum(value for name in names for value in self.curve(name).finite().values)
+
+    def setting(self, key: str, default: object = None) -> object:
         """A dotted key of the configuration."""
         return cfg_get(self.settings, key, default)
 
@@ -119,7 +124,7 @@ class JsonlTail:
         self._offset = 0
         self._inode: int | None = None
 
-    def new_rows(self) -> tuple[list[dict[str, Any]], bool]:
+    def new_rows(self) -> tuple[list[dict[str, Plain]], bool]:
         """(rows, whether the file was replaced or cut, so that everything read before is void)."""
         try:
             facts = self.path.stat()
@@ -134,12 +139,4 @@ class JsonlTail:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        rows = []
-        for line in whole.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows, restarted
+        return list(json_rows(whole.splitlines())), restarted

@@ -2,18 +2,19 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from nemo_rl_cpp.files.yaml_text import dump_yaml
+from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.report import svg
 from nemo_rl_cpp.report.finding import Finding
 from nemo_rl_cpp.report.findings import find
 from nemo_rl_cpp.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
 from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.samples import Sample
 from nemo_rl_cpp.report.svg import Series, format_number
 
 _HERE = Path(__file__).parent
@@ -70,10 +71,10 @@ class RunFacts:
     title: str
     status: str = "running"
     total_steps: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Plain] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    environment: Mapping[str, object] = field(default_factory=dict)
     message: str = ""
 
 
@@ -134,13 +135,10 @@ def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> st
 def _header(history: MetricHistory, facts: RunFacts, found: list[Finding], written: int) -> str:
     done = history.last_step
     share = min(done / facts.total_steps, 1.0) if facts.total_steps else None
-    progress = (
-        ""
-        if share is None
-        else (
-            f'<div class="progress" title="{done} of {facts.total_steps} steps"><div style="width:{100 * share:.1f}%"></div></div>'
-        )
-    )
+    progress = ""
+    if share is not None:
+        bar = f'<div style="width:{100 * share:.1f}%"></div>'
+        progress = f'<div class="progress" title="{done} of {facts.total_steps} steps">{bar}</div>'
     tiles = "".join(
         f'<div class="tile"><span>{escape(k)}</span><b>{escape(v)}</b></div>' for k, v in _tiles(history, facts)
     )
@@ -157,9 +155,7 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str]]:
         value = history.recent(name, count=count)
         return None if value is None else format_number(value)
 
-    seconds = sum(history.curve(STEP_TIME).finite().values) + sum(
-        history.curve("timing/validation/total_validation_time").finite().values
-    )
+    seconds = history.total(STEP_TIME, "timing/validation/total_validation_time")
     peak = history.curve("memory/peak_rss_gb/run").finite().values
     error = history.curve("train/token_mult_prob_error").finite().values
     accuracy = history.curve("validation/accuracy").finite().values
@@ -269,7 +265,7 @@ def _memory(history: MetricHistory) -> str:
     return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
 
 
-def _samples(samples: list[dict[str, Any]]) -> str:
+def _samples(samples: list[Sample]) -> str:
     if not samples:
         return ""
     # inside a script element only "</" and "<!--" could end it: no "<" is left at all
@@ -299,12 +295,12 @@ def _configuration(facts: RunFacts) -> str:
     return "".join(parts)
 
 
-def differences(config: dict[str, Any], defaults: dict[str, Any]) -> list[tuple[str, str, str]]:
+def differences(config: Mapping[str, object], defaults: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """(key, value, default) of every value that differs; a key that only one side has shows a dash on the other, and is
     left out when it is null there."""
     flat, base = flatten_dict(config, expand_lists=False), flatten_dict(defaults, expand_lists=False)
 
-    def text(side: dict[str, Any], key: str) -> str:
+    def text(side: Mapping[str, object], key: str) -> str:
         value = side.get(key)
         return "–" if key not in side else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -312,7 +308,7 @@ def differences(config: dict[str, Any], defaults: dict[str, Any]) -> list[tuple[
     return [(key, text(flat, key), text(base, key)) for key in keys]
 
 
-def _environment(environment: dict[str, Any]) -> str:
+def _environment(environment: Mapping[str, object]) -> str:
     return "".join(f" · {escape(str(key))} {escape(str(value))}" for key, value in environment.items())
 
 

@@ -3,11 +3,16 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.report.svg import format_number
 from nemo_rl_cpp.telemetry.timer import TOTAL
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+    from rich.console import Console
+    from rich.live import Live
 
 # what a line shows of the metrics, in this order, under these names; the first name that is there counts
 _SHOWN: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -35,7 +40,7 @@ class Progress:
     """
 
     def __init__(
-        self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Any = None
+        self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
         """`total_steps` None: unknown, no time left is shown. `console`: a rich Console, by default stdout."""
         if mode not in (None, "live", "notebook", "plain", "quiet"):
@@ -49,7 +54,8 @@ class Progress:
         self._began = self._step_began = time.monotonic()
         self._phase_began = self._began
         self._first_step_end: float | None = None
-        self._live: Any = None
+        self._live: Live | None = None
+        self._display: DisplayHandle | None = None
         self._closed = False
         if self.mode == "live":
             self._start_live()
@@ -69,10 +75,12 @@ class Progress:
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 
-    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
         """Step number `step` (from 1) is done, with these metrics (with or without their prefix)."""
         now = time.monotonic()
-        self._metrics.update({key: float(value) for key, value in (metrics or {}).items() if _is_number(value)})
+        self._metrics.update(
+            {key: number for key, value in (metrics or {}).items() if (number := _number(value)) is not None}
+        )
         if self._first_step_end is None:
             self._first_step_end, self._start_step = now, step
         took, self._step, self._step_began = now - self._step_began, step, now
@@ -86,7 +94,7 @@ class Progress:
         if self.mode != "quiet":
             self._print(text)
 
-    def finish(self, summary: Mapping[str, Any] | None = None, title: str = "Run") -> None:
+    def finish(self, summary: Mapping[str, object] | None = None, title: str = "Run") -> None:
         """Ends the live line and prints a table of `summary`."""
         self.close()
         if summary and self.mode != "quiet":
@@ -102,14 +110,13 @@ class Progress:
     def close(self) -> None:
         """Ends the live line; may be called again."""
         if not self._closed and self._live is not None:
-            if self.mode == "live":
-                self._live.stop()
+            self._live.stop()
         self._closed = True
 
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------- the line
@@ -148,7 +155,7 @@ class Progress:
 
     # ---------------------------------------------------------------- where it goes
 
-    def _get_console(self) -> Any:
+    def _get_console(self) -> "Console":
         if self._console is None:
             from rich.console import Console
 
@@ -174,7 +181,7 @@ class Progress:
         class Line:
             """Drawn anew at every refresh, so that the times move during a long phase."""
 
-            def __rich__(self) -> Any:
+            def __rich__(self) -> Spinner:
                 spinner.update(text=Text(progress.line(), no_wrap=True, overflow="ellipsis"))
                 return spinner
 
@@ -184,14 +191,14 @@ class Progress:
     def _start_notebook(self) -> None:
         from IPython.display import display
 
-        self._live = display({"text/plain": self.line()}, raw=True, display_id=True)
+        self._display = display({"text/plain": self.line()}, raw=True, display_id=True)
 
     def _show_notebook(self) -> None:
-        if self._live is not None:
-            self._live.update({"text/plain": self.line()}, raw=True)
+        if self._display is not None:
+            self._display.update({"text/plain": self.line()}, raw=True)
 
 
-def _choose_mode(console: Any) -> str:
+def _choose_mode(console: "Console | None") -> str:
     ipython = sys.modules.get("IPython")  # imported is not enough: a kernel must run in this process
     if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
         return "notebook"
@@ -199,7 +206,7 @@ def _choose_mode(console: Any) -> str:
     return "live" if terminal else "plain"
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, (int, float)):
-        return True
-    return hasattr(value, "item") and getattr(value, "ndim", 1) == 0
+def _number(value: object) -> float | None:
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # of numpy or torch
+        value = value.item()
+    return float(value) if isinstance(value, (int, float)) else None

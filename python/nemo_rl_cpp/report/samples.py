@@ -1,11 +1,12 @@
 """Picks telling samples of a few steps from the rollout files: best, worst, longest, cut off, and a middling one."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar
 
 from nemo_rl_cpp.config.access import as_number
+from nemo_rl_cpp.files.durable import json_rows
+from nemo_rl_cpp.files.yaml_text import Plain
 
 _FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
 MAX_STEPS = 24
@@ -13,14 +14,31 @@ MAX_CHARS = 4000
 MAX_FILE_BYTES = 64 << 20
 
 
+class Sample(TypedDict, total=False):
+    """A row of a rollout file as the report shows it; a picked one has the step's `kind` (train or val) and `tags`, too."""
+
+    idx: Plain
+    prompt: str
+    response: str
+    reward: float | None
+    length: int | None
+    truncated: bool
+    kind: str
+    step: int
+    tags: list[str]
+
+
+Item = TypeVar("Item")
+
+
 class SampleBook:
     """The picked samples of a log folder; each rollout file is read once."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
-        self._picked: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+        self._picked: dict[tuple[str, int, int], list[Sample]] = {}
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[Sample]:
         """The samples of at most `MAX_STEPS` training and as many validation steps, by step.
 
         Which steps are shown depends only on how many there are, and changes rarely while a run goes on.
@@ -40,7 +58,7 @@ class SampleBook:
         return [sample for key in sorted(keep, key=lambda k: (k[1], k[0])) for sample in keep[key]]
 
 
-def spread(items: list[Any]) -> list[Any]:
+def spread(items: list[Item]) -> list[Item]:
     """Every 2^k-th item, and the last: at most `MAX_STEPS` + 1, and the same ones while the list grows a little."""
     stride = 1
     while len(items) / stride > MAX_STEPS:
@@ -49,29 +67,20 @@ def spread(items: list[Any]) -> list[Any]:
     return chosen if not items or chosen[-1] == items[-1] else [*chosen, items[-1]]
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
+def read_rollouts(path: Path) -> list[Sample]:
     """The rows of a rollout file as {prompt, response, reward, length, truncated}; enormous files are passed over."""
     if path.stat().st_size > MAX_FILE_BYTES:
         return []
-    rows = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(_sample(row))
-    return rows
+        return [_sample(row) for row in json_rows(file)]
 
 
-def _sample(row: dict[str, Any]) -> dict[str, Any]:
+def _sample(row: dict[str, Plain]) -> Sample:
     prompt, response = _texts(row.get("content", ""))
     mask = row.get("token_loss_mask")
+    length = _number(row.get("response_token_lengths", row.get("input_lengths")))
     if isinstance(mask, list):
-        length = int(sum(value for value in _flat(mask) if value))
-    else:
-        length = _number(row.get("response_token_lengths", row.get("input_lengths")))
+        length = sum(value for value in _flat(mask) if value)
     reward = _number(row.get("rewards", row.get("reward")))
     return {
         "idx": row.get("idx", 0),
@@ -83,7 +92,7 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _texts(content: Any) -> tuple[str, str]:
+def _texts(content: Plain) -> tuple[str, str]:
     """(prompt, response) of the logged content: one text, a list of texts in turn, or a list of messages."""
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], list):
         content = content[0]
@@ -101,7 +110,7 @@ def _texts(content: Any) -> tuple[str, str]:
     return before, "\n\n".join(str(m.get("content", "")) for m in messages[answer:])
 
 
-def pick(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def pick(rows: list[Sample]) -> list[Sample]:
     """At most five rows, each with `tags` that say why it was picked."""
     if not rows:
         return []
@@ -110,13 +119,14 @@ def pick(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def add(tag: str, index: int) -> None:
         tags.setdefault(index, []).append(tag)
 
-    rewarded = sorted((i for i, row in enumerate(rows) if row["reward"] is not None), key=lambda i: rows[i]["reward"])
+    rewards = {i: reward for i, row in enumerate(rows) if (reward := row["reward"]) is not None}
+    rewarded = sorted(rewards, key=rewards.__getitem__)
     if rewarded:
-        add("best", max(rewarded, key=lambda i: rows[i]["reward"]))
+        add("best", max(rewards, key=rewards.__getitem__))
         add("worst", rewarded[0])
-    measured = [i for i, row in enumerate(rows) if row["length"] is not None]
-    if measured:
-        add("longest", max(measured, key=lambda i: rows[i]["length"]))
+    lengths = {i: length for i, row in enumerate(rows) if (length := row["length"]) is not None}
+    if lengths:
+        add("longest", max(lengths, key=lengths.__getitem__))
     cut = next((i for i, row in enumerate(rows) if row["truncated"]), None)
     if cut is not None:
         add("truncated", cut)
@@ -133,12 +143,12 @@ def clip(text: str) -> str:
     return f"{text[: MAX_CHARS - end]}\n[... {len(text) - MAX_CHARS} characters left out ...]\n{text[-end:]}"
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     number = as_number(value)
     return None if number is None or number != number else number
 
 
-def _flat(values: list[Any]) -> list[float]:
+def _flat(values: list[float | list[float]]) -> list[float]:
     return [item for value in values for item in (value if isinstance(value, list) else [value])]

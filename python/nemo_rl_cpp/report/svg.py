@@ -110,13 +110,7 @@ def line_chart(
     drawn = [Series(s.label, *downsample(s.xs, s.ys), s.smooth) for s in series]
     frame = line_frame(drawn, width, height, zero_based, titled=standalone and bool(title), labelled=standalone)
     if frame is None:
-        return _wrap(
-            f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>',
-            width,
-            height,
-            title,
-            standalone,
-        )
+        return _wrap(_no_values(width, height), width, height, title, standalone)
     parts = [_grid(frame)]
     for index, s in enumerate(drawn):
         parts.append(_draw_line(s, index % len(_COLORS), frame))
@@ -156,13 +150,7 @@ def stacked_chart(
     """One bar a step, made of the layers (`layers[k][i]` is layer k of `xs[i]`, drawn in colour `colors[k]`); many steps
     are averaged into fewer bars."""
     if not xs:
-        return _wrap(
-            f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>',
-            width,
-            height,
-            "",
-            False,
-        )
+        return _wrap(_no_values(width, height), width, height, "", False)
     size = math.ceil(len(xs) / 120)
     stretches = [range(i, min(i + size, len(xs))) for i in range(0, len(xs), size)]
     bars = [[sum(layer[i] for i in stretch) / len(stretch) for layer in layers] for stretch in stretches]
@@ -197,6 +185,10 @@ def padded_range(low: float, high: float, zero_based: bool = False) -> tuple[flo
         return 0.0, (high or 1.0) * 1.06
     pad = (high - low) * 0.06 or max(abs(high) * 0.05, 1e-3)
     return low - pad, high + pad
+
+
+def _no_values(width: int, height: int) -> str:
+    return f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>'
 
 
 def _grid(frame: Frame, x_ticks: bool = True) -> str:

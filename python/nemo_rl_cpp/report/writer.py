@@ -4,11 +4,14 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_cpp.config.access import redact, to_json, to_plain, written
+from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.files.durable import write_atomic
+from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
 from nemo_rl_cpp.report.page import RunFacts, render
@@ -16,6 +19,7 @@ from nemo_rl_cpp.report.samples import SampleBook
 
 REPORT = "report.html"
 FACTS = "report_facts.json"
+_STORED = ("title", "status", "message", "total_steps", "defaults", "environment")
 
 
 class ReportWriter:
@@ -29,8 +33,8 @@ class ReportWriter:
     def __init__(
         self,
         log_dir: Path | str,
-        config: Any = None,
-        defaults: Any = None,
+        config: Settings | None = None,
+        defaults: Mapping[str, object] | None = None,
         total_steps: int | None = None,
         title: str | None = None,
         min_interval: float = 5.0,
@@ -46,16 +50,17 @@ class ReportWriter:
         self._cost = 0.0
         self._warned = False
         facts = _read_json(self.log_dir / FACTS)
-        self._facts: dict[str, Any] = {
-            "title": title or facts.get("title") or "/".join(self.log_dir.absolute().parts[-2:]),
-            "status": facts.get("status", "running"),
-            "message": facts.get("message", ""),
-            "total_steps": total_steps if total_steps is not None else facts.get("total_steps"),
-            "config": written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
-            "defaults": redact(to_plain(defaults)) if defaults is not None else facts.get("defaults", {}),
-            "environment": facts.get("environment") or _environment(),
-        }
-        self._history = MetricHistory(settings=self._facts["config"])
+        steps = total_steps if total_steps is not None else facts.get("total_steps")
+        self._facts = RunFacts(
+            title=title or str(facts.get("title") or "/".join(self.log_dir.absolute().parts[-2:])),
+            status=str(facts.get("status", "running")),
+            message=str(facts.get("message", "")),
+            total_steps=steps if isinstance(steps, int) else None,
+            config=written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
+            defaults=_mapping(redact(to_plain(defaults)) if defaults is not None else facts.get("defaults")),
+            environment=_mapping(facts.get("environment")) or _environment(),
+        )
+        self._history = MetricHistory(settings=self._facts.config)
 
     def start(self) -> None:
         """Says that the run goes on (also after a resume) and writes the first page."""
@@ -65,9 +70,9 @@ class ReportWriter:
         """Writes the page if it is time to, or with `force`; True when it did. A page that cannot be written does not
         end the run: False is returned and the reason is shown once."""
         if status is not None:
-            self._facts["status"] = status
+            self._facts = replace(self._facts, status=status)
         if message is not None:
-            self._facts["message"] = message
+            self._facts = replace(self._facts, message=message)
         now = time.monotonic()
         if not force and now - self._last_written < max(self.min_interval, 50 * self._cost):
             return False
@@ -90,11 +95,11 @@ class ReportWriter:
     def _write(self) -> None:
         rows, restarted = self._tail.new_rows()
         if restarted:
-            self._history = MetricHistory(settings=self._facts["config"])
+            self._history = MetricHistory(settings=self._facts.config)
         for row in rows:
             self._history.add(row)
-        page = render(self._history, RunFacts(samples=self._book.samples(), **self._facts))
-        stored = {key: value for key, value in self._facts.items() if key != "config"}
+        page = render(self._history, replace(self._facts, samples=self._book.samples()))
+        stored = {name: getattr(self._facts, name) for name in _STORED}
         write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
         write_atomic(self.path, page, durable=False)
 
@@ -108,7 +113,9 @@ class ReportWriter:
         return f'<iframe srcdoc="{escape(page, quote=True)}" style="width:100%;height:720px;border:0"></iframe>'
 
 
-def write_report(log_dir: Path | str, config: Any = None, defaults: Any = None) -> Path:
+def write_report(
+    log_dir: Path | str, config: Settings | None = None, defaults: Mapping[str, object] | None = None
+) -> Path:
     """Writes report.html of a finished, running or crashed run from its log folder; returns its path.
 
     ValueError when the folder holds no metrics.jsonl.
@@ -120,15 +127,18 @@ def write_report(log_dir: Path | str, config: Any = None, defaults: Any = None) 
     return writer.path
 
 
-def _environment() -> dict[str, Any]:
+def _environment() -> dict[str, str]:
     facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     torch = sys.modules.get("torch")
     return facts | ({"torch": str(torch.__version__)} if torch is not None else {})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Plain]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return _mapping(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def _mapping(value: Plain) -> dict[str, Plain]:
+    return value if isinstance(value, dict) else {}

@@ -4,8 +4,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_cpp.telemetry.memory import GIB, rss_bytes
 
@@ -52,7 +52,7 @@ class ChromeTrace:
              "tid": threading.get_native_id(), "args": arguments}
         )  # fmt: skip
 
-    def _append(self, event: dict[str, Any]) -> None:
+    def _append(self, event: Mapping[str, object]) -> None:
         with self._lock, self.path.open("r+b") as file:
             file.seek(-len(_END), os.SEEK_END)
             file.write(b",\n" + json.dumps(event).encode() + _END)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from nemo_rl_cpp.telemetry.timer import TOTAL
 
@@ -128,7 +128,7 @@ def _max_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _cuda() -> Any:
+def _cuda() -> ModuleType | None:
     """torch.cuda when torch is loaded and has a GPU in use; torch is never imported for this."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":

@@ -4,9 +4,19 @@ import shutil
 import subprocess
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.loggers.interface import LoggerBackend
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+
+
+class UsageSample(TypedDict):
+    """What was measured `step` seconds after the start."""
+
+    step: int
+    metrics: dict[str, float]
 
 
 class RayGpuMonitorLogger:
@@ -20,7 +30,7 @@ class RayGpuMonitorLogger:
         flush_interval: float,
         metric_prefix: str = "ray",
         step_metric: str = "ray/ray_step",
-        parent_logger: Any = None,
+        parent_logger: "LoggerBackend | None" = None,
     ) -> None:
         """Intervals in seconds: of sampling, and of handing the samples to `parent_logger`."""
         if collection_interval <= 0 or flush_interval <= 0:
@@ -29,7 +39,7 @@ class RayGpuMonitorLogger:
         self.flush_interval = float(flush_interval)
         self.metric_prefix, self.step_metric = metric_prefix, step_metric
         self.parent_logger = parent_logger
-        self.metrics_buffer: list[dict[str, Any]] = []
+        self.metrics_buffer: list[UsageSample] = []
         self.is_running = False
         self.collection_thread: threading.Thread | None = None
         self._lock = threading.Lock()

@@ -1,7 +1,6 @@
 """Numbers of a step that come from others: `performance/*`, and how informative the prompt groups were."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -47,7 +46,7 @@ def performance_metrics(
     return metrics
 
 
-def group_reward_metrics(rewards: Iterable[float], group_ids: Sequence[Any]) -> dict[str, float]:
+def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) -> dict[str, float]:
     """How many prompt groups taught nothing because all their rewards are equal. `rewards` [B], `group_ids` [B].
 
     `groups/num`, and in percent of groups: `groups/pct_equal`, of these `groups/pct_equal_best` (all at the highest
@@ -55,12 +54,12 @@ def group_reward_metrics(rewards: Iterable[float], group_ids: Sequence[Any]) -> 
     the batch is the same, 1 or more counts as best and anything else as worst.
     """
     values = np.asarray([float(value) for value in rewards], dtype=np.float64)
-    ids = list(to_plain(group_ids))
+    ids = [to_plain(group) for group in group_ids]
     if len(values) != len(ids):
         raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
     if not len(values):
         return {}
-    groups: dict[Any, list[float]] = {}
+    groups: dict[object, list[float]] = {}
     for group, value in zip(ids, values.tolist(), strict=True):
         groups.setdefault(group, []).append(value)
     low, high = float(values.min()), float(values.max())

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Timer:
         self._outermost: dict[str, float] = {}
         self._lock = threading.RLock()
         self._local = threading.local()
-        self._observers: list[Any] = []
+        self._observers: list[object] = []
         self.current_step: int | None = None
 
     def start(self, label: str, should_log: bool = True) -> None:
@@ -133,7 +132,7 @@ class Timer:
             metrics["accounted_share"] = min(self.accounting().share, 1.0)
         return metrics
 
-    def subscribe(self, observer: Any) -> None:
+    def subscribe(self, observer: object) -> None:
         """Calls `observer.stage_started(label, depth)` and `stage_stopped(label, depth)`, where it has them.
 
         `depth` counts the stages around this one, the step itself not counted: 0 is an outermost stage.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,9 @@ from nemo_rl_cpp.models.generation.interfaces import (
     Responses,
 )
 
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.generation import EvalGenerationConfig
+
 
 class DistributedGeneration(GenerationInterface):
     """`NativeGeneration` in the processes of a policy.
@@ -34,7 +37,13 @@ class DistributedGeneration(GenerationInterface):
         pad_token_id: for padded results.
     """
 
-    def __init__(self, group: RayWorkerGroup, config: Any, options: dict[str, Any], pad_token_id: int | None) -> None:
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        config: EvalGenerationConfig | None,
+        options: dict[str, object],
+        pad_token_id: int | None,
+    ) -> None:
         self.group, self._pad_token_id = group, pad_token_id
         self._number = group.call_all("create_engine", config, options)[0]
         self._next_draw_id = 0
@@ -62,7 +71,7 @@ class DistributedGeneration(GenerationInterface):
         batch.samples["draw_ids"] = torch.arange(first, first + batch.size)
         return batch
 
-    def _ask(self, method: str, *args: Any) -> list[Any]:
+    def _ask(self, method: str, *args: object) -> list:
         return self.group.call_all("ask_engine", self._number, method, *args)
 
     def prepare_for_generation(self) -> bool:
@@ -81,7 +90,7 @@ class DistributedGeneration(GenerationInterface):
         """That of the weights that every engine reads."""
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
-    def get_logger_metrics(self) -> dict[str, Any]:
+    def get_logger_metrics(self) -> dict[str, float]:
         """Sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
         each = self._ask("get_logger_metrics")
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
 
 
 def packed_bins(
-    batch: Any, prompts: Prompts, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str
+    batch: C.RowBatch, prompts: Prompts, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str
 ) -> tuple[Bins, list[int]]:
     """Rows by bin, bins in the order of their first rows, and the tokens that each bin computes.
 

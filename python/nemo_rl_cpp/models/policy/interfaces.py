@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import torch
 
     from nemo_rl_cpp.config.generation import GenerationConfig
     from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+    from nemo_rl_cpp.models.policy.train_step import Exactness, Loss
     from nemo_rl_cpp.telemetry.timer import Timer
 
 
@@ -24,6 +25,24 @@ class ReferenceLogprobOutputSpec(TypedDict):
     reference_logprobs: "torch.Tensor"
 
 
+class TrainingResult(TypedDict):
+    """What `train` gives.
+
+    loss, grad_norm: float32 [global batches].
+    all_mb_metrics: name -> one value a micro-batch.
+    packed_tokens: how many were computed, a shared prompt once.
+    prev_logprobs: float32 [T], or [B, S] of a padded batch, of the weights before the first update (a policy's).
+    exactness: generation's log-probabilities against the training forward's (a policy's; None where nothing was compared).
+    """
+
+    loss: "torch.Tensor"
+    grad_norm: "torch.Tensor"
+    all_mb_metrics: dict[str, list[float]]
+    packed_tokens: NotRequired[int]
+    prev_logprobs: "NotRequired[torch.Tensor]"
+    exactness: "NotRequired[Exactness | None]"
+
+
 class TrainedModelInterface(Protocol):
     """A model in training, policy or critic: what watching and saving ask of it.
 
@@ -36,7 +55,7 @@ class TrainedModelInterface(Protocol):
         """Of the next optimizer step."""
 
     def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, *, checkpointing_cfg: Any = None
+        self, weights_path: Path, optimizer_path: Path | None = None, *, checkpointing_cfg: object = None
     ) -> None:
         """Makes `weights_path` a Hugging Face folder with the tokenizer, and `optimizer_path` a folder of what a bit-identical
         resume needs besides. Neither folder exists before the call."""
@@ -67,17 +86,17 @@ class PolicyInterface(TrainedModelInterface, Protocol):
     def prepare_for_lp_inference(self) -> None:
         """Called before `get_logprobs` and `get_reference_policy_logprobs` of a step."""
 
-    def get_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def get_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """{"logprobs": float32 [T] or [B, S]}: the log-probability of each token given those before it, under the present
         weights and generation's temperature and filters; 0 where nothing is trained and at first tokens."""
 
-    def get_reference_policy_logprobs(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def get_reference_policy_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """{"reference_logprobs": float32 [T] or [B, S]}: as `get_logprobs`, under the frozen first weights and without filters."""
 
     def prepare_for_training(self) -> None:
         """Called before `train`."""
 
-    def train(self, data: Mapping[str, Any], loss_fn: Any, *, timer: "Timer | None" = None) -> dict[str, Any]:
+    def train(self, data: Mapping[str, object], loss_fn: "Loss", *, timer: "Timer | None" = None) -> "TrainingResult":
         """One pass over the batch, one optimizer step a global batch.
 
         Returns {"loss": [global batches], "grad_norm": [global batches], "all_mb_metrics": name -> one value a micro-batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +16,17 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
-from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Scoring, TrainingPass
+from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring, TrainingPass
 from nemo_rl_cpp.models.trained_model import TrainedModel, Updates, in_layout_of
 from nemo_rl_cpp.telemetry.memory import available_bytes
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.generation import EvalGenerationConfig
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+    from nemo_rl_cpp.models.generation.native import NativeGeneration
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Policy(TrainedModel, PolicyInterface):
@@ -37,9 +45,10 @@ class Policy(TrainedModel, PolicyInterface):
     section = "policy"
 
     def __init__(
-        self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_policy", workers_per_node: Any = None,
+        self, cluster: RayVirtualCluster | None, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None,
+        name_prefix: str = "lm_policy", workers_per_node: object = None,
         init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
-        init_reference_model: bool = True, processor: Any = None, worker_extension_cls_fqn: str | None = None,
+        init_reference_model: bool = True, processor: object = None, worker_extension_cls_fqn: str | None = None,
         skip_weight_load: bool = False, *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
         if processor is not None or worker_extension_cls_fqn is not None or skip_weight_load:
@@ -71,7 +80,7 @@ class Policy(TrainedModel, PolicyInterface):
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
     def get_logprobs(
-        self, data: Mapping[str, Any] | RaggedBatch, timer: Any = None, micro_batch_size: int | None = None
+        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """{"logprobs": [T], or [B, S] of padded `data`}: log pi(token | tokens before it); 0 where `token_mask` or `sample_mask`
         is 0, at first tokens, on padding, and for a token that top-k or top-p removes. Under generation's temperature, top_p
@@ -82,7 +91,7 @@ class Policy(TrainedModel, PolicyInterface):
         )
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, Any] | RaggedBatch, micro_batch_size: int | None = None, timer: Any = None
+        self, data: Mapping[str, object] | RaggedBatch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """{"reference_logprobs": [T] or [B, S]} under the frozen initial weights and generation's temperature, but without top-k
         and top-p; else as `get_logprobs`."""
@@ -96,14 +105,14 @@ class Policy(TrainedModel, PolicyInterface):
 
     def train(
         self,
-        data: Mapping[str, Any] | RaggedBatch,
-        loss_fn: Any,
+        data: Mapping[str, object] | RaggedBatch,
+        loss_fn: Loss,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
-        timer: Any = None,
-        check_dim_skip_keys: Any = None,
-    ) -> dict[str, Any]:
+        timer: Timer | None = None,
+        check_dim_skip_keys: object = None,
+    ) -> TrainingResult:
         """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Without `prev_logprobs` in the data the rollout's weights must be the current ones: the first update takes its own
@@ -122,7 +131,7 @@ class Policy(TrainedModel, PolicyInterface):
         return done.report(data, batch)
 
     def train_part(
-        self, data: RaggedBatch, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> PolicyUpdates:
         """What `train` does, on this rank's samples of the batch."""
         batch = data.copy()
@@ -178,7 +187,9 @@ class Policy(TrainedModel, PolicyInterface):
 
     # ---- generation and the rest of the interface ---------------------------------------------------------------------
 
-    def create_generation(self, generation_config: Any = None, **options: Any) -> Any:
+    def create_generation(
+        self, generation_config: EvalGenerationConfig | None = None, **options: object
+    ) -> NativeGeneration:
         """An engine on these weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 
@@ -236,7 +247,7 @@ class PolicyUpdates:
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused
 
-    def report(self, data: Mapping[str, Any] | RaggedBatch, batch: RaggedBatch) -> dict[str, Any]:
+    def report(self, data: Mapping[str, object] | RaggedBatch, batch: RaggedBatch) -> TrainingResult:
         """What `train` returns for `data`, which is `batch` in the caller's layout."""
         prev = in_layout_of(data, batch, self.prev_logprobs)
         return self.updates.report() | {"exactness": self.exactness, "prev_logprobs": prev}

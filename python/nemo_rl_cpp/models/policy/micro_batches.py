@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class MicroBatching:
     checkpoint: bool = False
 
 
-def row_batch(data: RaggedBatch, wanted: Tensor) -> Any:
+def row_batch(data: RaggedBatch, wanted: Tensor) -> C.RowBatch:
     """The native view of a batch; samples share prompts by `group_id` (none without that name)."""
     ids = data.tokens["input_ids"].to(torch.int64).contiguous()
     return C.RowBatch(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data))
@@ -58,7 +57,7 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 
 def plan(
     data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
-) -> tuple[Any, list[list[int]]]:
+) -> tuple[C.RowBatch, list[list[int]]]:
     """The native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are left out, and those
     of `apart` (bool [B]) come last, in micro-batches of their own."""
     batch = row_batch(data, wanted)
@@ -70,7 +69,7 @@ def plan(
 
 
 def _micro_batches(
-    batch: Any, data: RaggedBatch, wanted: Tensor, rows: list[int], batching: MicroBatching
+    batch: C.RowBatch, data: RaggedBatch, wanted: Tensor, rows: list[int], batching: MicroBatching
 ) -> list[list[int]]:
     if not batching.max_tokens:
         return C.plan_micro_batches(batch, rows, batching.max_samples, 0, batching.share_prefix)
@@ -117,10 +116,10 @@ class MicroBatch:
         inside = self.inside[:, first_column:]
         into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
 
-    def data(self, batch: RaggedBatch) -> dict[str, Any]:
+    def data(self, batch: RaggedBatch) -> dict[str, object]:
         """All that the batch says of these samples, by NeMo RL's names; masks are float."""
         index = torch.tensor(self.rows)
-        data: dict[str, Any] = {name: self.padded(value) for name, value in batch.tokens.items()}
+        data: dict[str, object] = {name: self.padded(value) for name, value in batch.tokens.items()}
         data["input_lengths"] = batch.lengths[index].int()
         for name, value in batch.samples.items():
             if isinstance(value, Tensor) and value.dim() and len(value) == batch.size:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from nemo_rl_cpp.config.policy import TrainedModelConfig
 
 
 class LearningRateSchedule(Protocol):
@@ -20,8 +25,8 @@ class LearningRateSchedule(Protocol):
     @property
     def weight_decay(self) -> float: ...
     def step(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
@@ -33,7 +38,7 @@ class _StandInOptimizer(torch.optim.Optimizer):
         self.state = {}
         self.param_groups = [{"params": [], "lr": lr}]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         """Nothing: the update itself is the native core's."""
 
 
@@ -52,7 +57,7 @@ class TorchLearningRate:
         )
         self._scheduler = self._build(schedule)
 
-    def _build(self, schedule: TorchSchedule | None) -> Any:
+    def _build(self, schedule: TorchSchedule | None) -> LRScheduler:
         schedulers = torch.optim.lr_scheduler
         if schedule is None or not schedule.stages:
             return schedulers.ConstantLR(self._optimizer, factor=1.0, total_iters=0)
@@ -75,7 +80,7 @@ class TorchLearningRate:
             self._optimizer.step()
             self._scheduler.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         scheduler = self._scheduler
         nested = [s.state_dict() for s in getattr(scheduler, "_schedulers", [])]
         own = {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"}
@@ -84,7 +89,7 @@ class TorchLearningRate:
             "definition": self._definition,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Goes on where `state` was taken. Where it was taken of another schedule or learning rate, this one takes as many
         steps as that one had taken: a changed configuration counts from the next step on."""
         if not self._is_mine(state):
@@ -97,7 +102,7 @@ class TorchLearningRate:
         self._optimizer.param_groups[0]["lr"] = state["lr"]
         self._optimizer.param_groups[0]["initial_lr"] = state["initial_lr"]
 
-    def _is_mine(self, state: dict[str, Any]) -> bool:
+    def _is_mine(self, state: dict[str, object]) -> bool:
         if "definition" in state:
             return state["definition"] == json.loads(json.dumps(self._definition))
         own = self.state_dict()  # a state without a definition: by what it shows
@@ -108,7 +113,7 @@ class TorchLearningRate:
         )
 
 
-def steps_of(state: dict[str, Any]) -> int:
+def steps_of(state: dict[str, object]) -> int:
     """How many steps the schedule had taken whose `state_dict` this is."""
     return int(state["steps"] if "steps" in state else state["scheduler"]["last_epoch"])
 
@@ -153,14 +158,14 @@ class MegatronLearningRate:
     def step(self) -> None:
         self._steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"steps": self._steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         self._steps = steps_of(state)
 
 
-def create_schedule(config: Any, total_steps: int | None = None) -> LearningRateSchedule:
+def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) -> LearningRateSchedule:
     """From a `policy` or `value` section: its effective optimizer and scheduler."""
     optimizer, schedule = config.effective_optimizer(), config.effective_scheduler()
     if isinstance(schedule, MegatronSchedule):
@@ -168,7 +173,7 @@ def create_schedule(config: Any, total_steps: int | None = None) -> LearningRate
     return TorchLearningRate(optimizer.lr, optimizer.weight_decay, schedule)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Scheduler state as JSON: plain numbers, lists and dictionaries (attributes that are code are left out)."""
     if isinstance(value, dict):
         return {

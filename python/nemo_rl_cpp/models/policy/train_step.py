@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, row_batch, wanted_tokens
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.generation import GenerationConfig
+
+
+Loss: TypeAlias = Callable[..., object]
+"""A loss of this package, or any callable: see `evaluate_loss` and `evaluate_value_loss`."""
 
 
 class NonFiniteError(RuntimeError):
@@ -30,7 +37,7 @@ class Scoring:
     top_k: int = 0
 
     @staticmethod
-    def of(generation: Any) -> Scoring:
+    def of(generation: GenerationConfig) -> Scoring:
         """From `policy.generation`. Greedy decoding (temperature 0) reports temperature 1 without a filter."""
         if generation.temperature == 0:
             return Scoring()
@@ -128,8 +135,8 @@ class TrainingPass:
         blocks: whose gradients are added along a fixed tree, see `Ranks.blocks`.
     """
 
-    trainer: Any
-    loss_fn: Any
+    trainer: C.Trainer
+    loss_fn: Loss
     batching: MicroBatching
     scoring: Scoring = Scoring()
     evaluate: Callable[..., LossResult] | None = None
@@ -250,7 +257,9 @@ class _GlobalBatch:
         self.way.trainer.backward(d_outputs, d_unfiltered)
 
 
-def fused_token_loss(trainer: Any, loss_fn: Any, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring) -> Any:
+def fused_token_loss(
+    trainer: C.Trainer, loss_fn: Loss, data: RaggedBatch, counts: GlobalCounts, scoring: Scoring
+) -> C.TokenLoss | None:
     """The loss for the head to ask while it holds a token's logits, which saves computing them again; None where the loss
     looks at whole sequences or is a plain callable, and where the head does not allow it."""
     if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
@@ -288,7 +297,7 @@ class LossResult:
 
 
 def evaluate_loss(
-    loss_fn: Any, curr_logprobs: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool
+    loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
     """Of log-probabilities [b, width]: the native loss, or any callable on log-probabilities that require grad. A loss
     sees them without column 0, whose token has none."""
@@ -332,7 +341,7 @@ def evaluate_loss(
 
 
 def evaluate_value_loss(
-    loss_fn: Any, values: Tensor, micro: Mapping[str, Any], counts: GlobalCounts, *, need_grad: bool
+    loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
     """Of values [b, width], column t the value of the state before token t (column 0 is 0): the native loss, or any
     callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) on values that require grad."""
@@ -371,7 +380,7 @@ def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
         )
 
 
-def first_bad_gradient(trainer: Any, data: RaggedBatch, begin: int, end: int, run: Callable[..., Any]) -> str:
+def first_bad_gradient(trainer: C.Trainer, data: RaggedBatch, begin: int, end: int, run: Callable[..., object]) -> str:
     """Where a gradient that is not finite comes from: " (it comes from sample 3, token 7)", or "" where no sample alone gives one.
 
     Samples, then tokens, are tried by halves, `run(data, begin, end)` forward and backward each, since the sum over a batch does

@@ -1,7 +1,6 @@
 """The value model of PPO. `Value` and its interface load torch, so they are imported when they are asked for."""
 
 from importlib import import_module
-from typing import Any
 
 from nemo_rl_cpp.config.value import ValueConfig
 
@@ -10,7 +9,7 @@ _EXPORTS = {"Value": "lm_value", "ValueInterface": "interfaces", "ValueOutputSpe
 __all__ = ["Value", "ValueConfig", "ValueInterface", "ValueOutputSpec"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.policy.train_step import TrainingPass, evaluate_value_loss
+from nemo_rl_cpp.models.policy.train_step import Loss, TrainingPass, evaluate_value_loss
 from nemo_rl_cpp.models.trained_model import TrainedModel, Updates, in_layout_of
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.value import ValueConfig
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+    from nemo_rl_cpp.models.json_values import JsonObject
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
+    from nemo_rl_cpp.telemetry.timer import Timer
 
 
 class Value(TrainedModel, ValueInterface):
@@ -36,7 +44,8 @@ class Value(TrainedModel, ValueInterface):
     value_head = True
 
     def __init__(
-        self, cluster: Any, config: Any, tokenizer: Any, name_prefix: str = "lm_value", workers_per_node: Any = None,
+        self, cluster: RayVirtualCluster | None, config: ValueConfig, tokenizer: TokenizerType | None, name_prefix: str = "lm_value",
+        workers_per_node: object = None,
         init_optimizer: bool = True, weights_path: str | Path | None = None, optimizer_path: str | Path | None = None,
         *, total_steps: int | None = None, seed: int = 0, ranks: Ranks | None = None,
     ):  # fmt: skip
@@ -47,7 +56,7 @@ class Value(TrainedModel, ValueInterface):
         self.name = name_prefix
 
     def get_values(
-        self, data: Mapping[str, Any] | RaggedBatch, timer: Any = None, micro_batch_size: int | None = None
+        self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """{"values": [T], or [B, S] of padded `data`}: the value of the state before each token; 0 where `token_mask` or
         `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, of every token but the first."""
@@ -55,9 +64,9 @@ class Value(TrainedModel, ValueInterface):
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
 
     def train(
-        self, data: Mapping[str, Any] | RaggedBatch, loss_fn: Any, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
-        timer: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, data: Mapping[str, object] | RaggedBatch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> TrainingResult:  # fmt: skip
         """One optimizer step a global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Args:
@@ -70,7 +79,7 @@ class Value(TrainedModel, ValueInterface):
         return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
 
     def train_part(
-        self, data: RaggedBatch, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+        self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> Updates:
         """What `train` does, on this rank's samples of the batch."""
         gbs = self._global_batch_size(data.size, gbs)
@@ -80,13 +89,13 @@ class Value(TrainedModel, ValueInterface):
         )  # fmt: skip
         return self._pass_over(data, gbs, way, eval_mode)
 
-    def prepare_for_inference(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_inference(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: weights and workspace stay where they are."""
 
-    def finish_inference(self, *args: Any, **kwargs: Any) -> None:
+    def finish_inference(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: values keep no state."""
 
-    def saved_config(self) -> dict[str, Any]:
+    def saved_config(self) -> JsonObject:
         """The checkpoint's config.json names the transformers class with one label, which reads it as it is."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiers import is_in_a_slow_folder
+from tiers import SLOW_FIXTURES, is_in_a_slow_folder
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -14,7 +14,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if is_in_a_slow_folder(item.path):
+        if is_in_a_slow_folder(item.path) or SLOW_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
     if any(item.get_closest_marker("gpu") for item in items):
         _deselect_without_a_gpu(config, items)

@@ -1,4 +1,4 @@
-"""The fast tier, `pytest -m "not slow"`, is what is left without these folders and without the tests marked `slow`."""
+"""The fast tier, `pytest -m "not slow"`, is what is left without these folders and fixtures and without the tests marked `slow`."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ SLOW_FOLDERS = {
     "parity": "models of transformers are built and compared with",
     "unit/cuda": "the CUDA kernels are compiled for the CPU",
 }
+SLOW_FIXTURES = {"hf_smollm2": "transformers is loaded, which takes seconds"}
 
 
 def is_in_a_slow_folder(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,10 @@ def source_files():
         yield from (p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes and "__pycache__" not in p.parts)
 
 
+@cache
 def definitions(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def functions(path):

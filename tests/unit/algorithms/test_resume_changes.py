@@ -82,6 +82,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", SAID)
 def test_what_may_change_is_said(root, run_of_two_steps, capsys, overrides):
     parts = [overrides] if "'" in overrides else overrides.split()
@@ -246,6 +247,7 @@ def config_of(root, base, *overrides, **paths):
     return load_grpo_config("grpo_tiny.yaml", [*fixed, *RUN, *own(base, **paths), *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, paths, overrides, words",
     [row for row in REFUSED if "tokenizer" not in row[0] and "rows" not in row[0]],

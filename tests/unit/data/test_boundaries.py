@@ -199,6 +199,7 @@ def test_a_configuration_made_for_nemo_rl_takes_all_ends(tmp_path, tiny):
 # ---- side files
 
 
+@pytest.mark.slow
 def test_tokens_of_side_files_as_in_transformers(tiny, tmp_path):
     from transformers import AutoTokenizer
 
@@ -219,6 +220,7 @@ def test_tokens_of_side_files_as_in_transformers(tiny, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode(text) == ours.encode(text)
 
 
+@pytest.mark.slow
 def test_added_tokens_decoder_alone_counts_where_it_is(tiny, tmp_path):
     from transformers import AutoTokenizer
 
@@ -235,6 +237,7 @@ def test_added_tokens_decoder_alone_counts_where_it_is(tiny, tmp_path):
     assert ours.encode("1 <end>2") == [5, 16, 6]
 
 
+@pytest.mark.slow
 def test_an_id_that_no_token_can_get_is_said(tiny, tmp_path):
     from transformers import AutoTokenizer
 

@@ -201,6 +201,7 @@ def test_byte_fallback_tokens_are_their_bytes(tmp_path):
     assert tokenizer.decode(ids) == "a a\u00e9\n"
 
 
+@pytest.mark.slow
 def test_saved_folder_is_read_back_alike_by_both(smollm2, tmp_path):
     from transformers import AutoTokenizer
 
@@ -243,6 +244,7 @@ def test_named_templates_and_dictionary_tokens(tiny, tmp_path):
     assert Tokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
 
 
+@pytest.mark.slow
 def test_tiny_tokenizer(tmp_path):
     from transformers import AutoTokenizer
 

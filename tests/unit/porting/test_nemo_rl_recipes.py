@@ -153,6 +153,7 @@ def test_what_is_refused_is_refused_by_a_known_reason(walk):
     assert unknown == set()
 
 
+@pytest.mark.slow
 def test_every_recipe_that_loads_says_what_is_folded(walk):
     for name, config in loaded(walk).items():
         text = fold_text(config)

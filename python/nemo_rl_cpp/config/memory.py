@@ -103,7 +103,8 @@ def _is_size(value: object) -> TypeGuard[int]:
 def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     """Phases with their peak memory in bytes, or None when the model's sizes are not known on this machine.
 
-    An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top.
+    An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several processes it is
+    the sum: each has the weights, its gradients and its micro-batch; masters and optimizer are shared out among them.
     """
     policy = config.policy
     sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
@@ -120,8 +121,12 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     if config.cluster.device == "cpu":
         resting += _packed_weights(policy, sizes)
 
+    count = config.cluster.processes
+
     def phase(name: str, *parts: tuple[str, float]) -> Phase:
-        return Phase(name, (*resting, *parts))
+        return Phase(
+            name, tuple((part, size * (1 if part.endswith(_ONCE) else count)) for part, size in (*resting, *parts))
+        )
 
     phases = [
         phase(
@@ -136,15 +141,25 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         ),
         phase(
             "policy training",
-            ("policy gradients", sizes.parameters * 4.0),
+            ("policy gradients", sizes.parameters * 4.0 * _gradients_at_once(policy, count)),
             ("activations", _activations(policy, sizes)),
             ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
         ),
     ]
     if value is not None:
-        gradients, activations = value.backbone_parameters * 4.0, _activations(config.value, value)
+        gradients = value.backbone_parameters * 4.0 * _gradients_at_once(config.value, count)
+        activations = _activations(config.value, value)
         phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
+
+
+_ONCE = ("master weights", "optimizer", "KV cache", "logits")
+"""Parts that several processes share out among them; each of the others is there in every process."""
+
+
+def _gradients_at_once(model: TrainedModelConfig, processes: int) -> int:
+    """Whole gradients that a process holds while it adds its blocks along the tree."""
+    return max(1, (model.gradient_blocks or processes) // processes).bit_length()
 
 
 def checkpoint_bytes(config: TrainMasterConfig) -> float | None:

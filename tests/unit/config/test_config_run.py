@@ -128,6 +128,28 @@ def test_forecast_by_hand(tmp_path):
     assert _parts(with_reference, "generation")["reference weights"] == 2 * n
 
 
+def test_forecast_of_several_processes_is_their_sum():
+    def parts(*overrides):
+        phases = {
+            phase.name: dict(phase.parts)
+            for phase in forecast(load_grpo_config("grpo_arithmetic_smollm2.yaml", list(overrides)))
+        }
+        return phases["policy training"]
+
+    one = parts("policy.gradient_blocks=4")
+    two = parts("policy.gradient_blocks=4", "cluster.executor=processes", "cluster.gpus_per_node=2")
+    assert two["policy weights"] == 2 * one["policy weights"] and two["activations"] == 2 * one["activations"]
+    assert (
+        two["policy optimizer"] == one["policy optimizer"]
+        and two["policy master weights"] == one["policy master weights"]
+    )
+    # four blocks in one process: three gradients at once, of 4, 2 and 1 blocks; two blocks in each of two: two
+    assert (
+        one["policy gradients"] * 2 * 2 == two["policy gradients"] * 3
+        and one["policy gradients"] == 3 * parts()["policy gradients"]
+    )
+
+
 def test_forecast_of_ppo_holds_the_value_model():
     overrides = [
         f"policy.hf_config_overrides={{{', '.join(f'{k}: {str(v).lower()}' for k, v in SMOL.items())}}}".replace(

@@ -16,9 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed import worker_calls
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, WorkerLostError, Workers, reason
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them
 
@@ -212,7 +216,7 @@ class ProcessWorkers(Workers):
         self._store = None
 
 
-def meeting_place(host: str, deadline: float):
+def meeting_place(host: str, deadline: float) -> TCPStore:
     """A TCP store at `host`, on a free port, where ranks meet (`ranks.connect`)."""
     import torch.distributed as dist
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 from nemo_rl_cpp.distributed import worker_calls
 from nemo_rl_cpp.distributed.process_workers import meeting_place
@@ -63,8 +64,7 @@ class RayWorkers(Workers):
     tells_events = False
 
     def __init__(self, count: int, threads: int, silence: float, deadline: float) -> None:
-        import ray
-
+        ray = ray_module()
         self._ray, self._silence, self._count = ray, silence, count
         self._actors, self._calls, self._places = [], {}, None
         self.pids, self._here = [], []  # numbers of all processes, and of those on this node
@@ -122,7 +122,17 @@ class RayWorkers(Workers):
         """See `Workers.call`; it cannot tell of an event."""
         if event is not None:
             raise ValueError(f"{method}: an actor tells of nothing before its call has ended (tells_events is False)")
-        return self._started(rank, method.strip("_"), self._actors[rank].call.remote(target, method, payload))
+        what = method.strip("_")
+        if not self._actors:
+            call = WorkerCall(rank, self._count, what)
+            call.set(
+                None,
+                WorkerLostError(
+                    f"the workers of this cluster have ended: rank {rank} of {self._count} cannot do: {what}"
+                ),
+            )
+            return call
+        return self._started(rank, what, self._actors[rank].call.remote(target, method, payload))
 
     def _started(self, rank: int, what: str, reference: object) -> WorkerCall:
         call = WorkerCall(rank, self._count, what)
@@ -187,7 +197,7 @@ class RayWorkers(Workers):
 class _Beats:
     """How long the actors have been silent, asked every few seconds."""
 
-    def __init__(self, ray, actors: list, ranks: list[int]) -> None:
+    def __init__(self, ray: ModuleType, actors: list, ranks: list[int]) -> None:
         self._ray, self._actors = ray, actors
         self._looked = time.monotonic()
         self._heard, self._asked = dict.fromkeys(ranks, self._looked), {}
@@ -206,10 +216,17 @@ class _Beats:
         return now - self._heard[rank]
 
 
-def start_ray(cpus: int) -> bool:
-    """Joins or starts a Ray cluster; whether one was started, for at least so many CPUs. One that runs already is used."""
+def ray_module() -> ModuleType:
+    """Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share this environment."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
     import ray
 
+    return ray
+
+
+def start_ray(cpus: int) -> bool:
+    """Joins or starts a Ray cluster; whether one was started, for at least so many CPUs. One that runs already is used."""
+    ray = ray_module()
     if ray.is_initialized():
         return False
     if os.environ.get("RAY_ADDRESS"):
@@ -219,4 +236,4 @@ def start_ray(cpus: int) -> bool:
     return True
 
 
-__all__ = ["RayWorkers", "start_ray"]
+__all__ = ["RayWorkers", "ray_module", "start_ray"]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from functools import partial
 
@@ -104,11 +105,12 @@ def test_a_job_that_is_signalled_is_ended_by_its_own_process(cluster):
 
 
 def test_an_error_in_the_users_code_says_so(cluster, tmp_path, monkeypatch):
-    (tmp_path / "my_reward.py").write_text("def build(ranks):\n    raise KeyError('truth')\n")
+    (tmp_path / "users_builder.py").write_text("def build(ranks):\n    raise KeyError('truth')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import my_reward
+    import users_builder
 
+    monkeypatch.delitem(sys.modules, "users_builder")
     with pytest.raises(KeyError) as caught:
-        RayWorkerGroup(cluster, my_reward.build)
+        RayWorkerGroup(cluster, users_builder.build)
     said = one_sentence(caught.value)
-    assert "your code failed with KeyError" in said and "my_reward.py:2" in said and "(rank 0 of 2)" in said
+    assert "your code failed with KeyError" in said and "users_builder.py:2" in said and "(rank 0 of 2)" in said

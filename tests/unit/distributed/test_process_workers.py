@@ -1,5 +1,6 @@
 """Worker processes: what they answer, and what the run's process learns when one of them fails, ends or is silent."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -105,11 +106,13 @@ def test_a_job_that_is_signalled_is_ended_by_its_own_process(cluster):
 
 
 def test_an_error_in_the_users_code_says_so(cluster, tmp_path, monkeypatch):
-    (tmp_path / "users_builder.py").write_text("def build(ranks):\n    raise KeyError('truth')\n")
+    file = tmp_path / "users_builder.py"
+    file.write_text("def build(ranks):\n    raise KeyError('truth')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import users_builder
-
-    monkeypatch.delitem(sys.modules, "users_builder")
+    spec = importlib.util.spec_from_file_location("users_builder", file)
+    users_builder = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "users_builder", users_builder)  # gone after the test
+    spec.loader.exec_module(users_builder)
     with pytest.raises(KeyError) as caught:
         RayWorkerGroup(cluster, users_builder.build)
     said = one_sentence(caught.value)

@@ -1,6 +1,6 @@
 // The communicator of a run's processes.
 #include "bindings/module.h"
-#include "distributed/gradient_sums.h"
+#include "distributed/communicator.h"
 
 namespace nemo_rl::bindings {
 namespace {
@@ -41,16 +41,6 @@ void bind_distributed(py::module_& m) {
       .def("receive", &Communicator::receive, py::arg("tensor"), py::arg("source"), phase(), release_gil())
       .def("barrier", &Communicator::barrier, phase(), release_gil());
   m.def("gloo_communicator", &gloo_communicator, py::arg("group_name"), py::arg("seconds"));
-  m.def(
-      "shard_of",
-      [](std::int64_t total, int rank, int size, std::int64_t block) {
-        const auto shard = shard_of(total, rank, size, block);
-        return py::make_tuple(shard.begin, shard.end);
-      },
-      py::arg("total"), py::arg("rank"), py::arg("size"), py::arg("block"));
-  m.def("reduce_scatter", &reduce_scatter, py::arg("ranks"), py::arg("flat"), py::arg("block"), phase(), release_gil());
-  m.def("all_gather_shards", &all_gather_shards, py::arg("ranks"), py::arg("flat"), py::arg("block"), phase(),
-        release_gil());
 }
 
 }  // namespace nemo_rl::bindings

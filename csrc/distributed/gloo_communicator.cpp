@@ -28,8 +28,7 @@ class GlooCommunicator final : public Communicator {
     check(out, phase), check(in, phase);
     if (in.numel() == 0) return;
     run(phase, [&] {
-      // In rows: as bytes of one dimension, a split can be any part of it.
-      std::vector<std::int64_t> splits;
+      std::vector<std::int64_t> splits;  // none: equal parts
       c10d::AllToAllOptions options;
       options.timeout = deadline_;
       auto to = out.view({out.size(0), -1}), from = in.view({in.size(0), -1});

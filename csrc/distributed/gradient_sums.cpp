@@ -11,7 +11,8 @@ namespace {
 
 constexpr std::int64_t kBucketBytes = std::int64_t{16} << 20;  ///< of one rank: what travels at once
 
-/// f(staging [N, n], offset): once a bucket; what belongs to rank r of it is flat[shard(r).begin + offset ...].
+/// f(offset, n) once a bucket: of rank r it holds the n elements from shard(r).begin + offset on, or what is left of
+/// them.
 template <class F>
 void for_each_bucket(const Communicator& ranks, const at::Tensor& flat, std::int64_t block, const F& f) {
   NRL_CHECK(flat.dim() == 1 && flat.is_contiguous(), "shards are of a flat buffer, got ", flat.sizes());

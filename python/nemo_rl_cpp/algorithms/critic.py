@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.algorithms.step_metrics import TrainingResult, training_metrics
+from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.value.interfaces import ValueInterface
 from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.loss.interfaces import LossFunction
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
 
 
 class Critic:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.models.policy.train_step import Exactness
+    from nemo_rl_cpp.models.policy.interfaces import TrainingResult
 
 Metrics = dict[str, float | str | None | list[float]]
 """Numbers by their names; a list is a histogram, a text a digest, None what was not asked for."""
-
-
-class TrainingResult(TypedDict):
-    """What a model's `train` returns: one `loss` and `grad_norm` a global batch, one value a micro-batch of each metric."""
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    all_mb_metrics: dict[str, list[float]]
-    prev_logprobs: NotRequired[torch.Tensor]
-    exactness: NotRequired[Exactness | None]
-
 
 _MEANS = {
     "lr",

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed import worker_calls
-from nemo_rl_cpp.distributed.worker_calls import WorkerCall, WorkerLostError, Workers, reason
+from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -177,8 +177,8 @@ class ProcessWorkers(Workers):
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """See `Workers.wait`."""
-        failed_at, looked_at = None, time.monotonic()
-        while not all(call.done() for call in calls):
+        patience, looked_at = Patience(calls), time.monotonic()
+        while not all(call.done() for call in calls) and not patience.is_over():
             with self._changed:
                 self._changed.wait_for(
                     lambda: all(call.done() for call in calls) or any(call.events for call in calls), _SLICE
@@ -194,20 +194,9 @@ class ProcessWorkers(Workers):
             silent = [call for call in waiting if now - self._workers[call.rank].last_beat > self._silence]
             if silent:
                 silent[0].set(None, self._workers[silent[0].rank].lost())
-                break
-            if any(isinstance(call.error, WorkerLostError) for call in calls):
-                break
-            if any(call.error for call in calls):  # the others may say why; those that go on waiting for it are ended
-                failed_at = failed_at or time.monotonic()
-                if time.monotonic() - failed_at > worker_calls.GRACE_SECONDS:
-                    break
         for call in calls:
             call.tell_events()
-        if error := reason(calls):
-            if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
-                self.kill()
-            raise error
-        return [call.result() for call in calls]
+        return values_of(calls, self)
 
     def kill(self) -> None:
         """See `Workers.kill`."""

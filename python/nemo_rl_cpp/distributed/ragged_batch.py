@@ -104,6 +104,14 @@ class RaggedBatch:
         """The [T, ...] of each sample, as views."""
         return of_tokens.split(self.lengths.tolist())
 
+    def of_samples(self, value: object, rows: list[int]) -> object:
+        """Of these samples: of a tensor [B, ...] or a list with an item a sample; what belongs to the whole batch is given back."""
+        if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
+            return value[torch.tensor(rows, dtype=torch.int64)]
+        if isinstance(value, list) and len(value) == self.size:
+            return [value[row] for row in rows]
+        return value
+
     # ---- padded
 
     @cached_property

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from nemo_rl_cpp.distributed import worker_calls
 from nemo_rl_cpp.distributed.process_workers import meeting_place
-from nemo_rl_cpp.distributed.worker_calls import WorkerCall, WorkerLostError, Workers, reason
+from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
 from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects
 
 _SLICE = 0.5  # seconds of one wait
@@ -141,8 +140,8 @@ class RayWorkers(Workers):
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """See `Workers.wait`."""
-        failed_at, beats = None, _Beats(self._ray, self._actors, [call.rank for call in calls])
-        while waiting := [call for call in calls if not call.done()]:
+        patience, beats = Patience(calls), _Beats(self._ray, self._actors, [call.rank for call in calls])
+        while (waiting := [call for call in calls if not call.done()]) and not patience.is_over():
             self._ray.wait([self._calls[call] for call in waiting], num_returns=len(waiting), timeout=_SLICE)
             for call in waiting:
                 self._look_at(call)
@@ -151,17 +150,7 @@ class RayWorkers(Workers):
                     call.set(
                         None, self._lost(call, f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)")
                     )
-            if any(isinstance(call.error, WorkerLostError) for call in calls):
-                break
-            if any(call.error for call in calls):
-                failed_at = time.monotonic() if failed_at is None else failed_at
-                if time.monotonic() - failed_at > worker_calls.GRACE_SECONDS:
-                    break
-        if error := reason(calls):
-            if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
-                self.kill()
-            raise error
-        return [call.result() for call in calls]
+        return values_of(calls, self)
 
     def _look_at(self, call: WorkerCall) -> None:
         ready, _ = self._ray.wait([self._calls[call]], timeout=0)

@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 
 from nemo_rl_cpp.distributed.worker_objects import WorkerObjects
@@ -48,7 +49,7 @@ class SocketWorker:
     def _beat(self) -> None:
         while True:
             self._send("beat", 0, None)
-            threading.Event().wait(BEAT_SECONDS)
+            time.sleep(BEAT_SECONDS)
 
     def _send(self, kind: str, number: int, value: object) -> None:
         data = pickle.dumps((kind, number, value), protocol=pickle.HIGHEST_PROTOCOL)

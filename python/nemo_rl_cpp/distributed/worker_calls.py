@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -77,4 +78,30 @@ def reason(calls: Sequence[WorkerCall]) -> BaseException | None:
     return min((call.error for call in calls if call.error is not None), key=order, default=None)
 
 
-__all__ = ["GRACE_SECONDS", "WorkerCall", "WorkerLostError", "Workers", "reason"]
+class Patience:
+    """How long calls are waited for once one of them has failed: the others may say why, for `GRACE_SECONDS`; those that go on
+    waiting for the failed one are then given up. Where a worker is lost there is nothing to wait for."""
+
+    def __init__(self, calls: Sequence[WorkerCall]) -> None:
+        self._calls = calls
+        self._failed_at: float | None = None
+
+    def is_over(self) -> bool:
+        """Asked again and again while the calls run."""
+        errors = [call.error for call in self._calls if call.error is not None]
+        if errors and self._failed_at is None:
+            self._failed_at = time.monotonic()
+        lost = any(isinstance(error, WorkerLostError) for error in errors)
+        return lost or (bool(errors) and time.monotonic() - self._failed_at > GRACE_SECONDS)
+
+
+def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
+    """What `Workers.wait` gives or raises when it waits no longer; workers that cannot go on are ended."""
+    if error := reason(calls):
+        if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
+            workers.kill()
+        raise error
+    return [call.result() for call in calls]
+
+
+__all__ = ["GRACE_SECONDS", "Patience", "WorkerCall", "WorkerLostError", "Workers", "reason", "values_of"]

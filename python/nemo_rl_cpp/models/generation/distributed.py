@@ -123,12 +123,10 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
     taken[index] = True
     tokens = {name: value[batch.by_token(taken)] for name, value in batch.tokens.items()}
     samples = {
-        name: value[index] if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch.size
-        else [value[row] for row in rows] if isinstance(value, list) and len(value) == batch.size
-        else value
+        name: batch.of_samples(value, rows)
         for name, value in batch.samples.items()
         if name in GenerationDatumSpec.__annotations__ or isinstance(value, torch.Tensor)
-    }  # fmt: skip
+    }
     return RaggedBatch(offsets_of(batch.lengths[index]), tokens, samples, pad_token_id=batch.pad_token_id)
 
 

@@ -121,13 +121,7 @@ class MicroBatch:
         index = torch.tensor(self.rows)
         data: dict[str, object] = {name: self.padded(value) for name, value in batch.tokens.items()}
         data["input_lengths"] = batch.lengths[index].int()
-        for name, value in batch.samples.items():
-            if isinstance(value, Tensor) and value.dim() and len(value) == batch.size:
-                data[name] = value[index]
-            elif isinstance(value, list) and len(value) == batch.size:
-                data[name] = [value[i] for i in self.rows]
-            else:
-                data[name] = value
+        data |= {name: batch.of_samples(value, self.rows) for name, value in batch.samples.items()}
         for name in ("token_mask", "sample_mask"):
             data[name] = data[name].float()
         return data

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, row_batch, wanted_tokens
+from nemo_rl_cpp.models.policy.micro_batches import MicroBatch, MicroBatching, plan, wanted_tokens
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.generation import GenerationConfig
@@ -174,8 +174,8 @@ class _GlobalBatch:
         if train and hasattr(way.loss_fn, "zero_gradient_rows"):
             self.apart = way.loss_fn.zero_gradient_rows(data)
         blocks = way.ranks.blocks(data, begin, end, way.blocks)
-        self.batch = row_batch(data, self.wanted)
-        self.blocks = [plan(data, self.wanted, rows, way.batching, self.apart)[1] for rows in blocks]
+        plans = [plan(data, self.wanted, rows, way.batching, self.apart) for rows in blocks]
+        self.batch, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
         outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)
         self.result = GlobalBatchResult(outputs)
         has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0

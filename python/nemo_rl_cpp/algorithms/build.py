@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms import grpo, ppo
 from nemo_rl_cpp.algorithms.checkpointing import Resume
+from nemo_rl_cpp.algorithms.collection import BesideTraining, Collection, RolloutMaker, StepByStep
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
@@ -22,6 +24,7 @@ from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun
 from nemo_rl_cpp.algorithms.run_data import RunData, make_data, make_dataloader, make_tokenizer, make_val_dataloader
 from nemo_rl_cpp.algorithms.services import RunServices
+from nemo_rl_cpp.algorithms.step import shape_rewards
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
@@ -183,6 +186,14 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
             parts.checkpoints.facts["run"] = parts.logger.run_id
     generation = parts.generation or policy.create_generation(config.policy.generation, seed=loop.seed)
     algorithm = ALGORITHMS[config.algorithm]
+    refit = create_weight_synchronizer(policy, generation, "native", colocated=True)
+    prompts = PromptSource(parts.loader, loop.num_generations_per_prompt, state)
+    rollouts = RolloutRunner(
+        generation, parts.tokenizer, environments.train, config.policy.max_total_sequence_length,
+        loop.max_rollout_turns, length_penalty_of(config, parts.tokenizer),
+    )  # fmt: skip
+    sampler = GroupSampler.from_config(loop)
+    maker = RolloutMaker(generation, refit, prompts, rollouts, sampler, partial(shape_rewards, loop=loop))
     run = TrainingRun(
         config=config,
         state=state,
@@ -192,20 +203,20 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
         policy=policy,
         critic=NoCritic() if parts.value is None else Critic(parts.value, parts.value_loss_fn),
         generation=generation,
-        refit=create_weight_synchronizer(policy, generation, "native", colocated=True),
-        prompts=PromptSource(parts.loader, loop.num_generations_per_prompt, state),
-        rollouts=RolloutRunner(
-            generation, parts.tokenizer, environments.train, config.policy.max_total_sequence_length,
-            loop.max_rollout_turns, length_penalty_of(config, parts.tokenizer),
-        ),
-        sampler=GroupSampler.from_config(loop),
+        refit=refit,
+        prompts=prompts,
+        rollouts=rollouts,
+        sampler=sampler,
+        collection=make_collection(config, maker, state),
         advantages=algorithm.make_advantages(config),
         loss_fn=parts.loss_fn,
         validator=make_validator(config, generation, parts),
         services=make_services(config, parts),
         cluster=parts.cluster,
     )  # fmt: skip
-    resume_of(parts.checkpoints, state).load_sampler(run.sampler)
+    resume = resume_of(parts.checkpoints, state)
+    resume.load_sampler(run.sampler)
+    resume.load_ready_batches(run.collection)
     return run
 
 
@@ -341,6 +352,15 @@ def make_validator(config: TrainMasterConfig, generation: GenerationInterface, p
         generation, parts.val_loader, parts.tokenizer, parts.environments.validation or parts.environments.train, config.loop,
         config.policy, parts.logger, config.logger.num_val_samples_to_print,
     )  # fmt: skip
+
+
+def make_collection(config: TrainMasterConfig, maker: RolloutMaker, state: TrainState) -> Collection:
+    """In the step, or beside training where `async_grpo` or `async_ppo` is enabled."""
+    beside = config.loop.beside_training
+    if not beside.enabled:
+        return StepByStep(maker, state)
+    maker.failures_left = beside.failures_allowed
+    return BesideTraining(maker, state, beside.max_trajectory_age_steps, keeps=config.checkpointing.enabled)
 
 
 def length_penalty_of(

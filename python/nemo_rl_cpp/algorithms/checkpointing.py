@@ -6,6 +6,7 @@
       value/...                 the same of PPO's critic
       train_dataloader.json     position in the data
       trainer_state/sampler.*   prompt groups kept for the next step: JSON and safetensors, nothing that runs code
+      trainer_state/ready_batches.*  rollouts that were made beside training for later steps (`algorithms/collection.py`)
       trainer_state/identity.json   which model, tokenizer and rows these are, see `algorithms/resume.py`
       training_info.json        TrainState: steps, epochs, the draw counter that keys all random numbers
 
@@ -36,6 +37,7 @@ from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.preflight.resumed import IDENTITY
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.collection import Collection
     from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
     from nemo_rl_cpp.algorithms.observe import StepReport
     from nemo_rl_cpp.algorithms.run import TrainingRun
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
+READY_BATCHES = Path("trainer_state") / "ready_batches"
 
 
 class NotSavedError(FolderError):
@@ -77,6 +80,11 @@ class Resume(NamedTuple):
             )
         else:
             sampler.load_state_dict(kept)
+
+    def load_ready_batches(self, collection: Collection) -> None:
+        """Rollouts that were made for later steps."""
+        if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
+            collection.load_state_dict(read_state(self.path / READY_BATCHES))
 
 
 def _kept_groups(checkpoint: Path) -> SamplerState | None:
@@ -116,6 +124,7 @@ def save_checkpoint(run: TrainingRun, metric: dict[str, float]) -> Path:
     """
     checkpoints, state = run.services.checkpoints, run.state
     run.services.logger.flush()
+    run.collection.settle()
     with checkpoints.saving(state.step, state.to_training_info(metric), run.config) as folder:
         for name, model in run.models.items():
             optimizer = folder / name / "optimizer" if checkpoints.save_optimizer else None
@@ -124,6 +133,8 @@ def save_checkpoint(run: TrainingRun, metric: dict[str, float]) -> Path:
         (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
         if kept := run.sampler.state_dict():
             write_state(folder / SAMPLER_STATE, kept)
+        if ready := run.collection.state_dict():
+            write_state(folder / READY_BATCHES, ready)
         if checkpoints.identity:
             (folder / IDENTITY).write_text(
                 json.dumps(checkpoints.identity, indent=1, sort_keys=True) + "\n", encoding="utf-8"

@@ -7,13 +7,7 @@ what they are, `algorithms/build.py` how they are made. GRPO is the loop whose c
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.observe import observe, observe_start
-from nemo_rl_cpp.algorithms.step import (
-    mask_by_logprob_error,
-    report_step,
-    require_valid_tokens,
-    shape_rewards,
-    train_epochs,
-)
+from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, report_step, require_valid_tokens, train_epochs
 from nemo_rl_cpp.experience.logprobs import LogprobNeeds, add_logprobs
 from nemo_rl_cpp.experience.train_batch import build_train_batch
 
@@ -24,24 +18,13 @@ if TYPE_CHECKING:
 def train_loop(run: "TrainingRun") -> None:
     """Each turn takes one batch of rollouts from version `state.step` of the policy and trains on it: the next version."""
     config, loop, state = run.config, run.config.loop, run.state
-    needs = LogprobNeeds.of(config.loss_fn, loop.seq_logprob_error_threshold)
+    needs = LogprobNeeds.of(config.loss_fn, loop)
     observe_start(run)
     while not state.finished:
         with run.services.timer.step(state.step + 1) as timer:
-            with timer("prepare_for_generation/total"):
-                metrics = run.refit.sync_weights(timer=timer)
-                run.generation.prepare_for_generation()
-            while not run.sampler.full:  # one round, unless dynamic sampling asks for more
-                prompts = run.prompts.next()
-                with timer("generation"):
-                    rollouts = run.rollouts.run(prompts, weight_version=state.step)
-                with timer("reward_calculation"):
-                    rollouts = shape_rewards(rollouts, loop)
-                with timer("dynamic_sampling"):
-                    run.sampler.add(rollouts)  # the limit and its error live in the sampler
+            collected = run.collection.collect(timer)
+            samples, metrics = collected.samples, collected.metrics
             with timer("data_processing"):
-                run.generation.finish_generation()
-                samples = run.sampler.take(weight_version=state.step)
                 batch = build_train_batch(
                     samples, pad_token_id=run.tokenizer.pad_token_id, overlong_filtering=loop.overlong_filtering,
                     divisible_by=config.policy.make_sequence_length_divisible_by, is_trained=run.algorithm.is_trained,
@@ -57,8 +40,8 @@ def train_loop(run: "TrainingRun") -> None:
                 run.advantages.add(batch)
             metrics |= train_epochs(run, batch, timer)
             with timer("metrics"):
-                report = report_step(run, samples, batch, metrics)
+                report = report_step(run, collected, batch, metrics)
         state.advance(loop.num_prompts_per_step, int(batch.valid_mask.sum()))
-        for _ in range(run.prompts.pop_finished_epochs()):
+        for _ in range(collected.finished_epochs):
             state.next_epoch()
         observe(run, report)

@@ -80,6 +80,7 @@ def validate_now(run: TrainingRun) -> ValidationResult:
     """One validation with the current weights."""
     state, timer = run.state, run.services.timer
     with timer("validation"):
+        run.collection.settle()
         run.refit.sync_weights(timer=timer)
         result = run.validator.run(state.step)
     state.val_reward = float(result.metrics["accuracy"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from nemo_rl_cpp.algorithms.collection import Collection
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.ending import run_to_end
@@ -75,6 +76,7 @@ class TrainingRun:
         prompts: the next prompts, each G times.
         rollouts: lets the engine answer them and the environments score the answers.
         sampler: collects rollouts until there are enough to train on.
+        collection: makes a step's rollouts by the four above, in the step or beside the training of earlier ones.
         validator: None when there is nothing to validate on.
         cluster: the workers of policy, critic and engine, which `close` ends.
     """
@@ -91,6 +93,7 @@ class TrainingRun:
     prompts: PromptSource
     rollouts: RolloutRunner
     sampler: GroupSampler
+    collection: Collection
     advantages: Advantages
     loss_fn: LossFunction
     validator: Validator | None
@@ -133,6 +136,7 @@ class TrainingRun:
     def close(self, patience: float | None = None) -> None:
         """Ends the environments' and the cluster's processes and gives logs and checkpoint folder free; may be called again. An environment that
         does not answer for `patience` seconds is left behind; None: waits."""
+        self.collection.close()
         self.environments.close(patience)
         if self.cluster is not None:
             self.cluster.shutdown()

@@ -23,6 +23,7 @@ from nemo_rl_cpp.experience.batches import Rollouts, TrainBatch
 from nemo_rl_cpp.telemetry.timer import Timer
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.collection import Collected
     from nemo_rl_cpp.algorithms.run import TrainingRun
     from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
@@ -79,15 +80,15 @@ def train_policy(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
     return training_metrics(result)
 
 
-def report_step(run: TrainingRun, samples: Rollouts, batch: TrainBatch, metrics: Metrics) -> StepReport:
+def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: Metrics) -> StepReport:
     """Everything that is logged of a step but its times."""
+    samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(
         groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=run.config.loop.leave_one_out
     )
-    rollout_metrics = run.rollouts.pop_metrics()
     metrics = metrics | rollout_metrics | batch_metrics(samples, batch) | baseline_metrics(baseline)
-    metrics |= run.sampler.metrics | run.advantages.metrics
+    metrics |= collected.sampler_metrics | run.advantages.metrics
     trained = batch.is_valid
     histograms = {"baseline_reward": baseline.tolist()}
     names = [name for name in ("advantages", "values", "returns") if name in batch]

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from .asynchronous import AsyncConfig, AsyncGRPOConfig
 from .base import Int, Real, Section, key, no_effect, only, section
 from .estimators import GRPOEstimator
 from .length_penalty import LengthPenaltyConfig
@@ -30,16 +31,6 @@ class AdvEstimatorConfig(Section):
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the group's mean first")
 
 
-class AsyncGRPOConfig(Section):
-    """Asynchronous training of NeMo RL, which is not supported."""
-
-    enabled: bool = only(False, why="training while generating is not supported")
-    max_trajectory_age_steps: Int = no_effect(1)
-    max_generation_failures: Int = no_effect(0)
-    in_flight_weight_updates: bool = no_effect(False)
-    recompute_kv_cache_after_weight_updates: bool = no_effect(False)
-
-
 class GRPOConfig(LoopConfig):
     """The training loop of GRPO, DAPO and ProRLv2."""
 
@@ -58,12 +49,16 @@ class GRPOConfig(LoopConfig):
         None, "bonuses and penalties on length within each group, before reward_scaling and reward_shaping; null: none"
     )
     adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")
-    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "asynchronous training (not supported)")
+    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "rollouts beside training; null: not")
     calculate_advantages_on_gpu: bool = no_effect(False, "advantages are computed in C++")
     invalid_tool_call_advantage: Real | None = only(None, why="NeMo Gym's tool calls are not supported")
     malformed_thinking_advantage: Real | None = only(None, why="NeMo Gym's thinking checks are not supported")
     deduplicate_multimodal_data: bool = only(False, why="images and sound are not supported")
     debug_payload_metrics: bool = only(False, why="sizes of Ray messages are not measured")
+
+    @property
+    def beside_training(self) -> AsyncConfig:
+        return self.async_grpo or AsyncGRPOConfig()
 
     @property
     def masked_rewards_are_out(self) -> bool:

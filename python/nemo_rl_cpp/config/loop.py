@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+from .asynchronous import AsyncConfig
 from .base import Count, Int, NonNegative, Positive, Real, Section, Seed, key, section
 from .rewards import RewardScalingConfig, RewardShapingConfig
 
@@ -51,6 +52,16 @@ class LoopConfig(Section):
     )
     reward_scaling: RewardScalingConfig = section(RewardScalingConfig, "map rewards to another range")
     reward_shaping: RewardShapingConfig = section(RewardShapingConfig, "penalties on length")
+
+    @property
+    def beside_training(self) -> AsyncConfig:
+        """The section `async_grpo` or `async_ppo`."""
+        return AsyncConfig()
+
+    @property
+    def trajectory_age(self) -> int:
+        """A: how many versions of the weights a batch is old when it is trained; 0: rollouts are made in their own step."""
+        return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
     @property
     def policy_epochs(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, no_effect, only, section
+from .asynchronous import AsyncPPOConfig
+from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, section
 from .estimators import PPOEstimator
 from .loop import LoopConfig, other_default
 
@@ -17,17 +18,6 @@ class GAEConfig(Section):
     gae_lambda_value: Fraction | None = key(None, "VAPO: lambda of the returns; null: gae_lambda")
     gae_lambda_policy: Fraction | None = key(None, "VAPO: lambda of the advantages; null: gae_lambda")
     length_adaptive_alpha: NonNegative = key(0.0, "VAPO: policy lambda = 1 - 1/(alpha x response length); 0: off")
-
-
-class AsyncPPOConfig(Section):
-    """Asynchronous training of NeMo RL, which is not supported."""
-
-    enabled: bool = only(False, why="training while generating is not supported")
-    max_trajectory_age_steps: Int = no_effect(1)
-    warmup_generation_lead_steps: Int | None = no_effect(None)
-    in_flight_weight_updates: bool = no_effect(False)
-    recompute_kv_cache_after_weight_updates: bool = no_effect(False)
-    drop_incomplete_targets_on_restore: bool = no_effect(False)
 
 
 class PPOConfig(LoopConfig):
@@ -48,7 +38,7 @@ class PPOConfig(LoopConfig):
         "folder step_N of another run: a fresh run begins with its critic's weights, and a new optimizer and schedule; null: none",
     )
     adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
-    async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "asynchronous training (not supported)")
+    async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "rollouts beside training")
 
     @property
     def policy_epochs(self) -> int:

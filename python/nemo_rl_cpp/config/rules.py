@@ -32,6 +32,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     loop, name, policy = config.loop, config.algorithm, config.policy
     _check_loop(loop, name, report)
     _check_validation(loop, name, report)
+    _check_beside_training(config, report)
     rules_loss.check_policy_loss(config.loss_fn, report)
     estimator = "reinforce_plus_plus" if isinstance(config, GRPOMasterConfig) else "gae"
     rules_loss.check_kl(config.loss_fn, loop, name, estimator, report)
@@ -42,6 +43,31 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     if isinstance(config, PPOMasterConfig):
         _check_critic(config, report)
     _check_run(config, loop, name, report)
+
+
+def _check_beside_training(config: TrainMasterConfig, report: Report) -> None:
+    if not config.loop.beside_training.enabled:
+        return
+    name = f"{config.algorithm}.async_{config.algorithm}.enabled"
+    if config.policy.generation.colocated.enabled:
+        report.add(
+            name,
+            "needs engines with weights of their own: set policy.generation.colocated.enabled=false and its resources, with "
+            "cluster.executor processes or ray",
+            "policy.generation.colocated.enabled",
+        )
+    if not config.loss_fn.use_importance_sampling_correction:
+        report.add(
+            name,
+            "trains on responses of older weights, which the loss must correct: set loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.use_importance_sampling_correction",
+        )
+    if config.loss_fn.force_on_policy_ratio:
+        report.add(
+            name,
+            "trains on responses of older weights: set loss_fn.force_on_policy_ratio=false",
+            "loss_fn.force_on_policy_ratio",
+        )
 
 
 def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:

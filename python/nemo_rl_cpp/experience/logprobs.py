@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
@@ -16,15 +17,20 @@ class LogprobNeeds(NamedTuple):
         reference: the KL weight is not 0.
         previous: always score the batch before training, even where generation's log-probabilities are as good: for
             masking sequences by their error, which must be known before training.
+        corrected: the loss corrects samples of older weights by importance sampling, so their `prev_logprobs` are the present
+            policy's; else those of the policy that sampled them.
     """
 
     reference: bool
     previous: bool
+    corrected: bool = False
 
     @classmethod
-    def of(cls, loss: ClippedPGLossConfig, seq_logprob_error_threshold: float | None) -> "LogprobNeeds":
-        """By the `loss_fn` section (KL in the loss or in the reward) and the threshold."""
-        return cls(loss.reference_policy_kl_penalty != 0, seq_logprob_error_threshold is not None)
+    def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> "LogprobNeeds":
+        """By the sections `loss_fn` (KL in the loss or in the reward) and `grpo` or `ppo`."""
+        return cls(
+            loss.reference_policy_kl_penalty != 0, loop.seq_logprob_error_threshold is not None, loop.trajectory_age > 0
+        )
 
 
 def add_logprobs(
@@ -34,7 +40,7 @@ def add_logprobs(
 
     `prev_logprobs` are left out when the policy takes those of its first training forward (it is exact, see
     `Policy.skips_prev_logprobs`). Samples generated under older weights (`weight_version` is not the current one) keep the
-    log-probabilities of the policy that sampled them. Returns the metric `stale_samples`.
+    log-probabilities of the policy that sampled them, unless the loss corrects them. Returns the metric `stale_samples`.
     """
     policy.prepare_for_lp_inference()
     stale = (
@@ -44,7 +50,7 @@ def add_logprobs(
     )
     if needs.previous or stale.any() or not policy.skips_prev_logprobs:
         logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
-        if stale.any():
+        if stale.any() and not needs.corrected:
             logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)
         batch.prev_logprobs = logprobs
     if needs.reference:

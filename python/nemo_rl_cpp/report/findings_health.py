@@ -17,8 +17,9 @@ BETWEEN_STEPS = ("checkpointing", "validation")
 
 @rule
 def exactness(h: MetricHistory) -> Finding | None:
-    """Whether trainer and generator give the same probabilities."""
-    values = h.curve(ERROR).finite().values
+    """Whether trainer and generator give the same probabilities, in the steps whose samples the present weights made."""
+    stale = dict(zip(*h.curve("train/stale_samples")))
+    values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
     if not values:
         return None
     if all(value == 1.0 for value in values):
@@ -123,8 +124,8 @@ def stale_samples(h: MetricHistory) -> Finding | None:
     return Finding(
         "info",
         f"{count(number, 'sample')} came from an older version of the policy",
-        "dynamic_sampling_keep_surplus=true keeps surplus groups for the next step; exactness is claimed for "
-        "current samples only.",
+        "async_grpo and async_ppo generate beside training, and dynamic_sampling_keep_surplus=true keeps surplus groups for the "
+        "next step; exactness is claimed for current samples only.",
         name,
     )
 

@@ -98,6 +98,7 @@ def watch(run, names):
     run.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
     run.refit._generation = run.generation
     run.refit = Recorder(run.refit, names[WeightSynchronizer])
+    run.collection.maker.generation, run.collection.maker.refit = run.generation, run.refit
     if "value" in run.models:
         run.critic.model = Recorder(run.critic.model, names[ValueInterface])
         run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `assemble` has done before

@@ -53,8 +53,21 @@ def test_stale_samples_keep_the_policy_that_sampled_them():
     assert data["prev_logprobs"].tolist() == [[-3.0] * 3, [-1.0] * 3]
 
 
+def test_where_the_loss_corrects_stale_samples_the_present_policy_scores_all():
+    policy, data = Policy(exact=True), batch(versions=(4, 5))
+    assert add_logprobs(policy, data, LogprobNeeds(False, False, corrected=True), 5) == {"stale_samples": 1}
+    assert data["prev_logprobs"].tolist() == [[-1.0] * 3, [-1.0] * 3]
+
+
 @pytest.mark.parametrize(
-    "kl, threshold, expected", [(0.0, None, (False, False)), (0.01, None, (True, False)), (0, 2.0, (False, True))]
+    "kl, threshold, age, expected",
+    [
+        (0.0, None, 0, (False, False, False)),
+        (0.01, None, 0, (True, False, False)),
+        (0, 2.0, 0, (False, True, False)),
+        (0, None, 1, (False, False, True)),
+    ],
 )
-def test_needs_follow_the_configuration(kl, threshold, expected):
-    assert LogprobNeeds.of(SimpleNamespace(reference_policy_kl_penalty=kl), threshold) == expected
+def test_needs_follow_the_configuration(kl, threshold, age, expected):
+    loop = SimpleNamespace(seq_logprob_error_threshold=threshold, trajectory_age=age)
+    assert LogprobNeeds.of(SimpleNamespace(reference_policy_kl_penalty=kl), loop) == expected

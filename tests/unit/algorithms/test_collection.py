@@ -1,0 +1,282 @@
+"""Rollouts beside training: the same batches from the same weights in every order in which two threads can run."""
+
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+
+import pytest
+import torch
+from nemo_rl_cpp.algorithms.collection import BesideTraining, Collected, RolloutMaker, StepByStep
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.experience.batches import Rollouts
+from nemo_rl_cpp.telemetry.timer import Timer
+
+
+class Ended(BaseException):
+    """Ends a thread that waits when its test is over."""
+
+
+class Turns:
+    """Two threads, "train" and "generate", of which one runs at a time. At every gate the next is chosen: by `choices`, and by
+    the first that can run after these. `options` says afterwards how many could run at each gate."""
+
+    def __init__(self, choices):
+        self.choices, self.options, self.moved = choices, [], threading.Condition()
+        self.turn, self.can_run = "train", ["train"]
+        self.waits_for, self.jobs, self.errors = None, [], []
+
+    def gate(self, me):
+        with self.moved:
+            self._pass_on()
+            self._until_my_turn(me)
+
+    def _pass_on(self):
+        number = len(self.options)
+        choice = self.choices[number] if number < len(self.choices) else 0
+        self.options.append(len(self.can_run))
+        self.turn = self.can_run[choice]
+        self.moved.notify_all()
+
+    def _until_my_turn(self, me):
+        assert self.moved.wait_for(lambda: self.turn in (me, None), timeout=60), "both threads wait: a deadlock"
+        if self.turn is None:
+            raise Ended
+
+    def end(self):
+        """A thread that still waits ends."""
+        with self.moved:
+            self.turn = None
+            self.moved.notify_all()
+
+    def submit(self, job):
+        future = TurnFuture(self)
+        with self.moved:
+            self.jobs.append((job, future))
+            if "generate" not in self.can_run:
+                self.can_run.append("generate")
+                threading.Thread(target=self._work, daemon=True).start()
+        return future
+
+    def _work(self):
+        with suppress(Ended):
+            self._do_jobs()
+
+    def _do_jobs(self):
+        with self.moved:
+            self._until_my_turn("generate")
+        while True:
+            job, future = self.jobs.pop(0)
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+            with self.moved:
+                if self.waits_for is future:
+                    self.waits_for = None
+                    self.can_run.insert(0, "train")
+                if not self.jobs:
+                    self.can_run.remove("generate")
+                    self._pass_on()
+                    return
+                self._pass_on()
+                self._until_my_turn("generate")
+
+    def wait_for(self, future):
+        with self.moved:
+            if not future.done():
+                self.waits_for = future
+                self.can_run.remove("train")
+                self._pass_on()
+                self._until_my_turn("train")
+
+
+class TurnFuture(Future):
+    def __init__(self, turns):
+        super().__init__()
+        self.turns = turns
+
+    def result(self, timeout=None):
+        self.turns.wait_for(self)
+        return super().result(0)
+
+
+class Maker:
+    """Engine and trainer of a model: the engine's version is that of the last refit, and is read throughout a generation."""
+
+    def __init__(self, turns, state, epochs=lambda number: 0):
+        self.turns, self.state, self.generation, self.epochs = turns, state, self, epochs
+        self.version, self.busy, self.number, self.log = None, False, 0, []
+
+    def refresh(self, timer):
+        assert not self.busy, "the engine got new weights in the middle of a generation"
+        self.turns.gate("train")
+        self.version = self.state.step
+        return {"refit/version": float(self.version)}
+
+    def make(self, weight_version, timer):
+        self.busy, number, self.number = True, self.number, self.number + 1
+        for _ in range(2):
+            self.turns.gate("generate")
+            assert self.version == weight_version
+        self.busy = False
+        with timer("generation"):
+            rows = Rollouts({"total_reward": torch.tensor([float(number)])})
+        return Collected(rows, {}, {}, self.epochs(number), weight_version)
+
+    def finish_generation(self):
+        assert not self.busy
+        return True
+
+
+def run_model(choices, age, steps, save_after=None, resumed=None, begin=0):
+    """(what was trained as (batch, version that made it), what a checkpoint held, options at each gate)"""
+    turns, state, saved = Turns(choices), TrainState(max_num_steps=steps, total_steps=begin), None
+    maker = Maker(turns, state)
+    collection = BesideTraining(maker, state, age, keeps=True, submit=turns.submit)
+    if resumed is not None:
+        collection.load_state_dict(resumed)
+        maker.number = begin + len(resumed)
+    trained = []
+    while not state.finished:
+        collected = collection.collect(Timer())
+        trained.append((int(collected.samples.total_reward[0]), collected.weight_version))
+        assert collected.metrics["avg_trajectory_age"] == state.step - collected.weight_version
+        turns.gate("train")  # in the middle of training
+        state.advance()
+        if state.step == save_after:
+            collection.settle()
+            assert not maker.busy
+            saved = collection.state_dict()
+    collection.close()
+    turns.end()
+    return trained, saved, turns.options
+
+
+def every_order(run):
+    """The results of `run(choices)` for all choices that there are."""
+    choices = []
+    while choices is not None:
+        *result, options = run(choices)
+        yield result
+        played = choices + [0] * (len(options) - len(choices))
+        while played and played[-1] + 1 >= options[len(played) - 1]:
+            played.pop()
+        choices = [*played[:-1], played[-1] + 1] if played else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
+def test_every_order_of_the_two_threads_trains_the_same(age, steps):
+    expected = [(k, max(0, k - age)) for k in range(steps)]
+    orders = 0
+    for trained, saved in every_order(lambda choices: run_model(choices, age, steps, save_after=2)):
+        assert trained == expected
+        assert [int(batch["samples"]["total_reward"][0]) for batch in saved] == list(range(2, min(2 + age, steps)))
+        assert [batch["weight_version"] for batch in saved] == [max(0, k - age) for k in range(2, min(2 + age, steps))]
+        orders += 1
+    assert orders > 20, "the threads were not interleaved"
+
+
+def test_a_resumed_run_trains_what_the_unbroken_one_does():
+    whole, saved, _ = run_model([], age=2, steps=6, save_after=3)
+    rest, _, _ = run_model([], age=2, steps=6, resumed=saved, begin=3)
+    assert rest == whole[3:]
+
+
+def test_nothing_is_generated_after_the_last_step_or_epoch():
+    for age in (1, 2):
+        turns, state = Turns([]), TrainState(max_num_epochs=2)
+        maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
+        collection = BesideTraining(maker, state, age, submit=turns.submit)
+        while not state.finished:
+            for _ in range(collection.collect(Timer()).finished_epochs):
+                state.next_epoch()
+            state.advance()
+        assert (state.step, maker.number, state.stop_reason) == (4, 4, "max_num_epochs")
+        turns.end()
+
+
+def test_what_generation_raises_ends_the_step_that_needs_it():
+    turns, state = Turns([]), TrainState(max_num_steps=4)
+    maker = Maker(turns, state)
+    collection = BesideTraining(maker, state, 1, submit=turns.submit)
+    collection.collect(Timer())
+    collection.settle()
+    state.advance()
+
+    def fail(weight_version, timer):
+        raise OSError("the reward service is away")
+
+    maker.make = fail
+    collection.collect(Timer())  # the batch of step 2 was ready
+    state.advance()
+    with pytest.raises(OSError, match="the reward service is away"):
+        collection.collect(Timer())
+    turns.end()
+
+
+class Runner:
+    """Rollouts that fail for the first calls, and that extend the conversations which they are given, as rollouts do."""
+
+    def __init__(self, errors):
+        self.errors, self.given = list(errors), []
+
+    def run(self, prompts, weight_version):
+        self.given.append([len(log) for log in prompts["message_log"]])
+        for log in prompts["message_log"]:
+            log.append("a response")
+        if self.errors and (error := self.errors.pop(0)) is not None:
+            raise error
+        return Rollouts({"message_log": prompts["message_log"], "total_reward": torch.zeros(1)})
+
+    def pop_metrics(self):
+        return {}
+
+
+class Prompts:
+    def next(self):
+        return BatchedDataDict(message_log=[["a prompt"]])
+
+    def pop_finished_epochs(self):
+        return 0
+
+
+class OneRound:
+    full, metrics = False, {}
+
+    def add(self, rollouts):
+        self.rollouts, self.full = rollouts, True
+
+    def take(self, weight_version):
+        self.full = False
+        return self.rollouts
+
+
+def maker_of(runner, failures_left):
+    return RolloutMaker(None, None, Prompts(), runner, OneRound(), lambda rollouts: rollouts, failures_left)
+
+
+def test_a_round_that_failed_is_done_again_from_the_same_prompts(capsys):
+    runner = Runner([OSError("away"), None, OSError("away again"), None])
+    maker = maker_of(runner, failures_left=2)
+    for _ in range(2):
+        assert maker.make(0, Timer()).samples["message_log"] == [["a prompt", "a response"]]
+    assert runner.given == [[1]] * 4
+    assert "OSError: away again); 0 more may fail" in capsys.readouterr().out
+    runner.errors = [OSError("once more")]
+    with pytest.raises(OSError, match="once more"):
+        maker.make(0, Timer())
+
+
+def test_a_lost_worker_is_not_asked_again():
+    runner = Runner([WorkerLostError("engine worker 0 is gone")])
+    with pytest.raises(WorkerLostError):
+        maker_of(runner, failures_left=5).make(0, Timer())
+    assert len(runner.given) == 1
+
+
+def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
+    StepByStep(None, TrainState()).load_state_dict([{}, {}])
+    assert "2 batches that the checkpoint kept for later steps are left out" in capsys.readouterr().out

@@ -77,6 +77,7 @@ class TrainingRun:
         sampler: collects rollouts until there are enough to train on.
         validator: None when there is nothing to validate on.
         cluster: the workers of policy, critic and engine, which `close` ends.
+        engine_cluster: the workers of engines with weights of their own, likewise; None where there are none.
     """
 
     config: TrainMasterConfig
@@ -96,6 +97,7 @@ class TrainingRun:
     validator: Validator | None
     services: RunServices
     cluster: RayVirtualCluster | None = None
+    engine_cluster: RayVirtualCluster | None = None
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
@@ -134,8 +136,9 @@ class TrainingRun:
         """Ends the environments' and the cluster's processes and gives logs and checkpoint folder free; may be called again. An environment that
         does not answer for `patience` seconds is left behind; None: waits."""
         self.environments.close(patience)
-        if self.cluster is not None:
-            self.cluster.shutdown()
+        for cluster in (self.engine_cluster, self.cluster):
+            if cluster is not None:
+                cluster.shutdown()
         if self.services.logger is not None:
             self.services.logger.finish()
         if self.services.checkpoints is not None:

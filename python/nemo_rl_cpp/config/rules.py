@@ -12,6 +12,7 @@ from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, WholeConfig
+from .resources import check_resources, trainers_of
 
 
 def check(config: WholeConfig, report: Report) -> None:
@@ -131,8 +132,9 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
             f"is {config.cluster.max_restarts}, but a restart goes on from a checkpoint and checkpointing.enabled is false; set it true, or max_restarts=0",
             "checkpointing.enabled",
         )
+    check_resources(config, report)
     for model in ("policy", "value") if config.has_critic else ("policy",):
-        rules_model.check_blocks(getattr(config, model), model, config.cluster.processes, report)
+        rules_model.check_blocks(getattr(config, model), model, trainers_of(config), report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)

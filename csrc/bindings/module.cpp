@@ -3,6 +3,10 @@
 
 #include "common/cpu_capability.h"
 
+namespace nemo_rl::bindings {
+void bind_refit(py::module_& m);
+}
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "C++ core of nemo_rl_cpp; use it through the Python package";
   m.attr("torch_version") = NEMO_TORCH_VERSION;
@@ -14,6 +18,7 @@ PYBIND11_MODULE(_C, m) {
   nemo_rl::bindings::bind_attention(m);
   nemo_rl::bindings::bind_ops(m);
   nemo_rl::bindings::bind_distributed(m);
+  nemo_rl::bindings::bind_refit(m);
   nemo_rl::bindings::bind_model(m);
   nemo_rl::bindings::bind_generation(m);
 }

@@ -155,7 +155,7 @@ def in_user_code(
     return _as_type_of(error)(f"{what} {said}, in {place}" + (f"; {hint}" if hint else ""))
 
 
-RAISED_ON = "raised on rank"
+RAISED_ON = "raised on"
 """So begins the note of an exception that a worker has raised (`distributed/worker_calls.py`)."""
 
 

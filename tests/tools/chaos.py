@@ -3,7 +3,8 @@
     python tests/tools/chaos.py --each 20
     python tests/tools/chaos.py --each 5 --victims "rank 1" --config configs/ppo_tiny.yaml
 
-Victims are rank 0, rank 1 and the run's own process ("driver"); each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two
+Victims are rank 0, rank 1, the worker of an engine with weights of its own (with `--engines 0` there is none, and ranks generate) and the
+run's own process ("driver"); each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two
 seconds), in turns. Within the deadline the run must have ended with the name of the lost rank, or go on where the driver
 was only stopped; no process may be left; and the run that is resumed after all of it must leave the same bits as an
 unbroken one. Exit status 1 if anything fails.
@@ -23,17 +24,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from kill_resume import command, differences, fingerprint, newest_step, run_to_end
 
-VICTIMS = ("rank 0", "rank 1", "driver")
+VICTIMS = ("rank 0", "rank 1", "engine worker 0", "driver")
 SILENCE = 4  # cluster.worker_timeout_s
 DEADLINE = 30.0  # seconds from the blow to the end of the run: silence, grace for a reason, and the end of the program
 WORKERS = (
-    "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1", f"cluster.worker_timeout_s={SILENCE}",
-    "policy.gradient_blocks=2",
+    "cluster.executor=processes", "cluster.cpus_per_worker=1", f"cluster.worker_timeout_s={SILENCE}", "policy.gradient_blocks=2",
 )  # fmt: skip
 
 
+def sizes(engines: int) -> tuple[str, ...]:
+    """Two trainers, and so many engines with weights of their own."""
+    resources = f"policy.generation.colocated.resources.gpus_per_node={engines}"
+    apart = ("policy.generation.colocated.enabled=false", resources) if engines else ()
+    return (f"cluster.gpus_per_node={2 + engines}", *apart)
+
+
 def workers_of(pid: int) -> dict[str, int]:
-    """The workers of a run: "rank 0" -> process."""
+    """The workers of a run: "rank 0", "engine worker 0" -> process."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -43,7 +50,7 @@ def workers_of(pid: int) -> dict[str, int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if parent == pid and "nemo_rl_cpp.distributed.worker" in words:
-                found[f"rank {json.loads(words[-2])['rank']}"] = int(entry.name)
+                found[f"{words[-3]} {json.loads(words[-2])['rank']}"] = int(entry.name)
     return found
 
 
@@ -87,7 +94,7 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
         problems += [f"{name} (process {pid}) is left" for name, pid in workers.items() if alive(pid)]
         output.seek(0)
         text = output.read()
-        if victim != "driver" and f"{victim} of 2" not in text and run.returncode != 0:
+        if victim != "driver" and f"{victim} of " not in text and run.returncode != 0:
             problems.append(f"the output does not name it: {text[-600:]}")
         return f"ended after {ended:.1f} s with status {run.returncode}", problems
 
@@ -98,10 +105,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--each", type=int, default=20, help="blows for each victim")
     parser.add_argument("--victims", nargs="+", default=VICTIMS, choices=VICTIMS)
+    parser.add_argument("--engines", type=int, default=1, help="workers that only generate")
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
     dice, failed = random.Random(arguments.seed), 0
-    overrides = [*WORKERS, *overrides]
+    overrides = [*WORKERS, *sizes(arguments.engines), *overrides]
+    if arguments.engines == 0:
+        arguments.victims = [victim for victim in arguments.victims if not victim.startswith("engine")]
     with tempfile.TemporaryDirectory() as scratch:
         whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
         began = time.monotonic()

@@ -32,6 +32,7 @@ from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
+from nemo_rl_cpp.config.resources import engines_of, trainers_of
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
@@ -40,6 +41,7 @@ from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
+from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.report import ReportWriter
@@ -68,6 +70,7 @@ class Parts:
 
     Attributes:
         generation: None: an engine on the policy's own weights.
+        engine_cluster: the workers that only generate; None where the policy's own do.
         value: PPO's value model; None: there is no critic.
         loss_fn: `ClippedPGLossFn`, or any callable on log-probabilities (see `algorithms/loss`).
     """
@@ -85,11 +88,13 @@ class Parts:
     checkpoints: CheckpointManager | None
     state: TrainState
     cluster: RayVirtualCluster | None = None
+    engine_cluster: RayVirtualCluster | None = None
 
     def release(self) -> None:
         """Ends the workers and gives logs and checkpoint folder free, of parts that become no run."""
-        if self.cluster is not None:
-            self.cluster.shutdown()
+        for cluster in (self.engine_cluster, self.cluster):
+            if cluster is not None:
+                cluster.shutdown()
         if self.logger is not None:
             self.logger.finish()
         if self.checkpoints is not None:
@@ -145,13 +150,13 @@ def make_parts(
     with opened(config, tokenizer, data.train, data.validation) as (checkpoints, resume):
         loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed)
         resume.load_data_position(loader, config.data)
-        cluster = make_cluster(config)
+        cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
         try:
             policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
             value = make_value(config, tokenizer, resume, cluster) if isinstance(config, PPOMasterConfig) else None
             return Parts(
                 policy=policy,
-                generation=policy.create_generation(config.policy.generation, seed=loop.seed),
+                generation=make_generation(config, policy, tokenizer, engine_cluster),
                 value=value,
                 tokenizer=tokenizer,
                 loader=loader,
@@ -163,8 +168,11 @@ def make_parts(
                 checkpoints=checkpoints,
                 state=resume.state,
                 cluster=cluster,
+                engine_cluster=engine_cluster,
             )
         except BaseException:
+            if engine_cluster is not None:
+                engine_cluster.shutdown()
             cluster.shutdown()
             raise
 
@@ -186,7 +194,9 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
             parts.checkpoints.facts["run"] = parts.logger.run_id
     generation = parts.generation or policy.create_generation(config.policy.generation, seed=loop.seed)
     algorithm = ALGORITHMS[config.algorithm]
-    refit = create_weight_synchronizer(policy, generation, "native", colocated=True)
+    refit = create_weight_synchronizer(
+        policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step
+    )
     prompts = PromptSource(parts.loader, loop.num_generations_per_prompt, state)
     rollouts = RolloutRunner(
         generation, parts.tokenizer, environments.train, config.policy.max_total_sequence_length,
@@ -213,6 +223,7 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
         validator=make_validator(config, generation, parts),
         services=make_services(config, parts),
         cluster=parts.cluster,
+        engine_cluster=parts.engine_cluster,
     )  # fmt: skip
     resume = resume_of(parts.checkpoints, state)
     resume.load_sampler(run.sampler)
@@ -228,9 +239,26 @@ def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
     use_gpus = check_device(config.cluster.device) == "cuda"
+    return RayVirtualCluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
+
+
+def make_engine_cluster(config: TrainMasterConfig) -> RayVirtualCluster | None:
+    """The workers that only generate (`policy.generation.colocated.resources`); None where there are none."""
+    count = engines_of(config)
+    if count == 0:
+        return None
     return RayVirtualCluster(
-        [config.cluster.processes], use_gpus=use_gpus, name="train_cluster", settings=config.cluster
+        [count], use_gpus=False, name="inference_cluster", settings=config.cluster, role="engine worker"
     )
+
+
+def make_generation(
+    config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: RayVirtualCluster | None
+) -> GenerationInterface:
+    """Engines on the policy's weights, or in workers of their own."""
+    if cluster is None:
+        return policy.create_generation(config.policy.generation, seed=config.loop.seed)
+    return DedicatedGeneration(cluster, config.policy, tokenizer, seed=config.loop.seed)
 
 
 def make_policy(
@@ -247,9 +275,12 @@ def make_policy(
     if factory is None:
         factory = Policy if cluster.in_process else DistributedPolicy
     weights, optimizer = resume.model_paths("policy")
+    policy = config.policy
+    if engines_of(config):  # whose activations are in other processes
+        policy = policy.model_copy(update={"kept_activations_gb": 0.0})
     return factory(
         cluster=cluster,
-        config=config.policy,
+        config=policy,
         tokenizer=tokenizer,
         weights_path=weights,
         optimizer_path=optimizer,

@@ -79,6 +79,7 @@ class TrainingRun:
         collection: makes a step's rollouts by the four above, in the step or beside the training of earlier ones.
         validator: None when there is nothing to validate on.
         cluster: the workers of policy, critic and engine, which `close` ends.
+        engine_cluster: the workers of engines with weights of their own, likewise; None where there are none.
     """
 
     config: TrainMasterConfig
@@ -99,6 +100,7 @@ class TrainingRun:
     validator: Validator | None
     services: RunServices
     cluster: RayVirtualCluster | None = None
+    engine_cluster: RayVirtualCluster | None = None
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
@@ -138,8 +140,9 @@ class TrainingRun:
         does not answer for `patience` seconds is left behind; None: waits."""
         self.collection.close()
         self.environments.close(patience)
-        if self.cluster is not None:
-            self.cluster.shutdown()
+        for cluster in (self.engine_cluster, self.cluster):
+            if cluster is not None:
+                cluster.shutdown()
         if self.services.logger is not None:
             self.services.logger.finish()
         if self.services.checkpoints is not None:

@@ -63,10 +63,12 @@ class VllmConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Devices of their own for generation, when it is not colocated."""
+    """How many of the cluster's workers only generate, when it is not colocated; they are taken out of those that train."""
 
-    gpus_per_node: Int | None = no_effect(None)
-    num_nodes: Int | None = no_effect(None)
+    gpus_per_node: Positive | None = key(
+        None, "cluster.num_nodes 1: how many of its workers; several nodes: null, or cluster.gpus_per_node"
+    )
+    num_nodes: Positive | None = key(None, "cluster.num_nodes above 1: how many nodes; one node: 1 or null")
 
 
 class ColocatedConfig(Section):
@@ -74,9 +76,9 @@ class ColocatedConfig(Section):
 
     enabled: bool = key(
         True,
-        "false: NeMo RL gives generation devices of its own; here it shares the trainer's, see cluster.strict_sizes",
+        "false: with cluster.executor processes or ray generation has workers and weights of its own (resources), to which each step's weights are sent; with auto it shares the trainer's device all the same, see cluster.strict_sizes",
     )
-    resources: ResourcesConfig = section(ResourcesConfig, "devices when not colocated")
+    resources: ResourcesConfig = section(ResourcesConfig, "workers when not colocated")
 
 
 class NixlConfig(Section):

@@ -60,8 +60,8 @@ def engine_of(config: WholeConfig) -> str | None:
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Whether generation was to have devices of its own."""
-    return not _generation(config)[1].colocated.enabled
+    """Whether generation was to have devices of its own, and shares the trainer's."""
+    return not _generation(config)[1].colocated.enabled and not config.cluster.has_workers
 
 
 def fold_text(config: WholeConfig) -> str | None:

@@ -14,6 +14,7 @@ from nemo_rl_cpp.models.sources import ModelFolderError
 from .generation import GenerationConfig
 from .master import TrainMasterConfig
 from .policy import PolicyConfig, TrainedModelConfig
+from .resources import engines_of, trainers_of
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
@@ -104,7 +105,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     """Phases with their peak memory in bytes, or None when the model's sizes are not known on this machine.
 
     An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several processes it is
-    the sum: each has the weights, its gradients and its micro-batch; masters and optimizer are shared out among them.
+    the sum: each has the weights, its gradients and its micro-batch; masters and optimizer are shared out among them. Engines with
+    workers of their own have their weights twice: those in use, and those that a refit brings.
     """
     policy = config.policy
     sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
@@ -118,15 +120,14 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         resting += _resting(config.value, value.backbone_parameters, "value")
     if config.loss_fn.reference_policy_kl_penalty:
         resting += (("reference weights", sizes.parameters * width),)
-    if config.cluster.device == "cpu":
+    count, engines = max(trainers_of(config), 1), engines_of(config)
+    apart = _engines(policy, sizes, engines)
+    if config.cluster.device == "cpu" and not engines:
         resting += _packed_weights(policy, sizes)
 
-    count = config.cluster.processes
-
     def phase(name: str, *parts: tuple[str, float]) -> Phase:
-        return Phase(
-            name, tuple((part, size * (1 if part.endswith(_ONCE) else count)) for part, size in (*resting, *parts))
-        )
+        own = tuple((part, size * (1 if part.endswith(_ONCE) else count)) for part, size in (*resting, *parts))
+        return Phase(name, own + apart)
 
     phases = [
         phase(
@@ -151,6 +152,15 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         activations = _activations(config.value, value)
         phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
+
+
+def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
+    """What engines in workers of their own hold at all times: weights, and room for those of the next refit."""
+    if count == 0:
+        return ()
+    weights = float(sizes.parameters * _width(policy) * count)
+    packed = tuple((f"engines' {name}", size * count) for name, size in _packed_weights(policy, sizes))
+    return (("engines' weights", weights), ("engines' next weights", weights), *packed)
 
 
 _ONCE = ("master weights", "optimizer", "KV cache", "logits")
@@ -272,8 +282,7 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
         return None
     kept = ("weights", "optimizer", "gradients")
     return max(
-        sum(size for name, size in phase.parts if name.endswith(kept) and not name.startswith("packed"))
-        for phase in phases
+        sum(size for name, size in phase.parts if name.endswith(kept) and "packed" not in name) for phase in phases
     )
 
 
@@ -352,7 +361,12 @@ def forecast_text(config: TrainMasterConfig) -> str:
         lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")
     lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}   {fit_text(config)}")
     kept = config.policy.kept_activations_gb
-    if kept != 0 and config.policy.reuse_generation_logprobs != "never" and not config.policy.activation_checkpointing:
+    if (
+        kept != 0
+        and not engines_of(config)
+        and config.policy.reuse_generation_logprobs != "never"
+        and not config.policy.activation_checkpointing
+    ):
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
         lines.append(
             f"  On the CPU generation's activations are kept beside it for training, in up to {amount} (policy.kept_activations_gb)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from .backends import DTensorConfig, MegatronConfig
 from .base import Count, Int, NonNegative, Positive, Real, Section, key, no_effect, only, section
@@ -244,7 +244,10 @@ class PolicyConfig(TrainedModelConfig):
         32, "the engine batches by itself; see policy.generation.max_batch_size"
     )
     logprob_chunk_size: Positive | None = no_effect(None, "the native head never holds more than 224 MB of logits")
-    refit_buffer_size_gb: Real | None = no_effect(None, "weights are shared, nothing is transferred")
+    refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = key(
+        None,
+        "GB of weights in one message to engines with workers of their own (policy.generation.colocated.enabled=false); null: 0.032",
+    )
     offload_optimizer_for_logprob: bool = no_effect(False)
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")

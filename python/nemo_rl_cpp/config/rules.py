@@ -12,6 +12,7 @@ from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, WholeConfig
+from .resources import check_resources, engines_of, trainers_of
 
 
 def check(config: WholeConfig, report: Report) -> None:
@@ -49,7 +50,7 @@ def _check_beside_training(config: TrainMasterConfig, report: Report) -> None:
     if not config.loop.beside_training.enabled:
         return
     name = f"{config.algorithm}.async_{config.algorithm}.enabled"
-    if config.policy.generation.colocated.enabled:
+    if engines_of(config) == 0:  # another algorithm than training step by step, so it is never folded onto one device
         report.add(
             name,
             "needs engines with weights of their own: set policy.generation.colocated.enabled=false and its resources, with "
@@ -157,8 +158,9 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
             f"is {config.cluster.max_restarts}, but a restart goes on from a checkpoint and checkpointing.enabled is false; set it true, or max_restarts=0",
             "checkpointing.enabled",
         )
+    check_resources(config, report)
     for model in ("policy", "value") if config.has_critic else ("policy",):
-        rules_model.check_blocks(getattr(config, model), model, config.cluster.processes, report)
+        rules_model.check_blocks(getattr(config, model), model, trainers_of(config), report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)

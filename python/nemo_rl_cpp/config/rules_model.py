@@ -128,9 +128,9 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
         return
     if blocks & (blocks - 1):
         report.add(f"{name}.gradient_blocks", f"is {blocks}: it must be a power of two")
-    elif blocks % processes:
+    elif processes > 0 and blocks % processes:
         report.add(
             f"{name}.gradient_blocks",
-            f"is {blocks}, which {processes} processes (cluster.num_nodes * gpus_per_node) cannot share equally: take a number of processes that divides it, or null",
+            f"is {blocks}, which {processes} processes (cluster.num_nodes * gpus_per_node, without those that only generate) cannot share equally: take a number of processes that divides it, or null",
             "cluster.gpus_per_node",
         )

@@ -30,15 +30,15 @@ _SLICE = 0.5  # seconds of one wait: Python looks at signals between them
 class ProcessWorker:
     """One process, started by exec in a session of its own, so that a Ctrl-C in the terminal reaches the run's process alone."""
 
-    def __init__(self, join: dict, changed: threading.Condition) -> None:
-        self.rank, self.size = join["rank"], join["size"]
+    def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
+        self.rank, self.size, self.role = join["rank"], join["size"], role
         self._changed, self._pending, self._last_call = changed, {}, 0
         self.last_beat = time.monotonic()
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nemo_rl_cpp.distributed.worker", str(theirs.fileno()), json.dumps(join)],
+                [sys.executable, "-P", "-m", "nemo_rl_cpp.distributed.worker", str(theirs.fileno()), role, json.dumps(join)],
                 pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(join["threads"])},
             )  # fmt: skip
@@ -65,7 +65,7 @@ class ProcessWorker:
         return call
 
     def _expect(self, number: int, what: str, on_event: Callable[..., None] | None = None) -> WorkerCall:
-        call = WorkerCall(self.rank, self.size, what, on_event)
+        call = WorkerCall(self.rank, self.size, what, on_event, self.role)
         with self._lock:
             if self._ended is None:
                 self._pending[number] = call
@@ -123,7 +123,9 @@ class ProcessWorker:
             how = f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)"
         else:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-        return WorkerLostError(f"rank {self.rank} of {self.size} (process {self.pid}) {how}; it was doing: {doing}")
+        return WorkerLostError(
+            f"{self.role} {self.rank} of {self.size} (process {self.pid}) {how}; it was doing: {doing}"
+        )
 
     def kill(self) -> None:
         """Ends the process and whatever it started, and collects it. May be called again."""
@@ -145,18 +147,20 @@ class ProcessWorkers(Workers):
         threads: of each.
         silence: seconds without a sign of life after which a worker counts as lost.
         deadline: seconds that a call between ranks may take.
+        role: what messages call a worker.
     """
 
     tells_events = True
+    host = "127.0.0.1"
 
-    def __init__(self, count: int, threads: int, silence: float, deadline: float) -> None:
+    def __init__(self, count: int, threads: int, silence: float, deadline: float, role: str = "rank") -> None:
         self._changed, self._silence = threading.Condition(), silence
-        self._store = meeting_place("127.0.0.1", deadline)
+        self._store = meeting_place(self.host, deadline)
         self._workers: list[ProcessWorker] = []
-        join = {"size": count, "host": "127.0.0.1", "port": self._store.port, "deadline": deadline, "threads": threads}
+        join = {"size": count, "host": self.host, "port": self._store.port, "deadline": deadline, "threads": threads}
         try:
             for rank in range(count):
-                self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed))
+                self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed, role))
             self.wait([worker.joined for worker in self._workers])
         except BaseException:
             self.kill()

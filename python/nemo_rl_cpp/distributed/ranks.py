@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -26,11 +27,13 @@ class Ranks:
         rank: of this process, from 0.
         size: number of processes.
         communicator: the way to the others; None where there are none.
+        address: where processes of other machines reach this one; None: all are on this machine.
     """
 
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
+    address: str | None = None
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
         """This rank's share of the samples [begin, end), for work whose order does not matter."""
@@ -92,15 +95,18 @@ class Ranks:
         return whole
 
 
-def deal(data: RaggedBatch, begin: int, end: int, parts: int) -> list[list[int]]:
-    """The samples [begin, end) in `parts` lists, each ascending, of about equally many tokens.
+def deal(
+    data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
+) -> list[list[int]]:
+    """The samples [begin, end) in `parts` lists, each ascending, of about equally many tokens, or equal sums of `weights` [B].
 
     Consecutive samples of one group (`group_id`, of prompts `draw_ids`) stay together, so that they share their prompt, unless there are fewer groups than parts.
     The longest unit goes first, each to the part with the fewest tokens so far, of equal ones to the first.
     """
     if parts == 1:
         return [list(range(begin, end))]
-    lengths, groups = data.lengths.tolist(), data.samples.get("group_id", data.samples.get("draw_ids"))
+    lengths = data.lengths.tolist() if weights is None else weights
+    groups = data.samples.get("group_id", data.samples.get("draw_ids"))
     groups = None if groups is None else torch.as_tensor(groups).tolist()
     units: list[list[int]] = []
     for row in range(begin, end):
@@ -122,7 +128,7 @@ def connect(rank: int, size: int, host: str, port: int, deadline: float, address
     """Meets the other ranks at a TCP store that somebody holds at `host` and `port`. Every call between them ends within `deadline`
     seconds. `address`: where the others reach this process; None: at `host`, on one machine."""
     if size == 1:
-        return Ranks()
+        return Ranks(address=address)
     import torch.distributed as dist
     from torch._C._distributed_c10d import _register_process_group
 
@@ -141,7 +147,7 @@ def connect(rank: int, size: int, host: str, port: int, deadline: float, address
     name = f"nemo_rl_cpp_{port}"
     group._set_group_name(name)
     _register_process_group(name, group)
-    return Ranks(rank, size, C.gloo_communicator(name, deadline))
+    return Ranks(rank, size, C.gloo_communicator(name, deadline), address)
 
 
 __all__ = ["OtherRankFailedError", "Ranks", "connect", "deal"]

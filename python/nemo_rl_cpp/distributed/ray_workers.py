@@ -33,7 +33,8 @@ class ActorWorker:
 
     def join(self, options: dict) -> Answer:
         """See `WorkerObjects.join`."""
-        if options["rank"] > 0:
+        silent = options.pop("silent")
+        if options["rank"] > 0 or silent:
             sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
         return self._objects.join(**options)
 
@@ -56,29 +57,34 @@ class RayWorkers(Workers):
         threads: of each; as many CPUs of the cluster are taken.
         silence: seconds without a sign of life after which a worker counts as lost.
         deadline: seconds that a call between ranks may take.
+        role: what messages call a worker.
+        all_workers: of all clusters of the run, for which a Ray that is started here has CPUs; None: `count`.
 
     Raises ValueError where the cluster has no room for all workers.
     """
 
     tells_events = False
 
-    def __init__(self, count: int, threads: int, silence: float, deadline: float) -> None:
+    def __init__(
+        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", all_workers: int | None = None
+    ) -> None:  # fmt: skip
         ray = ray_module()
-        self._ray, self._silence, self._count = ray, silence, count
+        self._ray, self._silence, self._count, self._role = ray, silence, count, role
         self._actors, self._calls, self._places = [], {}, None
         self.pids, self._here = [], []  # numbers of all processes, and of those on this node
-        self._started_ray = start_ray(count * threads)
+        _join_ray(max(count, all_workers or 0) * threads)
+        self._in_use = True
         try:
             self._places = self._room(count, threads)
             self._actors = [self._actor(rank, threads) for rank in range(count)]
-            host = ray.util.get_node_ip_address()
+            self.host = host = ray.util.get_node_ip_address()
             self._store = meeting_place(host, deadline)
             meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads}
             addresses = ray.get([actor.address.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
             self.pids = ray.get([actor.beat.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
             self._here = [pid for pid, address in zip(self.pids, addresses) if address == host]
             self.wait([
-                self._started(rank, "meeting the other ranks", actor.join.remote({"rank": rank, "address": addresses[rank], **meeting}))
+                self._started(rank, "meeting the other ranks", actor.join.remote({"rank": rank, "address": addresses[rank], "silent": role != "rank", **meeting}))
                 for rank, actor in enumerate(self._actors)
             ])  # fmt: skip
         except BaseException:
@@ -123,18 +129,13 @@ class RayWorkers(Workers):
             raise ValueError(f"{method}: an actor tells of nothing before its call has ended (tells_events is False)")
         what = method.strip("_")
         if not self._actors:
-            call = WorkerCall(rank, self._count, what)
-            call.set(
-                None,
-                WorkerLostError(
-                    f"the workers of this cluster have ended: rank {rank} of {self._count} cannot do: {what}"
-                ),
-            )
+            call = WorkerCall(rank, self._count, what, role=self._role)
+            call.set(None, WorkerLostError(f"the workers of this cluster have ended: {call.who} cannot do: {what}"))
             return call
         return self._started(rank, what, self._actors[rank].call.remote(target, method, payload))
 
     def _started(self, rank: int, what: str, reference: object) -> WorkerCall:
-        call = WorkerCall(rank, self._count, what)
+        call = WorkerCall(rank, self._count, what, role=self._role)
         self._calls[call] = reference
         return call
 
@@ -163,7 +164,7 @@ class RayWorkers(Workers):
 
     def _lost(self, call: WorkerCall, how: str) -> WorkerLostError:
         pid = f" (process {self.pids[call.rank]})" if self.pids else ""
-        return WorkerLostError(f"rank {call.rank} of {self._count}{pid} {how}; it was doing: {call.what}")
+        return WorkerLostError(f"{call.who}{pid} {how}; it was doing: {call.what}")
 
     def kill(self) -> None:
         """See `Workers.kill`."""
@@ -179,8 +180,9 @@ class RayWorkers(Workers):
         if self._places is not None:
             ray.util.remove_placement_group(self._places)
             self._places = None
-        if self._started_ray:
-            ray.shutdown()
+        if self._in_use:
+            self._in_use = False
+            _leave_ray()
 
 
 class _Beats:
@@ -211,6 +213,23 @@ def ray_module() -> ModuleType:
     import ray
 
     return ray
+
+
+_use = {"clusters": 0, "started": False}  # of this process: who uses Ray, and whether it was started for them
+
+
+def _join_ray(cpus: int) -> None:
+    started = start_ray(cpus)
+    _use["clusters"] += 1
+    _use["started"] = _use["started"] or started
+
+
+def _leave_ray() -> None:
+    """Ends the Ray that was started here with the last cluster that uses it."""
+    _use["clusters"] -= 1
+    if _use["clusters"] == 0 and _use["started"]:
+        _use["started"] = False
+        ray_module().shutdown()
 
 
 def start_ray(cpus: int) -> bool:

@@ -50,14 +50,16 @@ class RayVirtualCluster:
         bundle_ct_per_node_list: workers of each node.
         use_gpus: whether models lie on a GPU.
         settings: section `cluster` of the configuration: who runs the workers, their threads and deadlines.
+        role: what messages call a worker.
 
     Raises ValueError for several workers on GPUs or with the executor in_process.
     """
 
     def __init__(
-        self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None
+        self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,
+        role: str = "rank",
     ) -> None:  # fmt: skip
-        self._size, self._settings = sum(bundle_ct_per_node_list), settings or ClusterConfig()
+        self._size, self._settings, self._role = sum(bundle_ct_per_node_list), settings or ClusterConfig(), role
         if self._size < 1:
             raise ValueError(
                 f"a cluster needs at least one worker, got {bundle_ct_per_node_list} a node: set cluster.gpus_per_node=1 and cluster.num_nodes=1"
@@ -86,12 +88,22 @@ class RayVirtualCluster:
         if self._workers is None:
             import torch
 
-            settings, kind = self._settings, ProcessWorkers
+            settings = self._settings
+            everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
+            threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
+            common = (self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s, self._role)
             if settings.executor == "ray":
-                from nemo_rl_cpp.distributed.ray_workers import RayWorkers as kind
-            threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // self._size)
-            self._workers = kind(self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s)
+                from nemo_rl_cpp.distributed.ray_workers import RayWorkers
+
+                self._workers = RayWorkers(*common, all_workers=everybody)
+            else:
+                self._workers = ProcessWorkers(*common)
         return self._workers
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that one message between workers may take."""
+        return self._settings.communication_timeout_s
 
     def device(self, precision: str = "float32") -> str:
         """Where models lie: "cuda" when the cluster uses GPUs, one can be used and `precision` is computed there (float32,

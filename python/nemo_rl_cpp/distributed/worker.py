@@ -61,11 +61,11 @@ class SocketWorker:
 
 
 def main() -> None:
-    """Arguments: the number of the socket's file, and what `WorkerObjects.join` needs, as JSON."""
-    fd, join = int(sys.argv[1]), json.loads(sys.argv[2])
+    """Arguments: the number of the socket's file, what the worker is called, and what `WorkerObjects.join` needs, as JSON."""
+    fd, role, join = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job: the run's own one decides
-    if join["rank"] > 0:
+    if join["rank"] > 0 or role != "rank":
         sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
     SocketWorker(Connection(fd)).run(join)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -10,6 +11,7 @@ from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.distributed.worker_objects import Answer
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
+_SLICE = 0.5  # seconds of one wait: Python looks at signals between them
 GRACE_SECONDS = 5.0  # for the reason of a failure to come, where a rank says only that another has failed
 
 
@@ -18,11 +20,14 @@ class WorkerLostError(RuntimeError):
 
 
 class WorkerCall(Future):
-    """A call that the worker of one rank is making."""
+    """A call that the worker of one rank is making; `role` says what messages call it."""
 
-    def __init__(self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None, role: str = "rank"
+    ) -> None:  # fmt: skip
         super().__init__()
         self.rank, self.size, self.what, self.on_event = rank, size, what, on_event
+        self.who = f"{role} {rank} of {size}"
         self.events: list[tuple] = []
 
     def tell_events(self) -> None:
@@ -35,7 +40,7 @@ class WorkerCall(Future):
         error = answer.error
         if error is not None:
             error = error if answer.told is None else as_user_error(error, answer.told)
-            error.add_note(f"{RAISED_ON} {self.rank} of {self.size}:\n{answer.trace}")
+            error.add_note(f"{RAISED_ON} {self.who}:\n{answer.trace}")
         self.set(answer.value, error)
 
 
@@ -44,6 +49,8 @@ class Workers(Protocol):
 
     tells_events: bool
     """Whether a call can tell of something while it runs."""
+    host: str
+    """Where workers, of this cluster or another, reach this process."""
 
     def __len__(self) -> int:
         """Number of ranks."""
@@ -65,17 +72,19 @@ class Workers(Protocol):
         """Ends all workers. May be called again."""
 
 
-def reason(calls: Sequence[WorkerCall]) -> BaseException | None:
-    """Of all errors the one that is the others' reason: a lost worker, then a rank's own failure, then that of its peers."""
+def _depth(error: BaseException) -> int:
+    """How far an error is from the reason of a failure: a lost worker, then a rank's own failure, then that of its peers."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
-    def order(error: BaseException) -> int:
-        if isinstance(error, WorkerLostError):
-            return 0
-        return 2 if isinstance(error, (OtherRankFailedError, C.PeerLost, C.TimedOut)) else 1
+    if isinstance(error, WorkerLostError):
+        return 0
+    return 2 if isinstance(error, (OtherRankFailedError, C.PeerLost, C.TimedOut, C.PeerRefused)) else 1
 
-    return min((call.error for call in calls if call.error is not None), key=order, default=None)
+
+def reason(calls: Sequence[WorkerCall]) -> BaseException | None:
+    """Of all errors the one that is the others' reason."""
+    return min((call.error for call in calls if call.error is not None), key=_depth, default=None)
 
 
 class Patience:
@@ -104,4 +113,56 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
     return [call.result() for call in calls]
 
 
-__all__ = ["GRACE_SECONDS", "Patience", "WorkerCall", "WorkerLostError", "Workers", "reason", "values_of"]
+class _Waiting(threading.Thread):
+    """Waits for the calls of one cluster."""
+
+    def __init__(self, workers: Workers, calls: Sequence[WorkerCall]) -> None:
+        super().__init__(daemon=True)
+        self.workers, self.calls = workers, calls
+        self.values: list = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.values = self.workers.wait(self.calls)
+        except BaseException as error:
+            self.error = error
+
+
+def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
+    """The values of calls in which workers of several clusters wait for one another, by cluster.
+
+    Raises the error that is the others' reason. Where the calls of one cluster have failed, those of the others get `GRACE_SECONDS`
+    to end; workers that still wait then are ended.
+    """
+    waiting = [_Waiting(workers, calls) for workers, calls in clusters]
+    for each in waiting:
+        each.start()
+    failed_at: float | None = None
+    while running := [each for each in waiting if each.is_alive()]:
+        running[0].join(_SLICE)
+        if failed_at is None and any(each.error is not None for each in waiting):
+            failed_at = time.monotonic()
+        if (
+            failed_at is not None and time.monotonic() - failed_at > 2 * GRACE_SECONDS
+        ):  # their own wait has its grace too
+            break
+    failed = [each for each in waiting if each.error is not None]
+    for each in waiting if failed else ():
+        if each.is_alive():
+            each.workers.kill()
+    if failed:
+        raise min((each.error for each in failed), key=_depth)
+    return [each.values for each in waiting]
+
+
+__all__ = [
+    "GRACE_SECONDS",
+    "Patience",
+    "WorkerCall",
+    "WorkerLostError",
+    "Workers",
+    "reason",
+    "values_of",
+    "wait_together",
+]

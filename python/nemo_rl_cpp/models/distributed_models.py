@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
-from nemo_rl_cpp.models.generation.interfaces import Responses
+from nemo_rl_cpp.models.generation.engine_host import EngineHost
+from nemo_rl_cpp.models.generation.refit import Moved, RefitMeeting
 from nemo_rl_cpp.models.policy.interfaces import PolicyInterface
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
 from nemo_rl_cpp.models.trained_model import Updates, in_layout_of
@@ -29,45 +30,30 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.config.policy import TrainedModelConfig
     from nemo_rl_cpp.config.value import ValueConfig
     from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.distributed.worker_calls import WorkerCall
     from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
-    from nemo_rl_cpp.models.generation.native import NativeGeneration
     from nemo_rl_cpp.models.policy.interfaces import TrainingResult
     from nemo_rl_cpp.models.policy.train_step import Loss
     from nemo_rl_cpp.telemetry.timer import Timer
 
 
-class PolicyWorker(Policy):
-    """In a worker: its policy with the engines that read these weights."""
+class PolicyWorker(EngineHost, Policy):
+    """In a worker: its policy with the engines that read these weights, and the way to engines with weights of their own."""
 
     def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)
-        self._engines: dict[int, NativeGeneration] = {}
+        Policy.__init__(self, *args, **options)
+        EngineHost.__init__(self)
+        self._publisher: C.RefitPublisher | None = None
 
-    def create_engine(self, config: EvalGenerationConfig | None, options: dict[str, object]) -> int:
-        """Makes an engine; its number."""
-        number = max(self._engines, default=-1) + 1
-        self._engines[number] = self.create_generation(config, **options)
-        return number
+    def init_collective(self, meeting: RefitMeeting) -> None:
+        """Meets the engines."""
+        ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
+        self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes)
 
-    def drop_engine(self, number: int) -> None:
-        """Gives the engine's memory back."""
-        if number in self._engines:
-            self._engines.pop(number).shutdown()
-
-    def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
-    ) -> Responses:
-        """What the engine answers; no prompts, no answers."""
-        if prompts.size == 0:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            return Responses(
-                nothing, torch.zeros(1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-            )
-        return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
-
-    def ask_engine(self, number: int, method: str, *args: object) -> object:
-        """Calls another method of the engine."""
-        return getattr(self._engines[number], method)(*args)
+    def broadcast_weights_for_collective(self, version: int) -> Moved:
+        """Sends the present weights to the engines."""
+        done = self._publisher.publish(list(self.state_dict().items()), version)
+        return Moved(done.bytes, done.seconds, self.weight_digest())
 
 
 def _built(model: type[Policy] | type[Value], options: dict[str, object], ranks: Ranks) -> Policy | Value:
@@ -194,6 +180,14 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
 
         return DistributedGeneration(self.group, generation_config or self.config.generation, options, self.tokenizer)
+
+    def init_collective(self, meeting: RefitMeeting) -> list[WorkerCall]:
+        """Rank 0 meets the engines that have weights of their own, as they do by their `init_collective`."""
+        return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
+
+    def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
+        """Rank 0 sends its weights to them, as they take them by their `update_weights_from_collective`. Gives a `Moved`."""
+        return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
         """As `Policy.performance`, over all ranks."""

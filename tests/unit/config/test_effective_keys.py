@@ -36,7 +36,8 @@ SHAPES = [  # {}: the section, grpo or ppo
     ("{}.reward_shaping.enabled=true", "{}.reward_shaping.stop_properly_penalty_coef=0.5", "policy.sequence_packing.enabled=false",
      "data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8", "policy.tokenizer.chat_template=default"),
 ]  # fmt: skip
-SEVERAL = ("cluster.executor=processes", "cluster.gpus_per_node=2")
+SEVERAL = ("cluster.executor=processes", "cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false",
+           "policy.generation.colocated.resources.gpus_per_node=1")  # fmt: skip
 ONLY_GRPO = [
     SEVERAL,
     ("grpo.adv_estimator.name=reinforce_plus_plus",),

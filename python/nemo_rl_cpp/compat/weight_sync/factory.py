@@ -1,17 +1,20 @@
 """Chooses how weights reach the engine, with NeMo RL's arguments."""
 
+from itertools import count
 from typing import Any
 
 from nemo_rl_cpp.compat.weight_sync.interfaces import WeightSynchronizer
 from nemo_rl_cpp.telemetry.timer import Timer
+from nemo_rl_cpp.weight_sync.checked import CheckedWeights
+from nemo_rl_cpp.weight_sync.collective import CollectiveWeights
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer as create
 from nemo_rl_cpp.weight_sync.shared import SharedWeights
 
 __all__ = ["create_weight_synchronizer"]
 
 
-class _SharedWeights(SharedWeights, WeightSynchronizer):
-    """Shared weights with NeMo RL's calls."""
+class _NemoCalls(CheckedWeights, WeightSynchronizer):
+    """NeMo RL's calls."""
 
     @property
     def is_stale(self) -> bool:
@@ -23,6 +26,12 @@ class _SharedWeights(SharedWeights, WeightSynchronizer):
         return super().sync_weights(timer=timer)
 
 
+class _SharedWeights(_NemoCalls, SharedWeights): ...
+
+
+class _CollectiveWeights(_NemoCalls, CollectiveWeights): ...
+
+
 def create_weight_synchronizer(
     policy: Any,
     generation: Any,
@@ -32,9 +41,13 @@ def create_weight_synchronizer(
     inference_cluster: Any = None,
     refit_buffer_size_gb: float | int | None = None,
 ) -> WeightSynchronizer:
-    """The synchronizer for an engine of `generation_backend`. Shared weights need neither clusters nor a buffer.
+    """The synchronizer for an engine of `generation_backend`. Policy and engines know their clusters, and `policy.refit_buffer_size_gb` is
+    the policy's.
 
-    ValueError for an engine that has weights of its own, which is not supported yet.
+    ValueError for what no synchronizer can bring together.
     """
-    create(policy, generation, generation_backend, colocated)  # says what is not supported
-    return _SharedWeights(policy, generation)
+    made = create(policy, generation, generation_backend, colocated)  # says what is not supported
+    if isinstance(made, SharedWeights):
+        return _SharedWeights(policy, generation)
+    versions = count()
+    return _CollectiveWeights(policy, generation, lambda: next(versions))

@@ -57,15 +57,22 @@ class DistributedGeneration(GenerationInterface):
         """As `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine."""
         batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
         batch = self._with_draws(batch)
-        shares = deal(batch, 0, batch.size, self.group.dp_size)
+        shares = self._shares(batch)
         told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
         calls = [(self._number, select(batch, rows), greedy) for rows in shares]
-        responses = joined(shares, self.group.call_each("generate_with", calls, "on_finished", told))
+        responses = self._joined(shares, self.group.call_each("generate_with", calls, "on_finished", told))
         return (
             responses
             if isinstance(data, RaggedBatch)
             else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
         )
+
+    def _shares(self, batch: RaggedBatch) -> list[list[int]]:
+        """The rows of each engine."""
+        return deal(batch, 0, batch.size, self.group.dp_size)
+
+    def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
+        return joined(shares, parts)
 
     def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
         """Rows without numbers of their own get them here, as one engine would give them."""

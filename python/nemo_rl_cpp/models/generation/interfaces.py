@@ -62,12 +62,14 @@ class Responses:
         offsets: int64 [B + 1]: response b is token_ids[offsets[b] : offsets[b + 1]].
         logprobs: float32 [N] of every sampled token under the distribution it was drawn from; None where the engine has none.
         truncated: bool [B] whether a response ended for want of room; None where the engine does not say so.
+        weight_version: of the weights that generated them, as `sync_weights` gave it to an engine with weights of its own; else None.
     """
 
     token_ids: torch.Tensor
     offsets: torch.Tensor
     logprobs: torch.Tensor | None
     truncated: torch.Tensor | None
+    weight_version: int | None = None
 
     @classmethod
     def of(cls, outputs: "Responses | Mapping[str, torch.Tensor]", prompt_lengths: torch.Tensor) -> "Responses":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
@@ -191,16 +190,11 @@ class Policy(TrainedModel, PolicyInterface):
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
         """An engine on these weights: no copy, no refit."""
-        from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
+        from nemo_rl_cpp.models.generation.on_model import generation_on
 
-        config = generation_config or self.config.generation
-        longest = self.config.generation.effective_max_model_len(self.config.max_total_sequence_length)
-        engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
         options.setdefault("memory_share", 1 / self.ranks.size)
-        options.setdefault("max_model_len", min(getattr(engine, "max_model_len", None) or longest, longest))
-        options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.config, self.tokenizer))
-        return NativeGeneration(
-            native_runner(self.model, config), config, self.tokenizer, digest=self.weight_digest, **options
+        return generation_on(
+            self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
         )
 
     def performance(self) -> dict[str, float]:

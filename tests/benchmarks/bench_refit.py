@@ -1,0 +1,100 @@
+"""A refit between two processes over Gloo against a plain broadcast of the same bytes, in turns in one run.
+
+    python tests/benchmarks/bench_refit.py
+    python tests/benchmarks/bench_refit.py --buckets 4 32 256 --repeats 9
+
+The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all tensors on both
+sides, and putting the weights in place; a broadcast ends with a tensor that nobody has looked at. `share` is how much of the
+broadcast's speed the refit has.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.ranks import connect
+from nemo_rl_cpp.models.generation.refit import DEFAULT_BUCKET_BYTES
+
+HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 576, 1536, 192, 49152, 30
+
+
+def shapes() -> list[tuple[str, tuple[int, ...]]]:
+    """SmolLM2-135M's."""
+    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]
+    for layer in range(LAYERS):
+        found += [
+            (f"model.layers.{layer}.{name}.weight", shape)
+            for name, shape in (
+                ("self_attn.q_proj", (HIDDEN, HIDDEN)), ("self_attn.k_proj", (KEYS, HIDDEN)), ("self_attn.v_proj", (KEYS, HIDDEN)),
+                ("self_attn.o_proj", (HIDDEN, HIDDEN)), ("mlp.gate_proj", (INTERMEDIATE, HIDDEN)),
+                ("mlp.up_proj", (INTERMEDIATE, HIDDEN)), ("mlp.down_proj", (HIDDEN, INTERMEDIATE)),
+                ("input_layernorm", (HIDDEN,)), ("post_attention_layernorm", (HIDDEN,)),
+            )
+        ]  # fmt: skip
+    return [*found, ("model.norm.weight", (HIDDEN,))]
+
+
+def weights(fill: float) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+    """One flat buffer, as a model has it, and its parts."""
+    sizes = [torch.Size(shape).numel() for _, shape in shapes()]
+    flat = torch.full((sum(sizes),), fill)
+    return flat, [(name, part.view(shape)) for (name, shape), part in zip(shapes(), flat.split(sizes))]
+
+
+def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
+    """One of the two processes."""
+    torch.set_num_threads(args.threads)
+    communicator = connect(rank, 2, "127.0.0.1", port, 600.0).communicator
+    flat, named = weights(float(rank == 0))
+    plain = torch.full_like(flat, float(rank == 0))
+    if rank == 0:
+        flat.normal_(generator=torch.Generator().manual_seed(0))
+        sides = {
+            f"refit, buckets of {megabytes:g} MB": C.RefitPublisher(communicator, int(megabytes * 1e6))
+            for megabytes in args.buckets
+        }
+        run = {name: lambda version, p=p: p.publish(named, version) for name, p in sides.items()}
+    else:
+        receiver = C.RefitReceiver(communicator, named)  # whatever the buckets
+        run = {f"refit, buckets of {megabytes:g} MB": receiver.receive for megabytes in args.buckets}
+    run = {"broadcast": lambda version: communicator.broadcast(plain, 0, phase="broadcast")} | run
+    seconds: dict[str, list[float]] = {name: [] for name in run}
+    for turn in range(args.repeats + 1):
+        for name, side in run.items():
+            communicator.barrier(phase="begin")
+            began = time.perf_counter()
+            side(turn)
+            communicator.barrier(phase="end")
+            if turn > 0:  # the first touches memory
+                seconds[name].append(time.perf_counter() - began)
+    if rank == 0:
+        results.put((seconds, flat.nbytes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--buckets", type=float, nargs="+", default=[DEFAULT_BUCKET_BYTES / 1e6], help="MB")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    args = parser.parse_args()
+    store, context = meeting_place("127.0.0.1", 600.0), multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=work, args=(rank, store.port, args, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    seconds, size = results.get()
+    for process in processes:
+        process.join()
+    plain = statistics.median(seconds["broadcast"])
+    print(f"{size / 1e6:.0f} MB of {len(shapes())} tensors, {args.threads} thread a process, median of {args.repeats}")
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"{name:28} {median * 1e3:8.0f} ms  [{min(values) * 1e3:.0f}, {max(values) * 1e3:.0f}]  {size / median / 1e9:.2f} GB/s  share {plain / median:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

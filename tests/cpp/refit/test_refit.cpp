@@ -1,0 +1,192 @@
+// What a receiver refuses, and that it then keeps its weights; ranks are threads of this process.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "distributed/memory_communicator.h"
+#include "refit/refit.h"
+
+namespace nemo_rl::refit {
+namespace {
+
+using distributed::Communicator;
+using distributed::Meeting;
+using distributed::MemoryCommunicator;
+
+/// Changes what a rank receives: message number `number` goes through `change`.
+class Damaging final : public Communicator {
+ public:
+  Damaging(Meeting& meeting, int rank, std::function<void(int, const at::Tensor&)> change)
+      : Communicator(rank, static_cast<int>(meeting.given.size())), inner_(meeting, rank), change_(std::move(change)) {}
+  void all_to_all(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
+    inner_.all_to_all(out, in, phase);
+  }
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
+    inner_.all_gather(out, in, phase);
+  }
+  void broadcast(const at::Tensor& tensor, int root, const char* phase) override {
+    inner_.broadcast(tensor, root, phase);
+    if (rank() != root && change_) change_(number_, tensor);
+    ++number_;
+  }
+  void send(const at::Tensor& tensor, int to, const char* phase) override { inner_.send(tensor, to, phase); }
+  void receive(const at::Tensor& tensor, int from, const char* phase) override { inner_.receive(tensor, from, phase); }
+  void barrier(const char* phase) override { inner_.barrier(phase); }
+
+ private:
+  MemoryCommunicator inner_;
+  std::function<void(int, const at::Tensor&)> change_;
+  int number_ = 0;
+};
+
+NamedTensors weights(float begin) {
+  return {{"embedding", at::arange(begin, begin + 24).view({6, 4})},
+          {"norm", at::arange(begin, begin + 5).to(at::kBFloat16)},
+          {"head", at::arange(begin, begin + 30).view({3, 10}).to(at::kDouble)}};
+}
+
+bool equal(const NamedTensors& a, const NamedTensors& b) {
+  for (std::size_t i = 0; i < a.size(); ++i)
+    if (!at::equal(a[i].second, b[i].second)) return false;
+  return true;
+}
+
+/// What the ranks said: "" of those that were content.
+struct Outcome {
+  std::string publisher, error;     ///< of rank 0, and of rank 1
+  std::vector<std::string> errors;  ///< of all engines
+  std::vector<NamedTensors> engines;
+  Transfer sent;
+};
+
+template <class F>
+std::string error_of(const F& f) {
+  try {
+    f();
+  } catch (const RefitRefused& error) {
+    return std::string("refused: ") + error.what();
+  } catch (const PeerRefused& error) {
+    return std::string("peer refused: ") + error.what();
+  }
+  return "";
+}
+
+/// One refit to `engines` engines that expect `target` and version 7; engine 1 gets what `change` makes of messages.
+Outcome refit(const NamedTensors& source, const NamedTensors& target, std::uint64_t version = 7,
+              std::int64_t bucket_bytes = 64, const std::function<void(int, const at::Tensor&)>& change = {},
+              std::size_t engines = 1) {
+  Outcome outcome;
+  Meeting meeting(static_cast<int>(engines) + 1);
+  outcome.errors.resize(engines), outcome.engines.resize(engines);
+  for (auto& engine : outcome.engines)
+    for (const auto& [name, tensor] : target) engine.emplace_back(name, tensor.clone());
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < engines; ++i)
+    threads.emplace_back([&, i] {
+      Receiver receiver(std::make_shared<Damaging>(meeting, static_cast<int>(i) + 1, i == 0 ? change : nullptr),
+                        outcome.engines[i]);
+      outcome.errors[i] = error_of([&] { receiver.receive(7); });
+    });
+  Publisher publisher(std::make_shared<MemoryCommunicator>(meeting, 0), bucket_bytes);
+  outcome.publisher = error_of([&] { outcome.sent = publisher.publish(source, version); });
+  for (auto& thread : threads) thread.join();
+  outcome.error = outcome.errors[0];
+  return outcome;
+}
+
+void expect_refused(const Outcome& outcome, const std::string& words) {
+  EXPECT_EQ(outcome.error.find("refused: rank 1 of "), 0U) << outcome.error;
+  EXPECT_NE(outcome.error.find(words), std::string::npos) << outcome.error;
+  EXPECT_NE(outcome.error.find("the old weights stay"), std::string::npos) << outcome.error;
+  EXPECT_EQ(outcome.publisher.find("peer refused: "), 0U) << outcome.publisher;
+  EXPECT_NE(outcome.publisher.find("was refused by rank 1"), std::string::npos) << outcome.publisher;
+  for (const auto& engine : outcome.engines) EXPECT_TRUE(equal(engine, weights(-99)));
+}
+
+TEST(Refit, CarriesEveryBitWhateverTheBuckets) {
+  for (std::int64_t bucket : {1, 7, 64, 96, 100000}) {
+    const auto outcome = refit(weights(0), weights(-99), 7, bucket, {}, 3);
+    EXPECT_EQ(outcome.publisher + outcome.error, "");
+    EXPECT_EQ(outcome.sent.bytes, 24 * 4 + 5 * 2 + 30 * 8);
+    EXPECT_EQ(outcome.sent.buckets, (outcome.sent.bytes + bucket - 1) / bucket);
+    for (const auto& engine : outcome.engines) EXPECT_TRUE(equal(engine, weights(0)));
+  }
+}
+
+TEST(Refit, TheOrderOfTensorsMayDiffer) {
+  auto source = weights(0);
+  std::swap(source[0], source[2]);
+  EXPECT_TRUE(equal(refit(source, weights(-99)).engines[0], weights(0)));
+}
+
+TEST(Refit, EveryFlippedBitIsRefusedAndItsTensorNamed) {
+  const std::int64_t embedding = 24 * 4, norm = 5 * 2, head = 30 * 8;
+  for (std::int64_t byte = 0; byte < embedding + norm + head; ++byte) {
+    const auto flip = [&](int number, const at::Tensor& message) {
+      if (number == 2) message[byte] = message[byte].item<std::uint8_t>() ^ (1 << (byte % 8));
+    };
+    const auto* name = byte < embedding ? "embedding" : byte < embedding + norm ? "norm" : "head";
+    expect_refused(refit(weights(0), weights(-99), 7, 100000, flip, 2), std::string("bucket 1 of 1: ") + name);
+  }
+}
+
+TEST(Refit, NamesTheBucketOfTheDamage) {
+  const auto flip = [](int number, const at::Tensor& message) {
+    if (number == 4) message[3] = message[3].item<std::uint8_t>() ^ 16;
+  };
+  expect_refused(refit(weights(0), weights(-99), 7, 64, flip), "bucket 3 of 6: head has digest");
+}
+
+TEST(Refit, ADamagedManifestIsRefused) {
+  const auto flip = [](int number, const at::Tensor& message) {
+    if (number == 1) message[30] = message[30].item<std::uint8_t>() ^ 1;
+  };
+  expect_refused(refit(weights(0), weights(-99), 7, 64, flip), "the manifest was damaged on the way");
+}
+
+TEST(Refit, RefusesAnotherVersion) {
+  expect_refused(refit(weights(0), weights(-99), 8), "it is version 8, version 7 was expected");
+}
+
+TEST(Refit, RefusesWhatIsMissingUnknownTwiceOrOtherwise) {
+  auto source = weights(0);
+  source.pop_back();
+  expect_refused(refit(source, weights(-99)), "missing: head");
+  source = weights(0);
+  source.emplace_back("bias", at::zeros({2}));
+  expect_refused(refit(source, weights(-99)), "unknown: bias");
+  source.back() = source.front();
+  expect_refused(refit(source, weights(-99)), "twice: embedding");
+  source = weights(0);
+  source[0].second = source[0].second.view({4, 6});
+  expect_refused(refit(source, weights(-99)), "embedding is [4, 6] Float, [6, 4] Float was expected");
+  source = weights(0);
+  source[1].second = source[1].second.to(at::kHalf);
+  expect_refused(refit(source, weights(-99)), "norm is [5] Half, [5] BFloat16 was expected");
+}
+
+TEST(Refit, NoEngineTakesWhatOneRefuses) {
+  const auto flip = [](int number, const at::Tensor& message) {
+    if (number == 2) message[0] = message[0].item<std::uint8_t>() ^ 1;
+  };
+  const auto outcome = refit(weights(0), weights(-99), 7, 64, flip, 3);
+  expect_refused(outcome, "embedding");
+  for (std::size_t i : {1, 2}) EXPECT_EQ(outcome.errors[i].find("peer refused: "), 0U) << outcome.errors[i];
+}
+
+TEST(Refit, BytesThatAreNoManifestAreRefused) {
+  const auto good = Manifest{3, 64, specs_of(weights(0))}.packed();
+  EXPECT_EQ(difference(Manifest::unpacked(good), specs_of(weights(0)), 3), "");
+  for (std::int64_t n = 0; n < good.numel(); ++n)
+    EXPECT_THROW(Manifest::unpacked(good.narrow(0, 0, n).clone()), RefitRefused);
+  EXPECT_THROW(Manifest::unpacked(at::cat({good, at::zeros({1}, at::kByte)})), RefitRefused);
+}
+
+TEST(Refit, WeightsMustBeContiguousAndOfAFloatingType) {
+  EXPECT_THROW(specs_of({{"w", at::ones({4, 6}).t()}}), std::invalid_argument);
+  EXPECT_THROW(specs_of({{"w", at::ones({4}, at::kInt)}}), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace nemo_rl::refit

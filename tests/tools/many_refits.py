@@ -1,0 +1,99 @@
+"""Refits the tiny model again and again, from a trainer's process to an engine's, and looks whether memory and handles grow.
+
+    python tests/tools/many_refits.py --refits 1000
+
+Exit status 1 where, after a tenth of the refits, a process has more open files or threads than before, or its memory has grown by more than
+`--megabytes`. Weights change before every refit, and the engine's digest is compared after it.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from nemo_rl_cpp.algorithms.build import make_cluster, make_engine_cluster, make_generation, make_policy
+from nemo_rl_cpp.algorithms.checkpointing import Resume
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.algorithms.run_data import make_tokenizer
+from nemo_rl_cpp.algorithms.train_state import TrainState
+from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.weight_sync.collective import CollectiveWeights
+
+WORKERS = (
+    "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1", "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+)  # fmt: skip
+
+
+ROWS, TOKENS = 4, 8
+
+
+def batch() -> RaggedBatch:
+    """A few tokens to train on, so that the weights change."""
+    count = ROWS * TOKENS
+    tokens = {"input_ids": torch.arange(count) % 10, "advantages": torch.ones(count), "token_mask": torch.ones(count),
+              "prev_logprobs": torch.full((count,), -2.0), "generation_logprobs": torch.full((count,), -2.0)}  # fmt: skip
+    return RaggedBatch(
+        offsets_of(torch.full((ROWS,), TOKENS)), tokens, {"sample_mask": torch.ones(ROWS), "group_id": torch.arange(ROWS)}
+    )  # fmt: skip
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    files: int
+    threads: int
+    megabytes: float
+
+
+def held(pid: int) -> Held:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Held(len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0]) / 1024)
+
+
+def refit_often(refits: int, *overrides: str) -> tuple[dict[str, Held], dict[str, Held]]:
+    """What each process holds after a tenth of the refits, and after all."""
+    config = load_grpo_config("grpo_tiny.yaml", [*WORKERS, *overrides])
+    cluster, engines = make_cluster(config), make_engine_cluster(config)
+    version = 0
+    try:
+        tokenizer = make_tokenizer(config.policy)
+        policy = make_policy(config, tokenizer, Resume(None, TrainState()), cluster)
+        generation = make_generation(config, policy, tokenizer, engines)
+        refit = CollectiveWeights(policy, generation, lambda: version)
+        pids = {"driver": os.getpid(), "trainer": cluster.workers.pids[0], "engine": engines.workers.pids[0]}
+        before, digests = {}, set()
+        for version in range(refits):
+            policy.train(batch(), ClippedPGLossFn(config.loss_fn), gbs=ROWS)
+            refit.mark_stale()
+            digests.add(refit.sync_weights()["weights/digest"])
+            if version == max(refits // 10, 1):
+                before = {name: held(pid) for name, pid in pids.items()}
+        assert len(digests) == refits, "the weights did not change"
+        return before, {name: held(pid) for name, pid in pids.items()}
+    finally:
+        for each in (engines, cluster):
+            each.shutdown()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--refits", type=int, default=1000)
+    parser.add_argument("--megabytes", type=float, default=4.0)
+    arguments, overrides = parser.parse_known_args()
+    before, after = refit_often(arguments.refits, *overrides)
+    grown = False
+    for name, now in after.items():
+        then = before[name]
+        print(f"{name:8} {then} -> {now}")
+        grown |= now.files > then.files or now.threads > then.threads
+        grown |= now.megabytes > then.megabytes + arguments.megabytes
+    print(f"{arguments.refits} refits: " + ("something grows" if grown else "memory and handles are flat"))
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Waiting for the workers of two clusters at once: whose error counts, and that neither cluster waits for the other for ever."""
+
+import threading
+
+import pytest
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed import worker_calls
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError, wait_together
+
+
+class Cluster:
+    """Its calls give `values`, raise `error`, or end when the workers are killed."""
+
+    def __init__(self, values=None, error=None, hangs=False):
+        self.values, self.error, self.hangs, self.killed = values, error, hangs, threading.Event()
+
+    def wait(self, calls):
+        if self.hangs:
+            self.killed.wait(30)
+            raise WorkerLostError("was ended by SIGKILL")
+        if self.error is not None:
+            raise self.error
+        return self.values
+
+    def kill(self):
+        self.killed.set()
+
+
+def test_values_by_cluster():
+    assert wait_together((Cluster([1, 2]), []), (Cluster([3]), [])) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    "reason, consequence",
+    [
+        (WorkerLostError("engine worker 0 of 1"), RuntimeError("other")),
+        (C.RefitRefused("norm has another digest"), C.PeerRefused("rank 1 has refused")),
+        (ValueError("mine"), C.PeerRefused("rank 1 has refused")),
+    ],
+)
+def test_the_reason_counts_whichever_cluster_has_it(order, reason, consequence):
+    clusters = [Cluster(error=reason), Cluster(error=consequence)][::order]
+    with pytest.raises(type(reason), match=str(reason)):
+        wait_together(*((cluster, []) for cluster in clusters))
+
+
+def test_workers_that_wait_for_a_failed_cluster_are_ended(monkeypatch):
+    monkeypatch.setattr(worker_calls, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_calls, "_SLICE", 0.01)
+    waits = Cluster(hangs=True)
+    with pytest.raises(ValueError, match="mine"):
+        wait_together((waits, []), (Cluster(error=ValueError("mine")), []))
+    assert waits.killed.is_set()

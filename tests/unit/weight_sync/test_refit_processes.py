@@ -1,0 +1,88 @@
+"""Refits between processes: what a lost or silent engine is to the trainer, what is refused, and that nothing grows."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import refit_players
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.ranks import connect
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+from many_refits import refit_often
+
+pytestmark = pytest.mark.slow
+DEADLINE = 2.0
+
+
+@pytest.fixture
+def cluster():
+    made = RayVirtualCluster(
+        [1], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1), role="engine worker"
+    )
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def pair(cluster):
+    """The publisher of this process, and the group of the one engine."""
+    group, store = RayWorkerGroup(cluster, refit_players.make), meeting_place("127.0.0.1", DEADLINE)
+    joining = group.run_all_workers_single_data("join", store.port, DEADLINE)
+    communicator = connect(0, 2, "127.0.0.1", store.port, DEADLINE).communicator
+    cluster.workers.wait(joining)
+    yield C.RefitPublisher(communicator, 700), group
+
+
+def weights(value, size=refit_players.SIZE):
+    return [("w", torch.full((size,), value))]
+
+
+def test_a_refusal_leaves_the_old_weights_and_the_next_refit_is_taken(pair):
+    publisher, group = pair
+    for version, sent, total in ((1, weights(1.0), 1000.0), (2, weights(2.0, 8), 1000.0), (3, weights(3.0), 3000.0)):
+        (taking,) = group.run_all_workers_single_data("receive", version)
+        if len(sent[0][1]) == refit_players.SIZE:
+            assert publisher.publish(sent, version).buckets == 6
+            assert taking.result(10) == 4000
+        else:
+            with pytest.raises(C.PeerRefused, match="refit of version 2 was refused by rank 1"):
+                publisher.publish(sent, version)
+            with pytest.raises(
+                C.RefitRefused, match=r"the old weights stay: w is \[8\] Float, \[1000\] Float was expected"
+            ) as caught:
+                taking.result(10)
+            assert "raised on engine worker 0 of 1" in caught.value.__notes__[0]
+        assert group.call_all("total") == [total]
+
+
+def test_an_engine_that_does_not_come_is_an_error_within_the_deadline(pair):
+    began = time.monotonic()
+    with pytest.raises(C.TimedOut, match="refit of version 7") as caught:
+        pair[0].publish(weights(1.0), 7)
+    assert time.monotonic() - began < 3 * DEADLINE
+    assert caught.value.rank == 0 and "refit of version 7" in caught.value.phase and caught.value.seconds > 0
+
+
+def test_an_engine_that_is_killed_is_a_lost_peer_at_once(pair, cluster):
+    began = time.monotonic()
+    os.kill(cluster.workers.pids[0], signal.SIGKILL)
+    with pytest.raises(C.PeerLost, match="refit of version 7"):
+        pair[0].publish(weights(1.0), 7)
+    assert time.monotonic() - began < DEADLINE
+
+
+def test_memory_and_handles_are_flat():
+    """tests/tools/many_refits.py does it a thousand times."""
+    before, after = refit_often(60)
+    for name, now in after.items():
+        assert now.files <= before[name].files and now.threads <= before[name].threads
+        assert now.megabytes < before[name].megabytes + 8

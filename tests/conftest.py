@@ -1,9 +1,12 @@
-"""Which tests a run takes: those marked `gpu` where there is a CUDA device, those of slow folders but in the fast tier."""
+"""Which tests a run takes: those marked `gpu` where there is a CUDA device, those of slow folders but in the fast tier. With `-n`,
+which tests stay in one process: those of a file, and all that compile the CUDA kernels for the CPU."""
 
 from pathlib import Path
 
 import pytest
-from tiers import SLOW_FIXTURES, is_in_a_slow_folder
+from tiers import SLOW_FIXTURES, TESTS, is_in_a_slow_folder
+
+CUDA = TESTS / "unit" / "cuda"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -16,6 +19,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_in_a_slow_folder(item.path) or SLOW_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+        together = CUDA if item.path.is_relative_to(CUDA) else item.path
+        item.add_marker(pytest.mark.xdist_group(str(together)))
     if any(item.get_closest_marker("gpu") for item in items):
         _deselect_without_a_gpu(config, items)
 

@@ -41,6 +41,10 @@ class PPOConfig(LoopConfig):
     async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "rollouts beside training")
 
     @property
+    def beside_training(self) -> AsyncConfig:
+        return self.async_ppo
+
+    @property
     def policy_epochs(self) -> int:
         return self.ppo_epochs
 

@@ -9,6 +9,7 @@ from nemo_rl_cpp.compat.algorithms.grpo import MasterConfig
 from nemo_rl_cpp.compat.data_plane.factory import maybe_configure_data_plane_env
 from nemo_rl_cpp.compat.models.generation import configure_generation_config
 from nemo_rl_cpp.compat.utils.config import load_config, parse_hydra_overrides, resolve_config
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 IMPORTS = {
@@ -56,6 +57,21 @@ def test_the_grpo_scripts_first_steps_with_vllm():
     assert generation["vllm_cfg"]["load_format"] == "dummy" and generation["vllm_cfg"]["skip_tokenizer_init"] is True
 
 
-def test_training_beside_generation_says_what_to_call():
-    with pytest.raises(NotImplementedError, match="ppo_train"):
-        import_module("nemo_rl_cpp.compat.algorithms.ppo").async_ppo_train()
+def test_training_beside_generation_says_which_key_to_set():
+    config = load_ppo_config(CONFIGS / "ppo_tiny.yaml")
+    train = import_module("nemo_rl_cpp.compat.algorithms.ppo").async_ppo_train
+    with pytest.raises(ValueError, match="needs ppo.async_ppo.enabled=true, which is false: set it, or call ppo_train"):
+        train(*[None] * 13, config)
+    config = load_grpo_config(CONFIGS / "grpo_tiny.yaml")
+    train = import_module("nemo_rl_cpp.compat.algorithms.grpo").async_grpo_train
+    with pytest.raises(
+        ValueError, match="needs grpo.async_grpo.enabled=true, which is false: set it, or call grpo_train"
+    ):
+        train(*[None] * 11, config)
+    config.grpo.async_grpo.enabled = True
+    with pytest.raises(
+        ValueError, match="max_trajectory_age_steps is 2, but grpo.async_grpo.max_trajectory_age_steps is 1"
+    ):
+        train(*[None] * 11, config, max_trajectory_age_steps=2)
+    with pytest.raises(ValueError, match="distillation"):
+        train(*[None] * 11, config, teacher_worker_groups={"a": None})

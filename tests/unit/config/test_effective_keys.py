@@ -37,7 +37,8 @@ SHAPES = [  # {}: the section, grpo or ppo
      "data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=8", "policy.tokenizer.chat_template=default"),
 ]  # fmt: skip
 SEVERAL = ("cluster.executor=processes", "cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false",
-           "policy.generation.colocated.resources.gpus_per_node=1")  # fmt: skip
+           "policy.generation.colocated.resources.gpus_per_node=1", "{0}.async_{0}.enabled=true",
+           "loss_fn.use_importance_sampling_correction=true")  # fmt: skip
 ONLY_GRPO = [
     SEVERAL,
     ("grpo.adv_estimator.name=reinforce_plus_plus",),
@@ -50,6 +51,7 @@ ONLY_GRPO = [
      "profile_band_total:true,profile_band_reasoning:true,profile_band_answer:true,group_length_penalty_profile_gate:true}}}}",),
 ]  # fmt: skip
 ONLY_PPO = [
+    SEVERAL,
     ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0"),
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
 ]  # fmt: skip

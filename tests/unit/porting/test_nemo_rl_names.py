@@ -21,7 +21,6 @@ GUIDES = json.loads((HERE / "guide_names.json").read_text())
 
 # name -> why it differs
 DIFFERENT = {
-    "algorithms.grpo.async_grpo_train": "raises: rollouts and training take turns",
     "algorithms.logits_sampling_utils.apply_top_k_top_p": "a constant is written by its name in the table",
     "data.llm_message_utils.add_loss_mask_to_message_log": "the default is a tuple: a shared list could be changed",
     "utils.timer.Timer._REDUCTION_FUNCTIONS": "the same names over other functions",

@@ -29,6 +29,20 @@ def parts_of(
     return make_parts(config, tokenizer, RunData(dataset, val_dataset, environments({}, {})), policy_factory or Policy)
 
 
+def require_beside_training(config: TrainMasterConfig, max_trajectory_age_steps: int | None = None) -> None:
+    """ValueError unless the configuration has rollouts beside training, of this age where one is given."""
+    section, beside = f"{config.algorithm}.async_{config.algorithm}", config.loop.beside_training
+    if not beside.enabled:
+        raise ValueError(
+            f"async_{config.algorithm}_train needs {section}.enabled=true, which is false: set it, or call {config.algorithm}_train"
+        )
+    if max_trajectory_age_steps not in (None, beside.max_trajectory_age_steps):
+        raise ValueError(
+            f"max_trajectory_age_steps is {max_trajectory_age_steps}, but {section}.max_trajectory_age_steps is "
+            f"{beside.max_trajectory_age_steps}: make them equal"
+        )
+
+
 def refuse_processor(processor: Any) -> None:
     if processor is not None:
         raise ValueError("processor: images and sound are not supported, only text")

@@ -18,7 +18,15 @@ from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
 from nemo_rl_cpp.algorithms.reward_scaling import scale_rewards
 from nemo_rl_cpp.algorithms.seq_logprob_error import compute_and_apply_seq_logprob_error_masking
 from nemo_rl_cpp.algorithms.utils import calculate_baseline_and_std_per_prompt, set_seed
-from nemo_rl_cpp.compat.algorithms._run import environments, main, nothing_but, parts_of, refuse_processor, train
+from nemo_rl_cpp.compat.algorithms._run import (
+    environments,
+    main,
+    nothing_but,
+    parts_of,
+    refuse_processor,
+    require_beside_training,
+    train,
+)
 from nemo_rl_cpp.compat.algorithms._run import validate as validated
 from nemo_rl_cpp.compat.weight_sync.factory import create_weight_synchronizer
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig, AsyncGRPOConfig, GRPOConfig, RewardPenaltyConfig
@@ -114,12 +122,34 @@ def grpo_train(
     ))  # fmt: skip
 
 
-def async_grpo_train(*args: Any, **kwargs: Any) -> None:
-    """NeMo RL's training beside generation; always an error here."""
-    raise NotImplementedError(
-        "training while generating (grpo.async_grpo.enabled) is not supported: policy and engine share one set of weights. "
-        "Set grpo.async_grpo.enabled=false and call grpo_train"
-    )
+def async_grpo_train(
+    policy: Any,
+    policy_generation: Any,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: Any,
+    task_to_env: dict[str, Any],
+    val_task_to_env: dict[str, Any] | None,
+    logger: Any,
+    checkpointer: Any,
+    grpo_save_state: GRPOSaveState,
+    master_config: MasterConfig,
+    max_trajectory_age_steps: int = 1,
+    teacher_worker_groups: None = None,
+    alias_to_group_alias: None = None,
+    processor: Any = None,
+) -> None:
+    """`grpo_train` with rollouts beside training: of a configuration with `grpo.async_grpo.enabled`, and engines of their own from `setup`.
+
+    ValueError where the configuration says otherwise, and for teachers, which are not supported."""
+    require_beside_training(master_config, max_trajectory_age_steps)
+    if teacher_worker_groups or alias_to_group_alias:
+        raise ValueError("async_grpo_train: teacher_worker_groups and alias_to_group_alias (distillation) are not supported; leave them out")  # fmt: skip
+    grpo_train(
+        policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env, logger, checkpointer,
+        grpo_save_state, master_config, processor,
+    )  # fmt: skip
 
 
 def validate(

@@ -1,6 +1,7 @@
 """PPO under NeMo RL's names."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from nemo_rl_cpp.algorithms.advantage_estimator import RawRewardAdvantageEstimator
@@ -9,7 +10,7 @@ from nemo_rl_cpp.algorithms.critic import critic_metrics as _compute_critic_metr
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import MseValueLossFn
 from nemo_rl_cpp.algorithms.ppo import MasterConfig, PPOSaveState, make_advantages
-from nemo_rl_cpp.compat.algorithms._run import environments, main, nothing_but, parts_of, train
+from nemo_rl_cpp.compat.algorithms._run import environments, main, nothing_but, parts_of, require_beside_training, train
 from nemo_rl_cpp.compat.algorithms._run import validate as validated
 from nemo_rl_cpp.compat.algorithms.advantage_estimator import GeneralizedAdvantageEstimator
 from nemo_rl_cpp.config.logger import LoggerConfig as PPOLoggerConfig
@@ -84,11 +85,10 @@ def ppo_train(
 
 
 def async_ppo_train(*args: Any, **kwargs: Any) -> None:
-    """NeMo RL's training beside generation; always an error here."""
-    raise NotImplementedError(
-        "training while generating (ppo.async_ppo.enabled) is not supported: policy and engine share one set of weights. "
-        "Set ppo.async_ppo.enabled=false and call ppo_train"
-    )
+    """`ppo_train`, with its arguments, and with rollouts beside training: of a configuration with `ppo.async_ppo.enabled`, and engines of
+    their own from `setup`. ValueError where the configuration says otherwise."""
+    require_beside_training(signature(ppo_train).bind(*args, **kwargs).arguments["master_config"])
+    ppo_train(*args, **kwargs)
 
 
 def validate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .asynchronous import AsyncPPOConfig
+from .asynchronous import AsyncConfig, AsyncPPOConfig
 from .base import Count, Fraction, Int, NonNegative, Positive, Section, key, section
 from .estimators import PPOEstimator
 from .loop import LoopConfig, other_default

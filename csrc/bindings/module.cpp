@@ -3,10 +3,6 @@
 
 #include "common/cpu_capability.h"
 
-namespace nemo_rl::bindings {
-void bind_refit(py::module_& m);
-}
-
 PYBIND11_MODULE(_C, m) {
   m.doc() = "C++ core of nemo_rl_cpp; use it through the Python package";
   m.attr("torch_version") = NEMO_TORCH_VERSION;

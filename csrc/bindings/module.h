@@ -13,6 +13,7 @@ void bind_batching(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_ops(py::module_& m);
 void bind_distributed(py::module_& m);
+void bind_refit(py::module_& m);
 void bind_model(py::module_& m);
 void bind_generation(py::module_& m);
 

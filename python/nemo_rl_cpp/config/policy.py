@@ -246,7 +246,7 @@ class PolicyConfig(TrainedModelConfig):
     logprob_chunk_size: Positive | None = no_effect(None, "the native head never holds more than 224 MB of logits")
     refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = key(
         None,
-        "GB of weights in one message to engines with workers of their own (policy.generation.colocated.enabled=false); null: 0.032",
+        "GB of weights in one message to engines with workers of their own (policy.generation.colocated.enabled=false); null: 0.008",
     )
     offload_optimizer_for_logprob: bool = no_effect(False)
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")

@@ -217,6 +217,10 @@ def changes(kind):
         "policy.generation.backend": ((), "vllm"),
         "policy.generation.vllm_cfg.kv_cache_dtype": ((), "fp8"),
         "policy.generation.colocated.enabled": ((), "false"),
+        "policy.generation.colocated.resources.num_nodes": (
+            ("cluster.executor=processes", "cluster.num_nodes=2", "policy.generation.colocated.enabled=false",
+             "policy.generation.colocated.resources.num_nodes=1"), "2",
+        ),
         "cluster.gpus_per_node": ((), "8"),
         "cluster.num_nodes": ((), "4"),
         "cluster.strict_sizes": (two, "true"),

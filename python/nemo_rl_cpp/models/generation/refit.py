@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-DEFAULT_BUCKET_BYTES = 32_000_000
-"""Of `policy.refit_buffer_size_gb: null`. Larger buckets are not faster (tests/benchmarks/bench_refit.py)."""
+DEFAULT_BUCKET_BYTES = 8_000_000
+"""Of `policy.refit_buffer_size_gb: null`. A bucket that stays in the cache is copied and digested faster (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitMeeting(NamedTuple):

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.build import build_run
-from nemo_rl_cpp.config import load_grpo_config
 from safetensors.torch import load_file
 
 TP = ("policy.dtensor_cfg.tensor_parallel_size=2",)
@@ -50,7 +48,8 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def is_exact(history: list[dict]) -> bool:
-    return all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in history)
+    trained = [row for row in history if "token_mult_prob_error" in row]  # PPO's first steps train the critic alone
+    return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
 
 
 def test_two_slices_train_the_whole_models_run(tmp_path):
@@ -69,7 +68,7 @@ def test_two_slices_train_the_whole_models_run(tmp_path):
     "overrides",
     [("policy.precision=bfloat16", "policy.generation.top_p=0.9", "loss_fn.reference_policy_kl_penalty=0.01",
       "grpo.skip_reference_policy_logprobs_calculation=false"),
-     ("policy.hf_config_overrides.tie_word_embeddings=true", "policy.generation.kv_cache_gb=0.0005"),
+     ("policy.hf_config_overrides.tie_word_embeddings=true", "policy.generation.kv_cache_gb=0.0005", "grpo.val_period=1", "grpo.max_val_samples=8"),
      ("++policy.hf_config_overrides.model_type=qwen3", "policy.generation.top_k=5", "policy.dtensor_cfg.activation_checkpointing=true")],
     ids=["bfloat16_top_p_kl", "tied_small_cache", "qwen3_top_k"],
 )  # fmt: skip
@@ -79,37 +78,12 @@ def test_generation_equals_training_to_the_bit(tmp_path, overrides):
 
 
 def test_a_critic_in_slices_and_a_checkpoint_for_any_number(tmp_path):
-    """Two steps in two slices, two with the whole models, one in two groups whose critic is whole: as five with whole models."""
+    """Two steps in two slices, one with the whole models, one whose critic is whole in two processes: as four with whole models."""
     config = "ppo_tiny.yaml"
-    history, straight = trained(tmp_path / "straight", 5, *BLOCKS, *PPO, config=config)
-    for steps, more in ((2, (*workers(2), *CRITIC)), (4, ()), (5, workers(4))):
-        mixed_history, mixed = trained(tmp_path / "mixed", steps, *BLOCKS, *PPO, *more, config=config)
-        assert is_exact(mixed_history)
+    _, straight = trained(tmp_path / "straight", 4, *BLOCKS, *PPO, config=config)
+    for steps, more in ((2, (*workers(2), *CRITIC)), (3, ()), (4, workers(2))):
+        history, mixed = trained(tmp_path / "mixed", steps, *BLOCKS, *PPO, *more, config=config)
+        assert is_exact(history)
     for model in ("policy", "value"):
         assert distance(tensors(mixed, model), tensors(straight, model)) < 1e-4
         assert distance(moments(mixed, model), moments(straight, model)) < 1e-2
-
-
-def test_validation_and_evaluation_answer_as_one_process(tmp_path):
-    scores = []
-    for more in ((), (*workers(2), *TP)):
-        with tiny.make(tmp_path / str(len(scores)), *tiny.SMALL, "policy.generation.val_temperature=0", *more) as run:
-            scores.append(run.validator.run(0).metrics["accuracy"])
-    assert scores[0] == scores[1]
-
-
-def test_a_model_that_cannot_be_cut_is_refused_before_it_is_loaded(tmp_path):
-    config = load_grpo_config(
-        "grpo_tiny.yaml",
-        [
-            *workers(4),
-            "policy.dtensor_cfg.tensor_parallel_size=4",
-            "policy.hf_config_overrides.num_key_value_heads=2",
-            f"logger.log_dir={tmp_path / 'logs'}",
-            "checkpointing.enabled=false",
-        ],
-    )
-    with pytest.raises(
-        ValueError, match=r"policy.dtensor_cfg.tensor_parallel_size is 4, but the model has 2 key/value heads"
-    ):
-        build_run(config)

@@ -9,6 +9,9 @@ from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
+from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.sources import ModelFolderError
 
 pytestmark = pytest.mark.slow
 
@@ -76,3 +79,21 @@ def test_a_value_model_in_slices(cluster):
     alone, (first, second) = both(cluster, "qwen2_biases", value_head=True)
     assert torch.equal(first["logprobs"], second["logprobs"]) and close(first["logprobs"], alone["logprobs"], 1e-5)
     assert all(close(first["grads"][name], gradient, 1e-5) for name, gradient in alone["grads"].items())
+
+
+def refused(model, count, **overrides):
+    config = canonical_config(TINY_CONFIG | slice_players.MODELS[model] | overrides)
+    with pytest.raises(ModelFolderError) as caught:
+        ModelFolder(config, None).check_slices(count, "policy.dtensor_cfg.tensor_parallel_size")
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut_is_named():
+    key = "policy.dtensor_cfg.tensor_parallel_size is"
+    assert refused("llama_gqa", 4).startswith(
+        f"{key} 4, but the model has 2 key/value heads (num_key_value_heads), which 4 processes"
+    )
+    assert refused("llama_gqa", 2, intermediate_size=97).startswith(f"{key} 2, but the model has 97 columns of the MLP")
+    assert refused("llama_mha_tied", 4, vocab_size=3).startswith(f"{key} 4, but the vocabulary has 3 entries")
+    olmo = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    assert "normalises all heads of the queries and keys together (olmo2)" in refused("llama_gqa", 2, **olmo)

@@ -59,7 +59,6 @@ class NativeGeneration(GenerationInterface):
         seed: part of the key of every random draw.
         digest: gives a digest of the weights that the engine reads.
         memory_share: the part of this machine's free memory that this engine may count on.
-        agree: gives the least of a number over the processes that have slices of this model: they must plan the same steps.
 
     Raises ValueError for unknown keys and for values that cannot be (temperature < 0, top_p outside (0, 1], empty stop strings, ...).
     """
@@ -75,7 +74,6 @@ class NativeGeneration(GenerationInterface):
         seed: int = 42,
         digest: Callable[[], str] | None = None,
         memory_share: float = 1.0,
-        agree: Callable[[int], int] = lambda limit: limit,
     ) -> None:
         check_keys(config, "policy.generation", EvalGenerationConfig)
         self.config = config
@@ -85,7 +83,8 @@ class NativeGeneration(GenerationInterface):
         self._runner = runner
         self._vocab_size = runner.vocab_size()
         self._digest = digest
-        self._memory_share, self._agree = memory_share, agree
+        self._memory_share = memory_share
+        self._agree: Callable[[int], int] | None = None
         self._stop_token_ids = _stop_token_ids(config, tokenizer, end_token_ids)
         self._knows_bytes = False
         self._next_draw_id = 0
@@ -226,11 +225,17 @@ class NativeGeneration(GenerationInterface):
         """Nothing to forget: every `generate` begins with an empty cache, so no key of older weights is ever read."""
         return True
 
+    def plan_with_peers(self, least: Callable[[int], int]) -> None:
+        """For engines that have slices of one model and must plan the same steps: their caches get one size. `least` gives the least
+        of a number over all of them, who make the same calls."""
+        self._agree = least
+        self._limit_cache()
+
     def _limit_cache(self) -> None:
         """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
         gigabytes = _get(self.config, "kv_cache_gb")
         limit = int(gigabytes * 1e9) if gigabytes else max(int(self._free_bytes() * self._memory_share) // 2, 1)
-        self._engine.set_max_cache_bytes(self._agree(limit))
+        self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def _free_bytes(self) -> int:
         """Memory that can still be taken where the keys and values lie: the GPU's, or this machine's."""

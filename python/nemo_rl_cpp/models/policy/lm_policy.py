@@ -194,9 +194,12 @@ class Policy(TrainedModel, PolicyInterface):
         from nemo_rl_cpp.models.generation.on_model import generation_on
 
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
-        return generation_on(
+        engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
         )
+        if self.ranks.tensor_size > 1:
+            engine.plan_with_peers(self.ranks.tensor_least)
+        return engine
 
     def performance(self) -> dict[str, float]:
         """`reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's first step: it says

@@ -118,7 +118,7 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     the sum: each has the weights (with tensor parallelism a slice of them), its gradients and its micro-batch; masters and optimizer
     are shared out among them. Engines with workers of their own have their weights twice: those in use, and those that a refit brings.
     """
-    policy, count = config.policy, config.cluster.processes
+    policy, count = config.policy, max(trainers_of(config), 1)
     whole = model_sizes(policy.model_name, policy.hf_config_overrides)
     if whole is None:
         return None
@@ -134,8 +134,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         resting += _resting(config.value, value.backbone_parameters, "value")
     if config.loss_fn.reference_policy_kl_penalty:
         resting += (("reference weights", sizes.parameters * width),)
-    count, engines = max(trainers_of(config), 1), engines_of(config)
-    apart = _engines(policy, sizes, engines)
+    engines = engines_of(config)
+    apart = _engines(policy, whole, engines)
     if config.cluster.device == "cpu" and not engines:
         resting += _packed_weights(policy, sizes)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_rl_cpp.config.resources import trainers_of
 from nemo_rl_cpp.models.hf_config import check_length
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import (
@@ -75,7 +76,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         key = "generation.vllm_cfg.max_model_len"
         yield _Use("generation.model_name", name, None, length, key, tokenizer, "tokenizer.name")
         return
-    processes = config.cluster.processes
+    processes = max(trainers_of(config), 1)
     yield _trained("policy", config.policy, processes)
     if config.has_critic:
         yield _trained("value", config.value, processes)

@@ -291,6 +291,16 @@ def test_tensor_parallelism_that_does_not_divide_the_processes_is_folded_or_refu
     assert load_grpo_config("grpo_tiny.yaml", [TP]).policy.tensor_parallel(1) == 1  # all in this process
 
 
+def test_engines_of_their_own_need_whole_models():
+    apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2")
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size is 2, but engines with processes of their own have whole models"
+    ):
+        of_workers("cluster.gpus_per_node=4", TP, *apart)
+    config = of_workers("cluster.gpus_per_node=3", TP, *apart)  # one trainer: folded
+    assert list(sizes_of(config)) == [TP.partition("=")[0]]
+
+
 def test_blocks_are_shared_by_groups():
     of_workers("cluster.gpus_per_node=4", TP, "policy.gradient_blocks=2")
     with pytest.raises(ConfigError, match="gradient_blocks is 2, which 4 processes"):

@@ -16,10 +16,13 @@ void bind_decoder_model(py::module_& m) {
   using model::DecoderModel;
   py::class_<DecoderModel, std::shared_ptr<DecoderModel>>(m, "DecoderModel",
                                                           "Weights of one model; see csrc/model/decoder_model.h")
-      .def(py::init([](const py::dict& config, at::ScalarType dtype, bool trainable, const std::string& device) {
-             return std::make_shared<DecoderModel>(config_from(config), dtype, trainable, at::Device(device));
+      .def(py::init([](const py::dict& config, at::ScalarType dtype, bool trainable, const std::string& device,
+                       std::shared_ptr<distributed::Communicator> peers) {
+             return std::make_shared<DecoderModel>(config_from(config), dtype, trainable, at::Device(device),
+                                                   std::move(peers));
            }),
-           py::arg("config"), py::arg("dtype"), py::arg("trainable"), py::arg("device") = "cpu")
+           py::arg("config"), py::arg("dtype"), py::arg("trainable"), py::arg("device") = "cpu",
+           py::arg("peers") = nullptr)
       .def_property_readonly("device", [](const DecoderModel& self) { return self.device().str(); })
       .def_property_readonly("layout",
                              [](const DecoderModel& self) {
@@ -28,6 +31,7 @@ void bind_decoder_model(py::module_& m) {
                                  specs.append(py::make_tuple(s.name, s.shape, s.offset));
                                return specs;
                              })
+      .def_property_readonly("specs", [](const DecoderModel& self) { return self.layout().specs; })
       .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
       .def_property_readonly("masters_begin", &DecoderModel::masters_begin)
       .def_property_readonly("compute", [](const DecoderModel& self) { return self.compute(); })
@@ -118,6 +122,7 @@ void bind_trainer(py::module_& m) {
              double max_grad_norm) { return self.step({lr, beta1, beta2, eps, weight_decay}, max_grad_norm); },
           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
           py::arg("max_grad_norm"), release_gil())
+      .def("grads_are_finite", &Trainer::grads_are_finite, release_gil())
       .def("grad_norm", &Trainer::grad_norm, release_gil())
       .def_property_readonly("reused_tokens", &Trainer::reused_tokens)
       .def_property_readonly("out_dtype", [](Trainer& self) { return self.model().decoder().accumulate_dtype(); })
@@ -125,6 +130,25 @@ void bind_trainer(py::module_& m) {
       .def_property_readonly("exp_avg", [](Trainer& self) { return self.exp_avg(); })
       .def_property_readonly("exp_avg_sq", [](Trainer& self) { return self.exp_avg_sq(); })
       .def_property("optimizer_steps", &Trainer::optimizer_steps, &Trainer::set_optimizer_steps);
+}
+
+/// How a slice of a model lies in its flat buffer.
+void bind_layout(py::module_& m) {
+  using model::ParameterSpec;
+  py::class_<ParameterSpec>(m, "ParameterSpec", "See csrc/model/parameters.h")
+      .def_readonly("name", &ParameterSpec::name)
+      .def_readonly("shape", &ParameterSpec::shape)
+      .def_readonly("offset", &ParameterSpec::offset)
+      .def_readonly("whole", &ParameterSpec::whole)
+      .def_readonly("split", &ParameterSpec::split)
+      .def_readonly("begin", &ParameterSpec::begin);
+  py::class_<model::ParameterLayout>(m, "ParameterLayout")
+      .def(py::init([](const py::dict& config, int rank, int size) {
+             return model::ParameterLayout(config_from(config).sliced({rank, size}));
+           }),
+           py::arg("config"), py::arg("rank") = 0, py::arg("size") = 1)
+      .def_readonly("specs", &model::ParameterLayout::specs)
+      .def_readonly("total", &model::ParameterLayout::total);
 }
 
 /// Rows scored one by one: for tests of csrc/model/filtered_row.h.
@@ -215,6 +239,7 @@ void bind_vocabulary_head(py::module_& m) {
 }  // namespace
 
 void bind_model(py::module_& m) {
+  bind_layout(m);
   bind_decoder_model(m);
   bind_trainer(m);
   bind_filtered_row(m);

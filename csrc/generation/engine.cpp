@@ -219,8 +219,10 @@ void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits, cons
   const std::vector<Draw> draws = draws_of(plan);
   std::vector<ops::RowDraw> rows;
   rows.reserve(draws.size());
-  for (const Draw& d : draws)
+  for (const Draw& d : draws) {
     rows.push_back({d.logits_row, d.sequence->params.rule, random_uniform(d.sequence->random_key())});
+    rows.back().rule.vocab_block = runner_->vocab_block();
+  }
   const auto sampled = ops::sample_rows(logits, rows, config_.with_entropy);
   for (std::size_t i = 0; i < draws.size(); ++i) {
     Sequence& s = *draws[i].sequence;

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/log_softmax.h"
+
 namespace nemo_rl::generation {
 
 /// The new tokens of one sequence in this step. Its keys and values of earlier positions lie in the cache blocks of
@@ -36,6 +38,8 @@ class ModelRunner {
  public:
   virtual ~ModelRunner() = default;
   virtual std::int64_t vocab_size() const = 0;
+  /// Entries of the vocabulary that the log-softmax sums together (kernels/sampling.h).
+  virtual std::int64_t vocab_block() const { return kernels::kVocabBlock; }
   virtual std::int64_t block_size() const = 0;       ///< positions in one cache block
   virtual std::int64_t bytes_per_block() const = 0;  ///< all layers, keys and values
   /// (Re)allocates cache storage for `num_blocks` blocks; contents are undefined afterwards.

@@ -33,6 +33,7 @@ bool is_decode(const ForwardBatch& batch) {
 NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder,
                                      std::int64_t pack_after)
     : model_(std::move(model)),
+      vocab_(model_->config(), model_->peers()),
       workspace_(model_->device()),
       step_(model_->decoder().attention_heads(), model_->device()),
       recorded_(std::move(recorder)),
@@ -85,7 +86,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   if (!recorded) {
     const ops::PackedWeights::Use packed(model_->packed_for(T, pack_after_));
     const auto compute = [&] { keep_ && model_->kept().enabled() ? run_keeping(batch) : run(batch.logits_rows); };
-    if (model_->device().is_cpu() && T <= kTeamRows) {
+    // Threads of a team never sleep: they would keep the processor from the messages of peers.
+    if (model_->device().is_cpu() && T <= kTeamRows && model_->peers() == nullptr) {
       runtime::Team::lead(compute);
     } else {
       compute();
@@ -130,7 +132,12 @@ void NativeModelRunner::finish(const at::Tensor& h) {
   ops::linear_ask_ahead(decoder.parameters().lm_head);
   const auto normed = workspace_.take(model::Slot::rows_normed, h.sizes(), decoder.compute_dtype());
   decoder.final_norm(h, normed, at::Tensor());
-  ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits(h.size(0)));
+  const auto& w = decoder.parameters().lm_head;
+  const auto whole = logits(h.size(0));
+  if (vocab_.is_whole()) return ops::linear_forward(normed, w, std::nullopt, whole);
+  const auto own = workspace_.take(model::Slot::own_logits, {h.size(0), w.size(0)}, at::kFloat);
+  ops::linear_forward(normed, w, std::nullopt, own);
+  vocab_.gather_rows(own, whole);
 }
 
 at::Tensor NativeModelRunner::logits(std::int64_t rows) {

@@ -9,6 +9,7 @@
 #include "generation/model_runner.h"
 #include "generation/recorded_steps.h"
 #include "model/decoder_model.h"
+#include "model/vocab_slice.h"
 #include "ops/paged_step.h"
 
 namespace nemo_rl::generation {
@@ -25,6 +26,7 @@ class NativeModelRunner : public ModelRunner {
   explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {},
                              std::int64_t pack_after = kPackAfter);
   std::int64_t vocab_size() const override;
+  std::int64_t vocab_block() const override { return model_->config().vocab_block(); }
   std::int64_t block_size() const override;
   std::int64_t bytes_per_block() const override;
   void allocate_cache(std::int64_t num_blocks) override;
@@ -42,6 +44,7 @@ class NativeModelRunner : public ModelRunner {
   std::vector<const void*> places() const;
 
   std::shared_ptr<model::DecoderModel> model_;
+  model::VocabSlice vocab_;
   std::vector<at::Tensor> cache_;  ///< of each layer
   model::Workspace workspace_;
   ops::PagedStep step_;

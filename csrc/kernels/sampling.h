@@ -24,6 +24,9 @@ struct SamplingRule {
   float top_p = 1;        ///< in (0, 1]
   std::int64_t top_k = 0;
   bool greedy = false;
+  /// Entries that are summed together, in (0, kVocabBlock]; another number than usual where the vocabulary lies in
+  /// slices. What a filter leaves of a row is summed as usual.
+  std::int64_t vocab_block = kVocabBlock;
 
   bool filters(std::int64_t V) const { return !greedy && ((top_k > 0 && top_k < V) || top_p < 1); }
 };

@@ -27,6 +27,18 @@ enum class QkNorm {
   whole,  ///< all query heads together, weight [N·H], and all key heads, weight [K·H]: OLMo 2
 };
 
+/// Which slice of the layers and of the vocabulary a process has, where several hold one model.
+struct TensorSlice {
+  int rank = 0, size = 1;
+};
+
+/// Entries [begin, end) of the vocabulary.
+struct VocabRows {
+  std::int64_t begin = 0, end = 0;
+  std::int64_t size() const { return end - begin; }
+};
+
+/// Numbers of heads and I are those of this process's slice; V and D are the model's.
 struct ModelConfig {
   std::int64_t vocab_size = 0;         ///< V
   std::int64_t hidden_size = 0;        ///< D
@@ -46,6 +58,17 @@ struct ModelConfig {
   bool value_head = false;                         ///< a critic: one scalar a token instead of a language-model head
   std::vector<double> rope_inv_freq;               ///< [H/2], after rope scaling
   double rope_attention_factor = 1.0;              ///< multiplies cos and sin (yarn)
+
+  TensorSlice slice;
+
+  /// One process's slice of this whole model: equal numbers of heads, key/value heads and MLP columns, and whole blocks
+  /// of the vocabulary. Throws ArgumentError where it cannot be cut so.
+  ModelConfig sliced(TensorSlice part) const;
+  /// Entries of the vocabulary that the log-softmax sums together; a slice begins at a multiple of it.
+  std::int64_t vocab_block() const;
+  /// The vocabulary of the process `rank` of slice.size.
+  VocabRows vocab_rows(int rank) const;
+  VocabRows vocab_rows() const { return vocab_rows(slice.rank); }
 
   std::int64_t query_size() const { return num_heads * head_dim; }
   std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

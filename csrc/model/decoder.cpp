@@ -28,8 +28,8 @@ bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
 
 }  // namespace
 
-Decoder::Decoder(ModelConfig config, DecoderParameters parameters)
-    : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_, device()) {}
+Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers)
+    : config_(std::move(config)), parameters_(std::move(parameters)), rope_(config_, device()), peers_(peers) {}
 
 ops::AttentionHeads Decoder::attention_heads() const {
   return {config_.num_heads, config_.num_kv_heads, config_.head_dim,
@@ -48,7 +48,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   const bool all = are_all(rows, T), stop_early = !all && !sink.keeps();
   const auto places = on_device(positions);
   auto h = sink.stream(0);
-  ops::embedding_forward(parameters_.embedding, token_ids, h);
+  embed(token_ids, h);
   const auto s = scratch(T, workspace);
   for (std::int64_t l = 0; l <= last; ++l) {
     auto a = sink.layer(l);
@@ -74,6 +74,32 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
   return all ? h : h.index_select(0, ops::index_tensor(rows.data(), R, h));
 }
 
+Decoder::OwnTokens Decoder::own_tokens(const at::Tensor& token_ids) const {
+  const auto rows = config_.vocab_rows();
+  const auto ids = token_ids - rows.begin;
+  const auto index = at::logical_and(ids.ge(0), ids.lt(rows.size())).nonzero().view(-1);
+  return {index, ids.index_select(0, index)};
+}
+
+/// h [T, D] = the rows of the embedding. Of a split one each process has some; the sum with the others' zeros is exact.
+void Decoder::embed(const at::Tensor& token_ids, const at::Tensor& h) const {
+  if (peers_ == nullptr) return ops::embedding_forward(parameters_.embedding, token_ids, h);
+  ops::check_token_ids({token_ids.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(token_ids.numel())},
+                       config_.vocab_size, "embedding_forward");
+  const auto own = own_tokens(token_ids);
+  const auto rows = at::empty({own.ids.numel(), h.size(1)}, h.options());
+  ops::embedding_forward(parameters_.embedding, own.ids, rows);
+  h.zero_();
+  const_cast<at::Tensor&>(h).index_copy_(0, own.index, rows);
+  peers_->sum(h, "adding the embeddings of all slices");
+}
+
+void Decoder::embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_embedding) const {
+  if (peers_ == nullptr) return ops::embedding_backward(dh, token_ids, d_embedding);
+  const auto own = own_tokens(token_ids);
+  ops::embedding_backward(dh.index_select(0, own.index), own.ids, d_embedding);
+}
+
 Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace) const {
   const auto& c = config_;
   const auto S = compute_dtype();
@@ -83,9 +109,10 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, Workspace& workspace) const {
             {},
             {}};
   if (c.activation != kernels::Gate::silu) s.gate_up = workspace.take(Slot::gate_up, {T, 2 * c.intermediate_size}, S);
-  if (c.norms.after_attention.empty() && c.norms.after_mlp.empty()) return s;
+  const bool norms = !c.norms.after_attention.empty() || !c.norms.after_mlp.empty();
+  if (!norms && peers_ == nullptr) return s;
   s.branch_out = workspace.take(Slot::branch_out, {T, c.hidden_size}, accumulate_dtype());
-  s.branch = workspace.take(Slot::branch, {T, c.hidden_size}, S);
+  if (norms) s.branch = workspace.take(Slot::branch, {T, c.hidden_size}, S);
   return s;
 }
 
@@ -153,13 +180,19 @@ at::Tensor Decoder::normalised(const at::Tensor& h, const at::Tensor& weight, co
   return h.scalar_type() == out.scalar_type() ? h : const_cast<at::Tensor&>(out).copy_(h);
 }
 
-/// h += x · wᵀ + bias, or the norm of that where the architecture has one. A tensor-parallel sum over ranks stands
-/// between the product and the addition; where there is neither a norm nor such a sum, the product adds by itself.
+/// h += x · wᵀ + bias, or the norm of that where the architecture has one. The tensor-parallel sum over ranks, of which
+/// the first adds the bias, stands between the product and the addition; where there is neither a norm nor such a sum,
+/// the product adds by itself.
 void Decoder::add_branch(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias, const at::Tensor& norm,
                          const Branch& branch, const at::Tensor& h, const Scratch& s) const {
-  if (!norm.defined()) return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true);
+  if (!norm.defined() && peers_ == nullptr) return ops::linear_forward(x, w, optional(bias), h, /*accumulate=*/true);
   const auto& out = branch.out.defined() ? branch.out : s.branch_out;
-  ops::linear_forward(x, w, optional(bias), out);
+  ops::linear_forward(x, w, config_.slice.rank == 0 ? optional(bias) : std::nullopt, out);
+  if (peers_ != nullptr) peers_->sum(out, "adding what all slices of a layer give");
+  if (!norm.defined()) {
+    h.add_(out);
+    return;
+  }
   ops::rms_norm_forward(out, norm, config_.rms_norm_eps, s.branch, optional(branch.rstd));
   h.add_(s.branch);
 }

@@ -9,6 +9,7 @@
 #include <functional>
 #include <span>
 
+#include "distributed/peers.h"
 #include "model/layer_activations.h"
 #include "model/parameters.h"
 #include "model/rope_table.h"
@@ -28,11 +29,14 @@ using AttentionBackward = std::function<void(const at::Tensor& qkv, const at::Te
 
 class Decoder {
  public:
-  Decoder(ModelConfig config, DecoderParameters parameters);
+  /// `peers`: the processes that hold the other slices of the layers and of the vocabulary; nullptr: none. Every one of
+  /// them makes the same calls with the same tokens. The residual stream is the same bits on all of them.
+  Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers = nullptr);
 
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
   ops::AttentionHeads attention_heads() const;
+  distributed::Peers* peers() const { return peers_; }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -66,11 +70,19 @@ class Decoder {
     at::Tensor normed;      ///< [T, D] S: what a branch reads
     at::Tensor act;         ///< [T, I] S
     at::Tensor gate_up;     ///< [T, 2I] S, where the gated product does not end in the activation
-    at::Tensor branch_out;  ///< [T, D] A, where a norm stands behind a branch
+    at::Tensor branch_out;  ///< [T, D] A, where a norm or a sum over peers stands behind a branch
     at::Tensor branch;      ///< [T, D] S, the same normalised
   };
   Scratch scratch(std::int64_t T, Workspace& workspace) const;
   const LayerParameters& layer(std::int64_t l) const { return parameters_.layers[static_cast<std::size_t>(l)]; }
+  /// Of T tokens those whose rows of the vocabulary are here.
+  struct OwnTokens {
+    at::Tensor index;  ///< [n] which
+    at::Tensor ids;    ///< [n] their rows of the embedding
+  };
+  OwnTokens own_tokens(const at::Tensor& token_ids) const;
+  void embed(const at::Tensor& token_ids, const at::Tensor& h) const;
+  void embed_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_embedding) const;
   at::Tensor on_device(const at::Tensor& positions);
   void run_layer(std::int64_t l, const at::Tensor& positions, const Attention& attention, LayerActivations& a,
                  const at::Tensor& h_out, const Scratch& s);
@@ -97,6 +109,7 @@ class Decoder {
   ModelConfig config_;
   DecoderParameters parameters_;
   RopeTable rope_;
+  distributed::Peers* peers_;
 };
 
 }  // namespace nemo_rl::model

@@ -22,7 +22,7 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const Att
     backward_mlp(l, a, dh, g, workspace);
     backward_attention(l, a, positions, dh, attention_backward, g, workspace);
   }
-  ops::embedding_backward(dh, source.token_ids(), grads.embedding);
+  embed_backward(dh, source.token_ids(), grads.embedding);
 }
 
 /// Gradient of what a branch's last product returns, in the compute type: that of the residual stream, taken through
@@ -40,9 +40,10 @@ at::Tensor Decoder::branch_gradient(const at::Tensor& dh, const Branch& branch, 
   return dy;
 }
 
-/// dh += the gradient that comes back through what a branch read of h.
+/// dh += the gradient that comes back through what a branch read of h; d_normed of every slice is a part of it.
 void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
                                  const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const {
+  if (peers_ != nullptr) peers_->sum(d_normed, "adding the gradients of all slices of a layer");
   if (norm.defined()) return ops::rms_norm_backward(d_normed, h, norm, rstd, dh, /*accumulate=*/true, d_norm);
   dh.add_(d_normed);
 }

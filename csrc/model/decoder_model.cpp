@@ -1,5 +1,7 @@
 #include "model/decoder_model.h"
 
+#include <ATen/ATen.h>
+
 #include "common/check.h"
 #include "ops/adamw.h"
 #include "ops/weight_digest.h"
@@ -23,14 +25,23 @@ at::Device checked(at::Device device, at::ScalarType dtype) {
 
 }  // namespace
 
-DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device)
-    : layout_(config),
+DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device,
+                           std::shared_ptr<distributed::Communicator> peers)
+    : DecoderModel(peers == nullptr ? config : config.sliced({peers->rank(), peers->size()}), dtype, trainable, device,
+                   peers == nullptr ? nullptr : std::make_unique<distributed::Peers>(peers)) {}
+
+DecoderModel::DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device,
+                           std::unique_ptr<distributed::Peers> peers)
+    : peers_(std::move(peers)),
+      layout_(config),
       trainable_(trainable),
-      decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype)))),
+      decoder_(config, DecoderParameters(config, layout_, zeros(layout_, dtype, checked(device, dtype))), peers_.get()),
       workspace_(decoder_.device()),
       kept_(kept_activations_of(decoder_)) {
   NRL_CHECK_ARG(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble,
                 "a model computes in float32, bfloat16 or float64, not ", c10::toString(dtype));
+  NRL_CHECK_ARG(peers_ == nullptr || decoder_.device().is_cpu(), "tensor parallelism works on the CPU only, not on ",
+                decoder_.device().str());
   if (dtype != at::kBFloat16) {
     masters_ = decoder_.parameters().flat;
   } else if (trainable) {
@@ -76,6 +87,12 @@ void DecoderModel::keep_master_shard(std::int64_t begin, std::int64_t end) {
   masters_begin_ = begin;
 }
 
-std::uint64_t DecoderModel::digest() const { return ops::weight_digest(compute()); }
+std::uint64_t DecoderModel::digest() const {
+  const std::uint64_t own = ops::weight_digest(compute());
+  if (peers_ == nullptr) return own;
+  const auto mine = at::empty({1}, at::kLong);
+  mine.data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own);
+  return ops::weight_digest(peers_->gather(mine, "the digest of all slices").clone());
+}
 
 }  // namespace nemo_rl::model

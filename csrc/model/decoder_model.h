@@ -16,11 +16,17 @@ class DecoderModel {
   /// rounded copy it computes with; a frozen one only the copy.
   /// Weights, workspace and what is computed with them lie on `device`: the CPU or a CUDA device (float32 and
   /// bfloat16).
-  DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device = at::kCPU);
+  /// `peers`: the processes that hold this model in slices, each a part of the heads, of the MLP and of the vocabulary
+  /// (tensor parallelism, on the CPU); nullptr: all of it is here. `config` is the whole model's.
+  DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device = at::kCPU,
+               std::shared_ptr<distributed::Communicator> peers = nullptr);
 
+  /// Of this process's slice.
   const ModelConfig& config() const { return decoder_.config(); }
   const ParameterLayout& layout() const { return layout_; }
   Decoder& decoder() { return decoder_; }
+  /// nullptr: there are none.
+  distributed::Peers* peers() const { return peers_.get(); }
   Workspace& workspace() { return workspace_; }
   at::Device device() const { return decoder_.device(); }
   bool trainable() const { return trainable_; }
@@ -48,9 +54,13 @@ class DecoderModel {
   void masters_changed();
 
   /// FNV-1a over the bytes of the compute weights, in blocks that are combined in order: equal digests, equal weights.
+  /// With peers of all slices, by all of them at once.
   std::uint64_t digest() const;
 
  private:
+  DecoderModel(ModelConfig slice, at::ScalarType dtype, bool trainable, at::Device device,
+               std::unique_ptr<distributed::Peers> peers);
+  std::unique_ptr<distributed::Peers> peers_;
   ParameterLayout layout_;
   bool trainable_;
   at::Tensor masters_;

@@ -8,6 +8,8 @@ namespace nemo_rl::model {
 
 class LmHead {
  public:
+  explicit LmHead(VocabSlice slice = {}) : head_(std::move(slice)) {}
+
   /// Log-probabilities of the targets [R]; see VocabularyHead. Without a filter `unfiltered` is not filled.
   PairValues forward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const TokenScoring& scoring,
                      bool with_unfiltered, Workspace& workspace);

@@ -18,13 +18,19 @@ class LayoutBuilder {
   /// Starts at the next aligned offset.
   void add(const std::string& name, std::vector<std::int64_t> shape) {
     align();
-    append(name, std::move(shape));
+    append(name, shape, shape, ParameterSpec::kWhole, 0);
+  }
+  /// Rows [rows.begin, rows.end) of a matrix [V, columns].
+  void add_vocabulary(const std::string& name, VocabRows rows, std::int64_t V, std::int64_t columns) {
+    align();
+    append(name, {rows.size(), columns}, {V, columns}, rows.size() < V ? 0 : ParameterSpec::kWhole, rows.begin);
   }
   /// Directly behind the one before: the two are used as one matrix.
-  void append(const std::string& name, std::vector<std::int64_t> shape) {
+  void append(const std::string& name, std::vector<std::int64_t> shape, std::vector<std::int64_t> whole, int split,
+              std::int64_t begin) {
     std::int64_t numel = 1;
     for (auto n : shape) numel *= n;
-    layout_.specs.push_back({name, std::move(shape), layout_.total, numel});
+    layout_.specs.push_back({name, std::move(shape), layout_.total, numel, split, begin, std::move(whole)});
     layout_.total += numel;
   }
 
@@ -44,47 +50,57 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c) {
   using P = LayerParameters;
   const std::int64_t D = c.hidden_size, I = c.intermediate_size, Q = c.query_size(), KV = c.num_kv_heads * c.head_dim;
   std::vector<LayerTensor> all;
-  const auto add = [&](bool is_there, at::Tensor P::* field, std::vector<LayerTensor::Part> parts,
+  constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
+  const auto add = [&](bool is_there, at::Tensor P::* field, int split, std::vector<LayerTensor::Part> parts,
                        std::int64_t columns = 0) {
-    if (is_there) all.push_back({field, std::move(parts), columns});
+    if (is_there) all.push_back({field, std::move(parts), columns, c.slice.size > 1 ? split : kWhole});
   };
   const auto norm = [&](const std::string& name, at::Tensor P::* field) {
-    add(!name.empty(), field, {{name + ".weight", D}});
+    add(!name.empty(), field, kWhole, {{name + ".weight", D}});
   };
   norm(c.norms.before_attention, &P::norm_before_attention);
-  add(true, &P::qkv_weight,
+  add(true, &P::qkv_weight, kRows,
       {{"self_attn.q_proj.weight", Q}, {"self_attn.k_proj.weight", KV}, {"self_attn.v_proj.weight", KV}}, D);
-  add(c.qkv_bias, &P::qkv_bias,
+  add(c.qkv_bias, &P::qkv_bias, kRows,
       {{"self_attn.q_proj.bias", Q}, {"self_attn.k_proj.bias", KV}, {"self_attn.v_proj.bias", KV}});
   const bool whole = c.qk_norm == QkNorm::whole;
-  add(c.qk_norm != QkNorm::none, &P::q_norm, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}});
-  add(c.qk_norm != QkNorm::none, &P::k_norm, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}});
-  add(true, &P::o_weight, {{"self_attn.o_proj.weight", D}}, Q);
-  add(c.output_bias, &P::o_bias, {{"self_attn.o_proj.bias", D}});
+  add(c.qk_norm != QkNorm::none, &P::q_norm, kWhole, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}});
+  add(c.qk_norm != QkNorm::none, &P::k_norm, kWhole, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}});
+  add(true, &P::o_weight, kColumns, {{"self_attn.o_proj.weight", D}}, Q);
+  add(c.output_bias, &P::o_bias, kWhole, {{"self_attn.o_proj.bias", D}});
   norm(c.norms.after_attention, &P::norm_after_attention);
   norm(c.norms.before_mlp, &P::norm_before_mlp);
-  add(true, &P::gate_up_weight, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D);
-  add(c.mlp_bias, &P::gate_up_bias, {{"mlp.gate_proj.bias", I}, {"mlp.up_proj.bias", I}});
-  add(true, &P::down_weight, {{"mlp.down_proj.weight", D}}, I);
-  add(c.mlp_bias, &P::down_bias, {{"mlp.down_proj.bias", D}});
+  add(true, &P::gate_up_weight, kRows, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D);
+  add(c.mlp_bias, &P::gate_up_bias, kRows, {{"mlp.gate_proj.bias", I}, {"mlp.up_proj.bias", I}});
+  add(true, &P::down_weight, kColumns, {{"mlp.down_proj.weight", D}}, I);
+  add(c.mlp_bias, &P::down_bias, kWhole, {{"mlp.down_proj.bias", D}});
   norm(c.norms.after_mlp, &P::norm_after_mlp);
   return all;
 }
 
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
   LayoutBuilder b(*this);
-  b.add(kEmbedding, {c.vocab_size, c.hidden_size});
+  b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
   const auto tensors = layer_tensors(c);
   for (std::int64_t l = 0; l < c.num_layers; ++l)
     for (const auto& tensor : tensors) {
       b.align();
-      for (const auto& part : tensor.parts) b.append(layer_prefix(l) + part.name, shape_of(part.rows, tensor.columns));
+      for (const auto& part : tensor.parts) {
+        auto shape = shape_of(part.rows, tensor.columns), whole = shape;
+        std::int64_t begin = 0;
+        if (tensor.split != ParameterSpec::kWhole) {
+          auto& extent = whole[static_cast<std::size_t>(tensor.split)];
+          begin = c.slice.rank * extent;
+          extent *= c.slice.size;
+        }
+        b.append(layer_prefix(l) + part.name, std::move(shape), std::move(whole), tensor.split, begin);
+      }
     }
   b.add(kFinalNorm, {c.hidden_size});
   if (c.value_head) {
     b.add(kValueHead, {1, c.hidden_size});
   } else if (!c.tie_word_embeddings) {
-    b.add(kLmHead, {c.vocab_size, c.hidden_size});
+    b.add_vocabulary(kLmHead, c.vocab_rows(), c.vocab_size, c.hidden_size);
   }
   b.align();
 }
@@ -104,7 +120,8 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
     for (auto n : shape) numel *= n;
     return flat.narrow(0, layout.find(first).offset, numel).view(shape);
   };
-  embedding = view(kEmbedding, {c.vocab_size, c.hidden_size});
+  const std::int64_t vocab = c.vocab_rows().size();
+  embedding = view(kEmbedding, {vocab, c.hidden_size});
   const auto tensors = layer_tensors(c);
   layers.resize(static_cast<std::size_t>(c.num_layers));
   for (std::int64_t l = 0; l < c.num_layers; ++l)
@@ -117,7 +134,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   final_norm = view(kFinalNorm, {c.hidden_size});
   lm_head = c.value_head            ? view(kValueHead, {1, c.hidden_size})
             : c.tie_word_embeddings ? embedding
-                                    : view(kLmHead, {c.vocab_size, c.hidden_size});
+                                    : view(kLmHead, {vocab, c.hidden_size});
 }
 
 }  // namespace nemo_rl::model

@@ -17,6 +17,10 @@ struct ParameterSpec {
   std::vector<std::int64_t> shape;
   std::int64_t offset = 0;  ///< in elements of the flat buffer
   std::int64_t numel = 0;
+  int split = kWhole;               ///< the dimension along which processes share it
+  std::int64_t begin = 0;           ///< where this process's slice begins there
+  std::vector<std::int64_t> whole;  ///< its shape in the checkpoint
+  static constexpr int kWhole = -1;
 };
 
 /// The tensors of one layer as views of a flat buffer; undefined where the model has none.
@@ -45,7 +49,8 @@ struct LayerTensor {
   };
   at::Tensor LayerParameters::* field;
   std::vector<Part> parts;
-  std::int64_t columns = 0;  ///< 0: a vector
+  std::int64_t columns = 0;           ///< 0: a vector
+  int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
 };
 /// All tensors of a layer of this architecture, in the order in which they lie in memory. Names are written here and
 /// nowhere else.

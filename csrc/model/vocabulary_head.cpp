@@ -18,7 +18,7 @@
 namespace nemo_rl::model {
 namespace {
 
-constexpr std::int64_t kTile = kernels::kVocabBlock;  // columns: a whole block of the log-softmax
+constexpr std::int64_t kTile = kernels::kVocabBlock;  // columns: a whole block of the log-softmax, or more
 constexpr std::int64_t kRowBlock = 64;                // rows: their logits for a tile stay in the second-level cache
 constexpr std::int64_t kManyRows = 384;               // from here on a tile's logits are one product of all rows
 constexpr std::int64_t kBackwardRows = 2048;          // rows whose gradient of a tile stays in the last-level cache
@@ -106,17 +106,45 @@ void with_tile_type(const at::Tensor& x, F&& f) {
   x.scalar_type() == at::kFloat ? f(float{}) : f(bfloat16{});
 }
 
-void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) {
+/// log_sum_exp by blocks of another size, in the same order: block after block.
+kernels::LogSumExp log_sum_exp_blocks(const float* row, std::int64_t V, std::int64_t block, float temperature,
+                                      bool with_entropy) {
+  if (block == kTile) return log_sum_exp(row, V, temperature, with_entropy);
+  std::vector<kernels::VocabBlockSum> sums;
+  for (std::int64_t v = 0; v < V; v += block)
+    sums.push_back(kernels::vocab_block_sum(row + v, std::min(block, V - v), temperature, with_entropy));
+  return kernels::combine_block_sums(sums.data(), static_cast<std::int64_t>(sums.size()), with_entropy);
+}
+kernels::LogSumExpF64 log_sum_exp_blocks(const double* row, std::int64_t V, std::int64_t, double temperature,
+                                         bool with_entropy) {
+  return log_sum_exp(row, V, temperature, with_entropy);
+}
+
+}  // namespace
+
+void VocabularyHead::check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) const {
   NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() && x.size(1) == w.size(1) &&
                     x.scalar_type() == w.scalar_type(),
                 "the head needs contiguous hidden states [U, D] and weights [V, D] of one dtype, got ", x.sizes(),
                 " and ", w.sizes());
+  const std::int64_t V = slice_.vocab_size(w.size(0));
   for (std::int64_t i = wanted.first[0]; i < wanted.first[x.size(0)]; ++i)
-    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < w.size(0), "token id ", wanted.targets[i],
-                  " is outside the vocabulary of ", w.size(0));
+    NRL_CHECK_ARG(wanted.targets[i] >= 0 && wanted.targets[i] < V, "token id ", wanted.targets[i],
+                  " is outside the vocabulary of ", V);
 }
 
-}  // namespace
+/// The logits [rows of x, V], of all slices.
+at::Tensor VocabularyHead::whole_logits(const at::Tensor& x, const at::Tensor& w, at::ScalarType dtype) {
+  const auto logits = scratch(logits_, {x.size(0), slice_.vocab_size(w.size(0))}, dtype);
+  if (slice_.is_whole()) {
+    ops::linear_forward(x, w, std::nullopt, logits);
+  } else {
+    const auto own = scratch(own_logits_, {x.size(0), w.size(0)}, dtype);
+    ops::linear_forward(x, w, std::nullopt, own);
+    slice_.gather_rows(own, logits);
+  }
+  return logits;
+}
 
 at::Tensor VocabularyHead::scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype) {
   const std::int64_t n = shape[0] * shape[1];
@@ -130,7 +158,7 @@ void VocabularyHead::forward(const at::Tensor& x, const at::Tensor& w, const Row
                              const at::Tensor& entropy) {
   check(x, w, wanted);
   if (x.is_cuda()) return forward_on_device(x, w, wanted, scoring, values, entropy);
-  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble)
+  if (scoring.filters(slice_.vocab_size(w.size(0))) || x.scalar_type() == at::kDouble)
     return forward_rows(x, w, wanted, scoring, values, sums, entropy);
   score_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {0, x.size(0)}, nullptr,
               ops::mutable_ptr<float>(values.logprobs), sums, entropy);
@@ -140,20 +168,21 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
                                  RowRange range, float* kept, float* logprobs, RowSums* sums,
                                  const at::Tensor& entropy) {
   const auto [start, U] = range;
-  const std::int64_t V = w.size(0), tiles = (V + kTile - 1) / kTile, row_blocks = (U + kRowBlock - 1) / kRowBlock;
+  const std::int64_t V = w.size(0), width = slice_.block(), tiles = (V + width - 1) / width;
+  const std::int64_t row_blocks = (U + kRowBlock - 1) / kRowBlock;
   const std::int64_t* const first = wanted.first + start;
   block_sums_.resize(static_cast<std::size_t>(U * tiles));
   target_logits_.resize(static_cast<std::size_t>(first[U] - first[0]));
   const auto take_row = [&](std::int64_t u, std::int64_t tile, std::int64_t columns, const float* row) {
     block_sums_[static_cast<std::size_t>(u * tiles + tile)] =
         kernels::vocab_block_sum(row, columns, temperature, entropy.defined());
-    for (std::int64_t i = first[u], v = tile * kTile; i < first[u + 1]; ++i)
+    for (std::int64_t i = first[u], v = slice_.begin() + tile * width; i < first[u + 1]; ++i)
       if (wanted.targets[i] >= v && wanted.targets[i] < v + columns)
         target_logits_[static_cast<std::size_t>(i - first[0])] = row[wanted.targets[i] - v];
   };
   if (kept && U >= kManyRows) {
     for (std::int64_t tile = 0; tile < tiles; ++tile) {
-      const std::int64_t v = tile * kTile, columns = std::min(kTile, V - v);
+      const std::int64_t v = tile * width, columns = std::min(width, V - v);
       float* const logits = kept + tile * U * kTile;
       ops::linear_forward(x.narrow(0, start, U), w.narrow(0, v, columns), std::nullopt,
                           at::from_blob(logits, {U, columns}, {kTile, 1}, at::kFloat));
@@ -165,8 +194,8 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
     with_tile_type(x, [&, start = start, U = U](auto tag) {
       at::parallel_for(0, tiles * row_blocks, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t item = begin; item < end; ++item) {
-          const std::int64_t tile = item / row_blocks, v = tile * kTile, r = item % row_blocks * kRowBlock;
-          const std::int64_t columns = std::min(kTile, V - v), rows = std::min(kRowBlock, U - r);
+          const std::int64_t tile = item / row_blocks, v = tile * width, r = item % row_blocks * kRowBlock;
+          const std::int64_t columns = std::min(width, V - v), rows = std::min(kRowBlock, U - r);
           float* const logits = kept ? kept + (tile * U + r) * kTile : thread_logits();
           tile_logits<decltype(tag)>(x, w, start + r, rows, v, columns, logits);
           for (std::int64_t u = r; u < r + rows; ++u) take_row(u, tile, columns, logits + (u - r) * kTile);
@@ -174,14 +203,21 @@ void VocabularyHead::score_tiles(const at::Tensor& x, const at::Tensor& w, const
       });
     });
   }
+  WholeSums gathered;
+  const bool here = slice_.is_whole();
+  if (!here)
+    gathered = slice_.gather_sums(U, block_sums_, target_logits_, wanted.targets + first[0], first[U] - first[0]);
+  const auto& blocks = here ? block_sums_ : gathered.blocks;
+  const auto& target_logits = here ? target_logits_ : gathered.target_logits;
+  const std::int64_t count = here ? tiles : gathered.count;
   at::parallel_for(0, U, 64, [&, start = start](std::int64_t begin, std::int64_t end) {
     for (std::int64_t u = begin; u < end; ++u) {
       const auto lse =
-          kernels::combine_block_sums(&block_sums_[static_cast<std::size_t>(u * tiles)], tiles, entropy.defined());
+          kernels::combine_block_sums(&blocks[static_cast<std::size_t>(u * count)], count, entropy.defined());
       sums[start + u] = {lse.max, lse.log_sum};
       if (entropy.defined()) ops::mutable_ptr<float>(entropy)[start + u] = lse.entropy;
       for (std::int64_t i = first[u]; i < first[u + 1]; ++i)
-        logprobs[i] = token_logprob(target_logits_[static_cast<std::size_t>(i - first[0])], temperature, lse);
+        logprobs[i] = token_logprob(target_logits[static_cast<std::size_t>(i - first[0])], temperature, lse);
     }
   });
 }
@@ -190,11 +226,13 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
                                       const TokenScoring& scoring, const at::Tensor& logprobs, const PairLoss& loss,
                                       const at::Tensor& d_x, const at::Tensor& d_w) {
   check(x, w, wanted);
-  NRL_CHECK_ARG(!scoring.filters(w.size(0)) && x.scalar_type() != at::kDouble,
+  NRL_CHECK_ARG(!scoring.filters(slice_.vocab_size(w.size(0))) && x.scalar_type() != at::kDouble,
                 "forward_backward takes no filter and no float64");
   if (x.is_cuda()) return forward_backward_on_device(x, w, wanted, scoring, logprobs, loss, d_x, d_w);
-  const std::int64_t U = x.size(0), V = w.size(0), tiles = (V + kTile - 1) / kTile;
-  const std::int64_t chunk = std::clamp(kFusedLogits / (tiles * kTile) / kRowBlock * kRowBlock, kRowBlock, kFusedRows);
+  const std::int64_t U = x.size(0), tiles = (w.size(0) + slice_.block() - 1) / slice_.block();
+  // Of all slices the same number of rows, though one may have a tile less.
+  const std::int64_t most = (slice_.vocab_size(w.size(0)) + kTile - 1) / kTile;
+  const std::int64_t chunk = std::clamp(kFusedLogits / (most * kTile) / kRowBlock * kRowBlock, kRowBlock, kFusedRows);
   const float temperature = static_cast<float>(scoring.temperature);
   float* const values = ops::mutable_ptr<float>(logprobs);
   fused_sums_.resize(static_cast<std::size_t>(U));
@@ -207,12 +245,13 @@ void VocabularyHead::forward_backward(const at::Tensor& x, const at::Tensor& w, 
     loss(begin, end, values + begin, pair_gradients_.data() + begin);
     backward_tiles(x, w, wanted, temperature, range, kept, pair_gradients_.data(), fused_sums_.data(), d_x, d_w);
   }
+  slice_.sum(d_x);
 }
 
 void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                   const TokenScoring& scoring, const PairValues& values, RowSums* sums,
                                   const at::Tensor& entropy) {
-  const std::int64_t U = x.size(0), V = w.size(0), C = std::max<std::int64_t>(1, kRowLogits / V);
+  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)), C = std::max<std::int64_t>(1, kRowLogits / V);
   const bool filters = scoring.filters(V);
   const auto& plain_values = filters ? values.unfiltered : values.logprobs;
   const auto run = [&](auto tag) {
@@ -222,13 +261,12 @@ void VocabularyHead::forward_rows(const at::Tensor& x, const at::Tensor& w, cons
     A* const plain = plain_values.defined() ? ops::mutable_ptr<A>(plain_values) : nullptr;
     for (std::int64_t start = 0; start < U; start += C) {
       const std::int64_t count = std::min(C, U - start);
-      const auto logits = scratch(logits_, {count, V}, values.logprobs.scalar_type());
-      ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
+      const auto logits = whole_logits(x.narrow(0, start, count), w, values.logprobs.scalar_type());
       at::parallel_for(start, start + count, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t u = begin; u < end; ++u) {
           const A* const row = ops::ptr<A>(logits) + (u - start) * V;
           if (plain || entropy.defined()) {
-            const auto lse = log_sum_exp(row, V, temperature, entropy.defined());
+            const auto lse = log_sum_exp_blocks(row, V, slice_.block(), temperature, entropy.defined());
             sums[u] = {lse.max, lse.log_sum};
             if (entropy.defined()) ops::mutable_ptr<A>(entropy)[u] = lse.entropy;
             for (std::int64_t i = wanted.first[u]; plain && i < wanted.first[u + 1]; ++i)
@@ -250,32 +288,35 @@ void VocabularyHead::backward(const at::Tensor& x, const at::Tensor& w, const Ro
                               const at::Tensor& d_x, const at::Tensor& d_w) {
   check(x, w, wanted);
   if (x.is_cuda()) return backward_on_device(x, w, wanted, scoring, d_values, d_x, d_w);
-  if (scoring.filters(w.size(0)) || x.scalar_type() == at::kDouble)
-    return backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
+  if (scoring.filters(slice_.vocab_size(w.size(0))) || x.scalar_type() == at::kDouble) {
+    backward_rows(x, w, wanted, scoring, d_values, sums, d_x, d_w);
+    return slice_.sum(d_x);
+  }
   for (std::int64_t start = 0, U = x.size(0); start < U; start += kBackwardRows)
     backward_tiles(x, w, wanted, static_cast<float>(scoring.temperature), {start, std::min(kBackwardRows, U - start)},
                    nullptr, ops::ptr<float>(d_values.logprobs), sums, d_x, d_w);
+  slice_.sum(d_x);
 }
 
 void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                     float temperature, RowRange range, const float* kept, const float* d_logprobs,
                                     const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w) {
   const auto [start, rows] = range;
-  const std::int64_t V = w.size(0), D = x.size(1);
+  const std::int64_t V = w.size(0), D = x.size(1), width = slice_.block();
   with_tile_type(x, [&, start = start, rows = rows](auto tag) {
     using S = decltype(tag);
     S* const d = ops::mutable_ptr<S>(scratch(d_logits_, {rows, kTile}, x.scalar_type()));
-    for (std::int64_t v = 0; v < V; v += kTile) {
-      const std::int64_t columns = std::min(kTile, V - v);
+    for (std::int64_t v = 0; v < V; v += width) {
+      const std::int64_t columns = std::min(width, V - v);
       at::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t r = begin * kRowBlock; r < std::min(rows, end * kRowBlock); r += kRowBlock) {
           const std::int64_t count = std::min(kRowBlock, rows - r);
-          const float* const logits = kept ? kept + (v / kTile * rows + r) * kTile : thread_logits();
+          const float* const logits = kept ? kept + (v / width * rows + r) * kTile : thread_logits();
           if (!kept) tile_logits<S>(x, w, start + r, count, v, columns, thread_logits());
           for (std::int64_t i = 0; i < count; ++i) {
             const std::int64_t u = start + r + i, p = wanted.first[u];
-            row_gradient(logits + i * kTile, v, columns, temperature, lse_of<float>(sums[u]), wanted.targets + p,
-                         d_logprobs + p, wanted.first[u + 1] - p, d + (r + i) * kTile);
+            row_gradient(logits + i * kTile, slice_.begin() + v, columns, temperature, lse_of<float>(sums[u]),
+                         wanted.targets + p, d_logprobs + p, wanted.first[u + 1] - p, d + (r + i) * kTile);
           }
         }
       });
@@ -296,16 +337,16 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
 void VocabularyHead::backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted,
                                    const TokenScoring& scoring, const PairValues& d_values, const RowSums* sums,
                                    const at::Tensor& d_x, const at::Tensor& d_w) {
-  const std::int64_t U = x.size(0), V = w.size(0), C = std::max<std::int64_t>(1, kRowLogits / V);
+  const std::int64_t U = x.size(0), V = slice_.vocab_size(w.size(0)), C = std::max<std::int64_t>(1, kRowLogits / V);
   const auto accumulate = d_values.logprobs.scalar_type();
   for (std::int64_t start = 0; start < U; start += C) {
     const std::int64_t count = std::min(C, U - start);
-    const auto logits = scratch(logits_, {count, V}, accumulate),
+    const auto logits = whole_logits(x.narrow(0, start, count), w, accumulate),
                d_logits = scratch(d_logits_, {count, V}, x.scalar_type());
-    ops::linear_forward(x.narrow(0, start, count), w, std::nullopt, logits);
     chunk_gradient(start, wanted, scoring, d_values, sums, logits, d_logits);
-    ops::linear_backward_weight(d_logits, x.narrow(0, start, count), d_w);
-    ops::linear_backward_input(d_logits, w, d_x.narrow(0, start, count));
+    const auto own = d_logits.narrow(1, slice_.begin(), w.size(0));
+    ops::linear_backward_weight(own, x.narrow(0, start, count), d_w);
+    ops::linear_backward_input(own, w, d_x.narrow(0, start, count));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "kernels/sampling.h"
 #include "model/filtered_row.h"
+#include "model/vocab_slice.h"
 
 namespace nemo_rl::model {
 
@@ -36,6 +37,10 @@ using PairLoss = std::function<void(std::int64_t begin, std::int64_t end, const 
 /// again.
 class VocabularyHead {
  public:
+  /// `slice`: w holds these entries of the vocabulary alone, and other processes, which make the same calls, the rest.
+  /// Targets are of the whole vocabulary; d_x is the sum over all slices.
+  explicit VocabularyHead(VocabSlice slice = {}) : slice_(std::move(slice)) {}
+
   /// Log-probabilities of the targets after the rows x [U, D], as the sampler reports them under `scoring`: -inf where
   /// its filter removes the token, NaN where a row of logits is not finite. w [V, D]. `values` are [R] in A, defined
   /// where wanted; without a filter `unfiltered` must not be. sums [U] and entropy ([U], nats, of the distribution at
@@ -87,7 +92,10 @@ class VocabularyHead {
   void chunk_gradient(std::int64_t start, const RowTargets& wanted, const TokenScoring& scoring,
                       const PairValues& d_values, const RowSums* sums, const at::Tensor& logits,
                       const at::Tensor& d_logits) const;
-  at::Tensor logits_, d_logits_;
+  void check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) const;
+  at::Tensor whole_logits(const at::Tensor& x, const at::Tensor& w, at::ScalarType dtype);
+  VocabSlice slice_;
+  at::Tensor logits_, d_logits_, own_logits_;
   std::vector<kernels::VocabBlockSum> block_sums_;
   std::vector<float> target_logits_, pair_gradients_;
   std::vector<RowSums> fused_sums_;

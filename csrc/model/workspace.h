@@ -25,6 +25,7 @@ enum class Slot {
   rows_h,                 ///< [R, D] their residual stream
   rows_normed,            ///< [R, D] their final norm
   logits,                 ///< [R, V]
+  own_logits,             ///< [R, rows of the vocabulary that are here], where it is split
   dh,                     ///< [T, D] gradient of the residual stream
   dy,                     ///< [T, D] the same in the compute type
   d_act,                  ///< [T, I]

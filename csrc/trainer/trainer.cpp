@@ -50,7 +50,7 @@ void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType d
 }  // namespace
 
 Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, std::shared_ptr<distributed::Communicator> ranks)
-    : model_(std::move(model)), ranks_(std::move(ranks)) {
+    : model_(std::move(model)), ranks_(std::move(ranks)), head_(model::VocabSlice(model_->config(), model_->peers())) {
   NRL_CHECK_ARG(ranks_ == nullptr || model_->device().is_cpu(),
                 "several processes train one model on the CPU only, not on ", model_->device().str());
   if (ranks_ != nullptr) model_->keep_master_shard(shard().begin, shard().end);
@@ -165,7 +165,10 @@ at::Tensor Trainer::logits(const at::Tensor& token_ids) {
   decoder.final_norm(h, normed, at::Tensor());
   auto logits = at::empty({T, decoder.parameters().lm_head.size(0)}, h.options());
   ops::linear_forward(normed, decoder.parameters().lm_head, std::nullopt, logits);
-  return logits;
+  if (model_->peers() == nullptr || values()) return logits;
+  auto all = at::empty({T, model_->config().vocab_size}, h.options());
+  model::VocabSlice(model_->config(), model_->peers()).gather_rows(logits, all);
+  return all;
 }
 
 void Trainer::backward(const at::Tensor& d_out, const at::Tensor& d_unfiltered) {
@@ -242,7 +245,22 @@ void Trainer::zero_grad() {
   runtime::clear(grads());
 }
 
+/// Sums the gradients of what every slice has, but each slice uses for its own heads alone: the norms of queries and
+/// keys. Those of the other repeated parameters are the same on all slices already.
+void Trainer::add_shared_gradients() {
+  auto* const peers = model_->peers();
+  if (peers == nullptr || model_->config().qk_norm != model::QkNorm::head) return;
+  grads();
+  std::vector<at::Tensor> parts;
+  for (const auto& layer : grad_views_->layers) parts.insert(parts.end(), {layer.q_norm, layer.k_norm});
+  const auto all = at::cat(parts);
+  peers->sum(all, "adding the gradients of the norms of all heads");
+  std::int64_t at = 0;
+  for (auto& part : parts) part.copy_(all.narrow(0, at, part.numel())), at += part.numel();
+}
+
 void Trainer::end_block() {
+  add_shared_gradients();
   blocks_.add(grads());
   if (auto spare = blocks_.spare(); spare.defined()) {
     runtime::clear(spare);
@@ -258,6 +276,8 @@ void Trainer::add_blocks() {
   if (blocks_.count() > 0) {
     blocks_.give_back(grads_);  // of a block that has not begun
     use_grads(blocks_.take());
+  } else {
+    add_shared_gradients();
   }
   if (ranks_ != nullptr)
     distributed::reduce_scatter(*ranks_, grads(), ops::kFlatBlock, "adding the gradients of all ranks");
@@ -265,8 +285,31 @@ void Trainer::add_blocks() {
 
 double Trainer::grad_norm() const { return grads_.defined() ? ops::l2_norm(grads_) : 0.0; }
 
-/// Of the whole gradient, of which each rank has its shard: as l2_norm of it, to the bit.
+bool Trainer::grads_are_finite() {
+  const bool own = std::isfinite(grads().sum(at::kDouble).item<double>());  // infinities and NaN survive a sum
+  if (model_->peers() == nullptr) return own;
+  return model_->peers()->gather(at::full({1}, own ? 1 : 0, at::kInt), "looking for a gradient").all().item<bool>();
+}
+
+/// Of the whole gradient, of which each rank has its shard, and each peer its slice. What all slices repeat counts
+/// once.
 double Trainer::whole_norm() {
+  auto* const peers = model_->peers();
+  if (peers == nullptr) return slice_norm();
+  std::vector<at::Tensor> repeated;
+  if (peers->rank() > 0)
+    for (const auto& spec : model_->layout().specs)
+      if (spec.split == model::ParameterSpec::kWhole) repeated.push_back(grads_.narrow(0, spec.offset, spec.numel));
+  std::vector<at::Tensor> copies;
+  for (auto& part : repeated) copies.push_back(part.clone()), part.zero_();
+  const double norm = slice_norm();
+  for (std::size_t i = 0; i < repeated.size(); ++i) repeated[i].copy_(copies[i]);
+  const auto squares = peers->gather(at::full({1}, norm * norm, at::kDouble), "the gradient norm of all slices");
+  return ops::norm_of_blocks(squares.view(-1));
+}
+
+/// Of this slice: as l2_norm of it, to the bit.
+double Trainer::slice_norm() {
   if (ranks_ == nullptr) return grad_norm();
   const auto own = ops::block_squares(grads_.narrow(0, shard().begin, shard().size()));
   const auto blocks = (model_->layout().total + ops::kFlatBlock - 1) / ops::kFlatBlock;

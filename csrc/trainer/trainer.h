@@ -27,7 +27,8 @@ struct ForwardOptions {
 class Trainer {
  public:
   /// `ranks`: the processes that train one model together, each a part of the samples; nullptr: this one alone. Each
-  /// holds all weights, and masters and optimizer state of its own shard. The model must lie on the CPU then.
+  /// holds all weights of its model (or the same slice of it: DecoderModel's `peers`), and masters and optimizer state
+  /// of its own shard. The model must lie on the CPU then.
   explicit Trainer(std::shared_ptr<model::DecoderModel> model,
                    std::shared_ptr<distributed::Communicator> ranks = nullptr);
 
@@ -63,7 +64,10 @@ class Trainer {
   /// Adds the blocks of all ranks, clips to `max_grad_norm` (none if <= 0) and updates the weights; a non-finite norm
   /// changes nothing.
   OptimizerStep step(const ops::AdamWSettings& settings, double max_grad_norm);
+  /// Of what lies in grads(), on this process.
   double grad_norm() const;
+  /// Whether grads() hold neither an infinity nor a NaN, in no slice of the model.
+  bool grads_are_finite();
   /// Tokens so far whose forward with keep was generation's own (model/kept_activations.h).
   std::int64_t reused_tokens() const { return reused_tokens_; }
 
@@ -79,8 +83,10 @@ class Trainer {
  private:
   bool values() const { return model_->config().value_head; }
   void add_blocks();
+  void add_shared_gradients();
   void use_grads(at::Tensor grads);
   double whole_norm();
+  double slice_norm();
   void update(const ops::AdamWSettings& settings, double scale);
   void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;

@@ -133,20 +133,18 @@ struct BlockedRow {
   const float* logits;
   std::int64_t n;
   float temperature;
+  std::int64_t block;
   std::int64_t count;
   VocabBlockSum blocks[kMaxVocab / kVocabBlock];
   LogSumExp row;
 
-  BlockedRow(const float* x, std::int64_t entries, float t, bool with_entropy)
-      : logits(x), n(entries), temperature(t), count((entries + kVocabBlock - 1) / kVocabBlock) {
-    for (std::int64_t b = 0; b < count; ++b)
-      blocks[b] = vocab_block_sum(x + b * kVocabBlock, length(b), t, with_entropy);
+  BlockedRow(const float* x, std::int64_t entries, std::int64_t summed, float t, bool with_entropy)
+      : logits(x), n(entries), temperature(t), block(summed), count((entries + block - 1) / block) {
+    for (std::int64_t b = 0; b < count; ++b) blocks[b] = vocab_block_sum(x + b * block, length(b), t, with_entropy);
     row = combine_block_sums(blocks, count, with_entropy);
   }
 
-  std::int64_t length(std::int64_t b) const {
-    return n - b * kVocabBlock < kVocabBlock ? n - b * kVocabBlock : kVocabBlock;
-  }
+  std::int64_t length(std::int64_t b) const { return n - b * block < block ? n - b * block : block; }
 
   double scale(std::int64_t b) const { return std::exp(static_cast<double>(blocks[b].max) - row.max); }
 
@@ -163,12 +161,12 @@ struct BlockedRow {
       if (rest < mass) break;
       rest -= mass;
     }
-    return chosen * kVocabBlock + draw_in_block(chosen, rest / scale(chosen));
+    return chosen * block + draw_in_block(chosen, rest / scale(chosen));
   }
 
   /// Should rounding leave `rest` above the block's sum, its last entry with mass is taken.
   std::int64_t draw_in_block(std::int64_t b, double rest) const {
-    const float* x = logits + b * kVocabBlock;
+    const float* x = logits + b * block;
     const std::int64_t entries = length(b);
     const float inverse = 1.0f / temperature, max = blocks[b].max;
     double sum = 0;
@@ -190,7 +188,7 @@ struct BlockedRow {
   std::int64_t argmax() const {
     std::int64_t b = 0;
     while (blocks[b].max != row.max) ++b;
-    std::int64_t i = b * kVocabBlock;
+    std::int64_t i = b * block;
     while (logits[i] != row.max) ++i;
     return i;
   }
@@ -237,7 +235,8 @@ SampledToken sample_row(const float* logits, std::int64_t V, const SamplingRule&
   const bool filters = rule.filters(V);
   const std::int64_t n = filters ? filter_row(logits, V, rule, scratch) : V;
   if (n == 0) return unfit();
-  const BlockedRow row(filters ? scratch.logits : logits, n, rule.greedy ? 1.0f : rule.temperature, with_entropy);
+  const BlockedRow row(filters ? scratch.logits : logits, n, filters ? kVocabBlock : rule.vocab_block,
+                       rule.greedy ? 1.0f : rule.temperature, with_entropy);
   if (!std::isfinite(row.row.log_sum)) return unfit();
   const std::int64_t i = rule.greedy ? row.argmax() : row.draw(u);
   return {filters ? scratch.ids[i] : i, token_logprob(row.logits[i], row.temperature, row.row), row.row.entropy};

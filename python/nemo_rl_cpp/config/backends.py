@@ -12,6 +12,7 @@ from .optimizer import MegatronOptimizerConfig, MegatronSchedulerConfig
 _NO_LORA = "LoRA is not supported: all weights are trained"
 _OFFLOAD = "on a CPU everything lies in its memory anyway; an error with cluster.device cuda"
 _FOLDED = "how the model is cut, not what is computed: folded onto one device, see cluster.strict_sizes"
+_TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a process of cluster.executor processes or ray, whose number it must divide; else folded, see cluster.strict_sizes"
 _ONE_DEVICE = "on one device it makes no difference"
 _NO_EXPERTS = "no mixture of experts"
 _NO_MTP = "multi-token prediction is not supported"
@@ -39,7 +40,7 @@ class DTensorConfig(Section):
     enabled: bool = key(True, "read optimizer, scheduler and max_grad_norm beside this section")
     v2: bool = no_effect(True, alias="_v2")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    tensor_parallel_size: Positive = key(1, _FOLDED)
+    tensor_parallel_size: Positive = key(1, _TENSOR)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_parallel_size: Positive = key(1, _FOLDED)
     cpu_offload: bool = no_effect(False, _OFFLOAD)
@@ -108,7 +109,7 @@ class MegatronConfig(Section):
 
     enabled: bool = key(False, "read optimizer, scheduler and clip_grad from this section")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    tensor_model_parallel_size: Positive = key(1, _FOLDED)
+    tensor_model_parallel_size: Positive = key(1, _TENSOR)
     pipeline_model_parallel_size: Positive = key(1, _FOLDED)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_tensor_parallel_size: Positive = key(1, _FOLDED)

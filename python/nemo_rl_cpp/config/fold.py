@@ -1,4 +1,4 @@
-"""Sizes and engines that a file was written for: folded onto the one device and the native engine, and said in one line.
+"""Sizes and engines that a file was written for: folded onto what runs and the native engine, and said in one line.
 
 How many devices share the work, and how a model is cut for them, says nothing of what is computed: gradients are sums over
 the tokens of a batch. Which engine generates neither: an engine is an implementation. What does change results (training
@@ -17,6 +17,7 @@ from .base import Section
 from .engines import FOREIGN_ENGINES
 from .keys import fields_of, mark_of
 from .memory import forecast_summary
+from .resources import trainers_of
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.generation import GenerationConfig
@@ -28,8 +29,10 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends."""
+    """Every size above 1 that is folded, by its dotted key: machines, devices, and the parallel sizes of enabled backends. Tensor
+    parallel sizes by which the worker processes can be cut are not: they run."""
     ours = config.cluster.has_workers  # they run
+    trainers = max(trainers_of(config), 1) if hasattr(config, "policy") else 1
     sizes = (
         {} if ours else {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
     )
@@ -37,8 +40,16 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
         for backend, keys in PARALLEL_SIZES.items():
             section = getattr(model, backend)
             sizes |= {f"{name}.{backend}.{key}": getattr(section, key) for key in keys if section.enabled}
+        tensor = model.tensor_parallel(trainers)
+        if tensor > 1:
+            sizes.pop(model.tensor_parallel_key(name))
     prefix, generation = _generation(config)
     sizes |= {f"{prefix}.vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in _ENGINE_SIZES}
+    if (
+        hasattr(config, "policy")
+        and config.policy.tensor_parallel(trainers) == generation.vllm_cfg.tensor_parallel_size
+    ):
+        sizes.pop(f"{prefix}.vllm_cfg.tensor_parallel_size")  # the engine has the policy's slices
     return {key: size for key, size in sizes.items() if size != 1}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from re import findall
 from typing import TYPE_CHECKING, TypeGuard
@@ -32,6 +32,16 @@ class ModelSizes:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
+
+    def slice(self, count: int) -> ModelSizes:
+        """Of one of so many slices (tensor parallelism)."""
+        return replace(
+            self,
+            intermediate_size=self.intermediate_size // count,
+            num_attention_heads=self.num_attention_heads // count,
+            num_key_value_heads=self.num_key_value_heads // count,
+            vocab_size=self.vocab_size // count,
+        )
 
     @property
     def layer_parameters(self) -> int:
@@ -105,35 +115,44 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     """Phases with their peak memory in bytes, or None when the model's sizes are not known on this machine.
 
     An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several processes it is
-    the sum: each has the weights, its gradients and its micro-batch; masters and optimizer are shared out among them. Engines with
-    workers of their own have their weights twice: those in use, and those that a refit brings.
+    the sum: each has the weights (with tensor parallelism a slice of them), its gradients and its micro-batch; masters and optimizer
+    are shared out among them. Engines with workers of their own have their weights twice: those in use, and those that a refit brings.
     """
-    policy = config.policy
-    sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
-    if sizes is None:
+    policy, count = config.policy, max(trainers_of(config), 1)
+    whole = model_sizes(policy.model_name, policy.hf_config_overrides)
+    if whole is None:
         return None
+    slices = {"policy": policy.tensor_parallel(count)}
+    sizes = whole.slice(slices["policy"])
     width = _width(policy)
     resting = _resting(policy, sizes.parameters, "policy")
     value = None
     if config.has_critic:
-        value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or sizes
+        slices["value"] = config.value.tensor_parallel(count)
+        value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or whole
+        value = value.slice(slices["value"])
         resting += _resting(config.value, value.backbone_parameters, "value")
     if config.loss_fn.reference_policy_kl_penalty:
         resting += (("reference weights", sizes.parameters * width),)
-    count, engines = max(trainers_of(config), 1), engines_of(config)
-    apart = _engines(policy, sizes, engines)
+    engines = engines_of(config)
+    apart = _engines(policy, whole, engines)
     if config.cluster.device == "cpu" and not engines:
         resting += _packed_weights(policy, sizes)
 
+    def processes_with(part: str) -> int:
+        if not part.endswith(_ONCE):
+            return count
+        return slices["value" if part.startswith("value") else "policy"]
+
     def phase(name: str, *parts: tuple[str, float]) -> Phase:
-        own = tuple((part, size * (1 if part.endswith(_ONCE) else count)) for part, size in (*resting, *parts))
+        own = tuple((part, size * processes_with(part)) for part, size in (*resting, *parts))
         return Phase(name, own + apart)
 
     phases = [
         phase(
             "generation",
             ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
-            ("logits", _batch(policy, config) * sizes.vocab_size * 4.0),
+            ("logits", _batch(policy, config) * whole.vocab_size * 4.0),
         ),
         phase(
             "log-probabilities",
@@ -142,13 +161,13 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         ),
         phase(
             "policy training",
-            ("policy gradients", sizes.parameters * 4.0 * _gradients_at_once(policy, count)),
+            ("policy gradients", sizes.parameters * 4.0 * _gradients_at_once(policy, count // slices["policy"])),
             ("activations", _activations(policy, sizes)),
             ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
         ),
     ]
     if value is not None:
-        gradients = value.backbone_parameters * 4.0 * _gradients_at_once(config.value, count)
+        gradients = value.backbone_parameters * 4.0 * _gradients_at_once(config.value, count // slices["value"])
         activations = _activations(config.value, value)
         phases.append(phase("value training", ("value gradients", gradients), ("activations", activations)))
     return phases
@@ -164,11 +183,11 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
 
 
 _ONCE = ("master weights", "optimizer", "KV cache", "logits")
-"""Parts that several processes share out among them; each of the others is there in every process."""
+"""Parts that several processes share out among them, once for each slice of a model; each of the others is there in every process."""
 
 
 def _gradients_at_once(model: TrainedModelConfig, processes: int) -> int:
-    """Whole gradients that a process holds while it adds its blocks along the tree."""
+    """Gradients that a process holds while it adds its blocks along the tree."""
     return max(1, (model.gradient_blocks or processes) // processes).bit_length()
 
 

@@ -190,6 +190,21 @@ class TrainedModelConfig(Section):
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
 
+    def tensor_parallel(self, processes: int) -> int:
+        """In how many slices the model lies where so many processes train it: the enabled backend's tensor parallel size, or 1 where
+        the processes cannot be cut into such groups (`config.fold` says so)."""
+        wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1
+        if self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+            wanted = self.dtensor_cfg.tensor_parallel_size
+        return wanted if processes % wanted == 0 else 1
+
+    def tensor_parallel_key(self, section: str) -> str:
+        """The key that says it."""
+        megatron = self.megatron_cfg.enabled
+        return (
+            f"{section}.{'megatron_cfg.tensor_model_parallel_size' if megatron else 'dtensor_cfg.tensor_parallel_size'}"
+        )
+
     def effective_max_grad_norm(self) -> float | None:
         """Bound of the gradient's global norm from the enabled backend's section, or None."""
         return (self.megatron_cfg.optimizer.clip_grad if self.megatron_cfg.enabled else self.max_grad_norm) or None

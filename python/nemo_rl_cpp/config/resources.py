@@ -55,6 +55,13 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
             "training: take fewer, or raise the cluster's",
             "cluster.gpus_per_node",
         )
+    if (slices := config.policy.tensor_parallel(max(trainers_of(config), 1))) > 1:
+        report.add(
+            config.policy.tensor_parallel_key("policy"),
+            f"is {slices}, but engines with processes of their own have whole models, which trainers with slices do not send: set it to 1, or "
+            f"{_COLOCATED}.enabled to true",
+            f"{_COLOCATED}.enabled",
+        )
     if config.policy.kept_activations_gb:
         report.add(
             "policy.kept_activations_gb",

@@ -160,7 +160,9 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
         )
     check_resources(config, report)
     for model in ("policy", "value") if config.has_critic else ("policy",):
-        rules_model.check_blocks(getattr(config, model), model, trainers_of(config), report)
+        section = getattr(config, model)
+        count = trainers_of(config)
+        rules_model.check_blocks(section, model, count // section.tensor_parallel(count), report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)

@@ -27,11 +27,13 @@ def check_sizes(config: WholeConfig, report: Report) -> None:
     """With `cluster.strict_sizes` nothing is folded."""
     if not config.cluster.strict_sizes:
         return
+    count = config.cluster.processes
+    has, there = ("one device", "on one device") if count == 1 else (f"{count} processes", "without it")
     for key, size in sizes_of(config).items():
         report.add(
             key,
-            f"is {size}, but the run has one device and cluster.strict_sizes is true; set it to 1, or strict_sizes to false to run on one "
-            "device with the same mathematics",
+            f"is {size}, but the run has {has} and cluster.strict_sizes is true; set it to 1, or strict_sizes to false to run {there} "
+            "with the same mathematics",
             "cluster.strict_sizes",
         )
     if is_apart(config):

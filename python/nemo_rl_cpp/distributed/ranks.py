@@ -1,10 +1,14 @@
-"""The processes ("ranks") that train one model together, each a part of the samples of every global batch."""
+"""The processes ("ranks") that train one model together, each a part of the samples of every global batch.
+
+With tensor parallelism a part of the samples belongs to a group of processes, each of which has a slice of the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +28,12 @@ class Ranks:
     """Which part of the work this process does. By default it is the only one and does all of it.
 
     Attributes:
-        rank: of this process, from 0.
-        size: number of processes.
-        communicator: the way to the others; None where there are none.
+        rank: of this process, or of its tensor-parallel group, from 0.
+        size: number of processes, or groups.
+        communicator: the way to the others, which have the same slice of the model; None where there are none.
+        tensor: the way to the processes of this group, which have the same samples and other slices; None: the model is whole here.
+        world: the way to all processes, where there are groups.
+        meet: makes a communicator of the processes of these numbers in the world, of which this is one.
         address: where processes of other machines reach this one; None: all are on this machine.
     """
 
@@ -34,6 +41,44 @@ class Ranks:
     size: int = 1
     communicator: Communicator | None = None
     address: str | None = None
+    tensor: Communicator | None = None
+    world: Communicator | None = None
+    meet: Callable[[tuple[int, ...]], Communicator] | None = None
+
+    @property
+    def tensor_size(self) -> int:
+        """In how many slices the model lies."""
+        return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which of them is here."""
+        return 0 if self.tensor is None else self.tensor.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what is done once: writing files."""
+        return self.rank == 0 and self.tensor_rank == 0
+
+    def split(self, tensor_size: int) -> Ranks:
+        """The same processes in groups of `tensor_size` neighbours, which have a slice of the model each. All processes call it."""
+        if tensor_size == 1:
+            return self
+        if self.size % tensor_size or self.meet is None:
+            raise ValueError(f"{self.size} processes cannot be cut into groups of {tensor_size}")
+        group, place = divmod(self.rank, tensor_size)
+        count = self.size // tensor_size
+        tensor = self.meet(tuple(range(group * tensor_size, (group + 1) * tensor_size)))
+        same_slice = self.meet(tuple(range(place, self.size, tensor_size))) if count > 1 else None
+        return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet)
+
+    def tensor_least(self, value: int) -> int:
+        """The least value of this group: what its processes decide by must be one number."""
+        if self.tensor is None:
+            return value
+        every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
+        self.tensor.all_gather(every, torch.tensor([value]), phase="agreeing on a limit")
+        return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
         """This rank's share of the samples [begin, end), for work whose order does not matter."""
@@ -63,19 +108,16 @@ class Ranks:
 
     def sum(self, value: float) -> float:
         """The sum over all ranks, in their order."""
-        if self.communicator is None:
-            return value
-        own, all_ranks = torch.tensor([value], dtype=torch.float64), torch.empty(self.size, 1, dtype=torch.float64)
-        self.communicator.all_gather(all_ranks, own, phase="adding a number of all ranks")
-        return float(sum(all_ranks.flatten().tolist()))
+        return _sum(self.communicator, value)
 
     def fail_together(self, error: Exception | None) -> None:
         """Raises `error` if there is one, and OtherRankFailedError if another rank has one: none waits for a rank that has stopped."""
-        failed = self.sum(0.0 if error is None else 1.0)
+        world = self.world or self.communicator
+        failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
             raise error
         if failed:
-            raise OtherRankFailedError(f"rank {self.rank} stopped: {failed:.0f} of {self.size} ranks failed")
+            raise OtherRankFailedError(f"rank {world.rank} stopped: {failed:.0f} of {world.size} ranks failed")
 
     def gather_shards(self, shard: Tensor, bounds: tuple[int, int], total: int, name: str) -> Tensor | None:
         """The whole [total] of which each rank has its shard [bounds), on rank 0; None on the others."""
@@ -93,6 +135,15 @@ class Ranks:
             if rank > 0 and end > begin:
                 self.communicator.receive(whole[begin:end], source=rank, phase=f"gathering {name}")
         return whole
+
+
+def _sum(ranks: Communicator | None, value: float) -> float:
+    """Over all ranks, in their order."""
+    if ranks is None:
+        return value
+    own, every = torch.tensor([value], dtype=torch.float64), torch.empty(ranks.size, 1, dtype=torch.float64)
+    ranks.all_gather(every, own, phase="adding a number of all ranks")
+    return float(sum(every.flatten().tolist()))
 
 
 def deal(
@@ -136,18 +187,25 @@ def connect(rank: int, size: int, host: str, port: int, deadline: float, address
 
     wait = timedelta(seconds=deadline)
     store = dist.TCPStore(host, port, is_master=False, timeout=wait)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or host)]
-    options._timeout = wait
-    options._threads = 2
-    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
-    group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    name = f"nemo_rl_cpp_{port}"
-    group._set_group_name(name)
-    _register_process_group(name, group)
-    return Ranks(rank, size, C.gloo_communicator(name, deadline), address)
+
+    @cache
+    def meet(members: tuple[int, ...]) -> Communicator:
+        label = "_".join(map(str, members)) if len(members) < size else ""
+        place, count = members.index(rank), len(members)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or host)]
+        options._timeout = wait
+        options._threads = 2
+        backend = dist.ProcessGroupGloo(dist.PrefixStore(f"gloo{label}", store), place, count, options)
+        group = dist.ProcessGroup(store, place, count)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        name = f"nemo_rl_cpp_{port}_{label}"
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        return C.gloo_communicator(name, deadline)
+
+    return Ranks(rank, size, meet(tuple(range(size))), address, meet=meet)
 
 
 __all__ = ["OtherRankFailedError", "Ranks", "connect", "deal"]

@@ -20,13 +20,15 @@ class RayWorkerGroup:
 
     Args:
         remote_worker_builder: makes the object, from the `Ranks` of its worker.
+        tensor_size: so many neighbours have slices of one model each, and work on the same samples.
     """
 
     def __init__(
-        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], object], name_prefix: str = ""
-    ) -> None:
+        self, cluster: RayVirtualCluster, remote_worker_builder: Callable[[Ranks], object], name_prefix: str = "",
+        tensor_size: int = 1,
+    ) -> None:  # fmt: skip
         self.cluster = cluster
-        self.name_prefix = name_prefix
+        self.name_prefix, self.tensor_size = name_prefix, tensor_size
         self._workers: list[object] = []
         self._target = next(_TARGETS)
         if cluster.in_process:
@@ -41,8 +43,16 @@ class RayWorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel workers."""
-        return self.cluster.world_size()
+        """Number of data-parallel workers, or groups of workers."""
+        return self.cluster.world_size() // self.tensor_size
+
+    def first_of_groups(self, values: list[Any]) -> list[Any]:
+        """Of one value a worker those of the first worker of each group: the others repeat them."""
+        return values[:: self.tensor_size]
+
+    def for_workers(self, values: list[Any]) -> list[Any]:
+        """Of one value a group one for each of its workers."""
+        return [value for value in values for _ in range(self.tensor_size)]
 
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: object, **kwargs: object
@@ -57,7 +67,7 @@ class RayWorkerGroup:
         if self._workers:
             return [self.run_single_worker_single_data(method_name, 0, *args, **kwargs)]
         payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
-        return [workers.call(rank, self._target, method_name, payload) for rank in range(self.dp_size)]
+        return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """The values of a call that all workers make together. A failure names the rank, and no rank is left waiting for it."""

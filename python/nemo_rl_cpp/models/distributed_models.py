@@ -56,14 +56,14 @@ class PolicyWorker(EngineHost, Policy):
         return Moved(done.bytes, done.seconds, self.weight_digest())
 
 
-def _built(model: type[Policy] | type[Value], options: dict[str, object], ranks: Ranks) -> Policy | Value:
+def _built(model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks) -> Policy | Value:  # fmt: skip
     """In a worker: its model."""
-    return model(None, **options, ranks=ranks)
+    return model(None, **options, ranks=ranks.split(tensor_size))
 
 
 class DistributedModel:
     """One model in as many processes as the cluster has workers. Every call goes to all of them with the same batch; each works
-    on its samples (`Ranks`), and their results are put together here.
+    on its samples (`Ranks`), with all of the model or a slice of it, and their results are put together here.
 
     Args:
         model: the class of the worker's own object.
@@ -78,9 +78,11 @@ class DistributedModel:
             config = config.model_copy(update={"model_name": str(absolute(config.model_name))})
         paths = {name: absolute(options.get(name)) for name in ("weights_path", "optimizer_path")}
         self.cluster, self.config, self.tokenizer = cluster, config, tokenizer
-        self.group = RayWorkerGroup(
-            cluster, partial(_built, model, {**options, **paths, "config": config, "tokenizer": tokenizer})
+        count, options = (
+            config.tensor_parallel(cluster.world_size()),
+            {**options, **paths, "config": config, "tokenizer": tokenizer},
         )
+        self.group = RayWorkerGroup(cluster, partial(_built, model, options, count), tensor_size=count)
 
     @property
     def data_parallel_size(self) -> int:
@@ -92,6 +94,8 @@ class DistributedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights by Hugging Face name, copied from rank 0."""
+        if self.group.tensor_size > 1:
+            return self.group.call_all("first_state_dict")[0]
         return self.cluster.workers.wait([self.group.run_single_worker_single_data("state_dict", 0)])[0]
 
     def weight_digest(self) -> str:
@@ -169,7 +173,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         """As `Policy.train`. The loss function is sent to the processes, so it must be importable there."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
-        done = PolicyUpdates.of_ranks(parts)
+        done = PolicyUpdates.of_ranks(self.group.first_of_groups(parts))
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)
         return done.report(data, batch)
 
@@ -216,9 +220,8 @@ class DistributedValue(DistributedModel, ValueInterface):
         timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
         """As `Value.train`."""
-        return Updates.of_ranks(
-            self.group.call_all("train_part", plain_batch(data), loss_fn, eval_mode, gbs, mbs)
-        ).report()
+        parts = self.group.call_all("train_part", plain_batch(data), loss_fn, eval_mode, gbs, mbs)
+        return Updates.of_ranks(self.group.first_of_groups(parts)).report()
 
     def prepare_for_inference(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: weights and workspace stay where they are."""

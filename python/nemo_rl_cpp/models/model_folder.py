@@ -68,6 +68,28 @@ class ModelFolder:
         if self.path is not None:
             check_parameters(self.path, parameter_shapes(native))
 
+    def check_slices(self, count: int, key: str) -> None:
+        """Raises ModelFolderError where tensor parallelism cannot cut the model into `count` slices, as `key` says."""
+        native = self.native()
+        shared = {
+            "attention heads": native["num_heads"], "key/value heads (num_key_value_heads)": native["num_kv_heads"],
+            "columns of the MLP (intermediate_size)": native["intermediate_size"],
+        }  # fmt: skip
+        for what, number in shared.items():
+            if number % count:
+                raise ModelFolderError(
+                    f"{key} is {count}, but the model has {number} {what}, which {count} processes cannot share equally; "
+                    "take a number that divides it, or 1"
+                )
+        if native["vocab_size"] < count:
+            raise ModelFolderError(
+                f"{key} is {count}, but the vocabulary has {native['vocab_size']} entries; set it to 1"
+            )
+        if count > 1 and native["qk_norm"] == "whole":
+            raise ModelFolderError(
+                f"{key} is {count}, but the model normalises all heads of the queries and keys together ({self.config['model_type']}), which slices cannot; set it to 1"
+            )
+
     def fill(self, model: C.DecoderModel) -> None:
         """Loads or draws the weights of a native `DecoderModel`."""
         from nemo_rl_cpp.models.weights import initialize_weights, load_weights

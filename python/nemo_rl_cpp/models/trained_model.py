@@ -28,6 +28,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     first_bad_gradient,
     without_removed_tokens,
 )
+from nemo_rl_cpp.models.slices import Slices, named_whole
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class TrainedModel:
         weights_path: Hugging Face folder to load instead of `config.model_name` (resume).
         optimizer_path: folder written by `save_checkpoint`; optimizer state, master weights and schedule.
         total_steps: length of the run, for schedules that decay over the whole of it.
-        ranks: the processes that train it together. Each has all weights, a shard of masters and moments, and its samples of a
-            batch; all make the same calls with the same batch.
+        ranks: the processes that train it together. Each has all weights or its slice of them, a shard of masters and moments, and
+            its samples of a batch; all make the same calls with the same batch.
     """
 
     section: str
@@ -75,6 +76,8 @@ class TrainedModel:
             config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
             length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
         )  # fmt: skip
+        self.folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
+        self.slices = Slices(self.folder.native(), self.ranks)
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
         self.trainer = C.Trainer(self.model, self.ranks.communicator)
         self.schedule = create_schedule(config, total_steps)
@@ -86,12 +89,16 @@ class TrainedModel:
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()
-        model = C.DecoderModel(folder.native(), DTYPES[self.config.precision], trainable, self.device)
+        model = self._empty(folder, trainable)
         folder.fill(model)
         return model
 
+    def _empty(self, folder: ModelFolder, trainable: bool) -> C.DecoderModel:
+        dtype = DTYPES[self.config.precision]
+        return C.DecoderModel(folder.native(), dtype, trainable, self.device, self.ranks.tensor)
+
     def _load_from(self, weights_path: str | Path) -> C.DecoderModel:
-        model = C.DecoderModel(self.folder.native(), DTYPES[self.config.precision], True, self.device)
+        model = self._empty(self.folder, True)
         load_weights(model, weights_path)
         return model
 
@@ -108,8 +115,14 @@ class TrainedModel:
         return f"{self.model.digest():016x}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name, as views of the storage that training (and generation) use."""
-        return named_views(self.model.layout, self.model.compute)
+        """The weights by Hugging Face name, as views of the storage that training (and generation) use. Of a model in slices: copies
+        of the whole tensors in the first process of its group, which all call this; nothing in the others."""
+        whole = self.slices.gather(self.model.compute, "the weights")
+        return {} if whole is None else named_whole(self.slices.whole, whole)
+
+    def first_state_dict(self) -> dict[str, Tensor]:
+        """`state_dict` of the first group, for workers that all call it."""
+        return self.state_dict() if self.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
 
@@ -172,7 +185,7 @@ class TrainedModel:
                 after_first(result)
             lr, weight_decay = self.schedule.lr, self.schedule.weight_decay
             if not eval_mode:
-                alone = replace(way, ranks=Ranks(), blocks=None)
+                alone = replace(way, ranks=Ranks(), blocks=None)  # the slices of a model still work together
                 updates.norms.append(self._step(batch, (begin, begin + gbs), lr, weight_decay, alone.forward_backward))
             updates.add(result, {"lr": lr, "wd": weight_decay})
         if not eval_mode:
@@ -195,18 +208,18 @@ class TrainedModel:
                 run(data, *rows)
             names = [
                 n for n, g in named_views(self.model.layout, self.trainer.grads).items() if not torch.isfinite(g).all()
-            ]
+            ]  # of this slice
             where = first_bad_gradient(self.trainer, data, *rows, run)
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
             error = NonFiniteError(
                 f"{self.section}: the gradient norm is {result.grad_norm}{where}{bad}; the learning rate is {lr:g}; the weights were not updated"
             )
-            raise self._with_replay(error, data) if self.ranks.rank == 0 else error
+            raise self._with_replay(error, data) if self.ranks.is_first else error
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
         """The error, with the batch written to `replay_dir` so that `train(torch.load(path), loss_fn)` meets it again."""
-        if self.replay_dir is None:
+        if self.replay_dir is None or self.ranks.tensor_rank > 0:  # which would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
         path = (
@@ -234,17 +247,19 @@ class TrainedModel:
                 f"{self.section}: {len(bad)} parameters are not finite, first {', '.join(bad[:4])}, so nothing was saved to "
                 f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
             )
-        elif self.ranks.rank == 0:
+        self.ranks.fail_together(error)
+        whole = self.state_dict() if self.ranks.rank == 0 else {}
+        if self.ranks.is_first:
             try:
-                self._save_weights(Path(weights_path), tokenizer_path)
+                self._save_weights(whole, Path(weights_path), tokenizer_path)
             except Exception as found:  # a full disk: the others must not wait for this rank
                 error = found
         self.ranks.fail_together(error)
         if optimizer_path is not None:
             self._save_optimizer(Path(optimizer_path))
 
-    def _save_weights(self, weights_path: Path, tokenizer_path: str | Path | None) -> None:
-        save_weights(self.model, weights_path, self.saved_config())
+    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
+        save_weights(self.model, weights_path, self.saved_config(), tensors=whole)
         if not self.value_head:
             save_generation_config(self.folder.path, self.folder.config, self.tokenizer, weights_path)
         if self.tokenizer is not None:
@@ -254,9 +269,9 @@ class TrainedModel:
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Bytes of the tensors that `save_checkpoint` writes, with or without those of the optimizer."""
-        size = self.model.compute.numel()
+        size = self.slices.whole.total
         moments = sum(size * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
-        return self.model.compute.nbytes + moments
+        return size * self.model.compute.element_size() + moments
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters that hold an infinity or NaN, in the weights or in their masters."""
@@ -282,12 +297,15 @@ class TrainedModel:
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
-        """One logical state, whatever the number of ranks: rank 0 gathers it."""
+        """One logical state, whatever the number of ranks: the first one gathers it."""
         from safetensors.torch import save_file
 
         total, shard = self.model.compute.numel(), self.trainer.shard
-        whole = {n: self.ranks.gather_shards(t, shard, total, n) for n, t in self._optimizer_tensors().items()}
-        if self.ranks.rank > 0:
+        whole = {
+            n: self.slices.gather(self.ranks.gather_shards(t, shard, total, n), n)
+            for n, t in self._optimizer_tensors().items()
+        }
+        if not self.ranks.is_first:
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(whole, folder / "optimizer.safetensors")
@@ -309,13 +327,13 @@ class TrainedModel:
     def _read_optimizer(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        total, (begin, end) = self.model.compute.numel(), self.trainer.shard
+        total, (begin, end) = self.slices.whole.total, self.trainer.shard
         with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
             for name, tensor in self._optimizer_tensors().items():
                 value = saved.get_slice(name)
                 if value.get_shape() != [total]:
                     raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
-                tensor.copy_(value[begin:end])
+                tensor.copy_(value[begin:end] if self.ranks.tensor_size == 1 else self.slices.take(value[:])[begin:end])
         self.model.masters_changed()
         state = json.loads((folder / "optimizer.json").read_text())
         self.trainer.optimizer_steps = state["optimizer_steps"]

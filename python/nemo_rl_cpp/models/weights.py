@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl_cpp.models.json_values import Json
+from nemo_rl_cpp.models.slices import own_part
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -34,7 +35,7 @@ def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) ->
 
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
-    """Fills a native `DecoderModel` from the folder's safetensors files.
+    """Fills a native `DecoderModel`, or its slice, from the folder's safetensors files.
 
     A causal checkpoint may be read into a value model: its head is left out and the scalar head starts at zero (so that
     the first values are 0). Weights in another dtype are converted.
@@ -44,13 +45,17 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """
     folder = Path(folder)
     target = named_views(model.layout, model.compute if model.masters is None else model.masters)
+    specs = {spec.name: spec for spec in model.specs}
     if "score.weight" in target:
         target["score.weight"].zero_()
-    shapes = {name: view.shape for name, view in target.items()}
+    shapes = {name: spec.whole for name, spec in specs.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is only read
         fill_parameters(
-            folder, shapes, raw_tensors(weight_files(folder)), lambda name, raw: target[name].copy_(_tensor(raw))
+            folder,
+            shapes,
+            raw_tensors(weight_files(folder)),
+            lambda name, raw: target[name].copy_(own_part(specs[name], _tensor(raw))),
         )
     model.masters_changed()
 
@@ -61,9 +66,11 @@ def _tensor(raw: RawTensor) -> torch.Tensor:
 
 
 def save_weights(
-    model: C.DecoderModel, folder: str | Path, config: Mapping[str, Json], max_shard_bytes: int = DEFAULT_SHARD_BYTES
-) -> None:
-    """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large.
+    model: C.DecoderModel, folder: str | Path, config: Mapping[str, Json], max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Writes config.json and the compute weights (float32 or bfloat16) as transformers would, sharded when large. `tensors`: the
+    whole weights by name, of a model that has a slice of them.
 
     Weights of an earlier save in the folder are removed: two sets of files would leave it open which of them counts."""
     from safetensors.torch import save_file
@@ -72,7 +79,7 @@ def save_weights(
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         old.unlink(missing_ok=True)
-    tensors = named_views(model.layout, model.compute)
+    tensors = named_views(model.layout, model.compute) if tensors is None else tensors
     dtype = str(model.compute.dtype).removeprefix("torch.")
     saved = {**config, "dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
@@ -106,12 +113,15 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> N
     """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
-    for name, view in named_views(model.layout, flat).items():
+    views = named_views(model.layout, flat)
+    for spec in model.specs:
+        name, view = spec.name, views[spec.name]
         if name.endswith("norm.weight"):
             view.fill_(1.0)
         elif name.endswith(".bias") or name == "score.weight":
             view.zero_()
         else:
             spread = 0.1 * std if name == "lm_head.weight" else std
-            view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float32) * spread)
+            drawn = torch.randn(spec.whole, generator=generator, dtype=torch.float32) * spread
+            view.copy_(own_part(spec, drawn))
     model.masters_changed()

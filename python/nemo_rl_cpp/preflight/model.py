@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_rl_cpp.config.resources import trainers_of
 from nemo_rl_cpp.models.hf_config import check_length
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import (
@@ -33,7 +34,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """One model of a run: `key` names it in the configuration, `length` (of `length_key`) is its longest sequence."""
+    """One model of a run: `key` names it in the configuration, `length` (of `length_key`) is its longest sequence, and it lies in so
+    many `slices` (of `slices_key`)."""
 
     key: str
     name: str
@@ -43,6 +45,8 @@ class _Use(NamedTuple):
     tokenizer: str | None
     tokenizer_key: str
     value_head: bool = False
+    slices: int = 1
+    slices_key: str = ""
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
@@ -72,16 +76,18 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         key = "generation.vllm_cfg.max_model_len"
         yield _Use("generation.model_name", name, None, length, key, tokenizer, "tokenizer.name")
         return
-    yield _trained("policy", config.policy)
+    processes = max(trainers_of(config), 1)
+    yield _trained("policy", config.policy, processes)
     if config.has_critic:
-        yield _trained("value", config.value)
+        yield _trained("value", config.value, processes)
 
 
-def _trained(section: str, model: TrainedModelConfig) -> _Use:
+def _trained(section: str, model: TrainedModelConfig, processes: int) -> _Use:
     length = f"{section}.max_total_sequence_length"
     return _Use(
         f"{section}.model_name", model.model_name, model.hf_config_overrides, model.max_total_sequence_length, length,
         model.tokenizer.name, f"{section}.tokenizer.name", section == "value",
+        model.tensor_parallel(processes), model.tensor_parallel_key(section),
     )  # fmt: skip
 
 
@@ -104,6 +110,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
             folder = read_model_folder(path, use.overrides, **fields)
         if use.length is not None:
             check_length(folder.config, use.length, use.length_key, use.name)
+        folder.check_slices(use.slices, use.slices_key)
         folder.check_weights()
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")

@@ -7,7 +7,7 @@ import pytest
 from nemo_rl_cpp import cli, run_grpo_math
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
-from nemo_rl_cpp.config.memory import certain_bytes, forecast_summary
+from nemo_rl_cpp.config.memory import certain_bytes, forecast, forecast_summary
 from nemo_rl_cpp.preflight import preflight, sizes
 
 EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
@@ -265,3 +265,67 @@ def test_an_evaluation_of_a_file_in_nemo_rls_words():
         "p",
         "Answer",
     )
+
+
+def of_workers(*overrides):
+    return load_grpo_config("grpo_tiny.yaml", ["cluster.executor=processes", *overrides])
+
+
+TP = "policy.dtensor_cfg.tensor_parallel_size=2"
+ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size=2"
+
+
+def test_tensor_parallelism_that_runs_is_not_folded():
+    config = of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP)
+    assert config.policy.tensor_parallel(4) == 2 and sizes_of(config) == {} and fold_text(config) is None
+    of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP, "cluster.strict_sizes=true")
+    assert sizes_of(of_workers("cluster.gpus_per_node=4", ENGINE_TP)) == {ENGINE_TP.partition("=")[0]: 2}
+
+
+def test_tensor_parallelism_that_does_not_divide_the_processes_is_folded_or_refused():
+    config = of_workers("cluster.gpus_per_node=3", TP)
+    assert config.policy.tensor_parallel(3) == 1
+    assert f"written for 2 devices ({TP.replace('=', ' ')}): runs on 3 processes" in fold_text(config)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but the run has 3 processes"):
+        of_workers("cluster.gpus_per_node=3", TP, "cluster.strict_sizes=true")
+    assert load_grpo_config("grpo_tiny.yaml", [TP]).policy.tensor_parallel(1) == 1  # all in this process
+
+
+def test_engines_of_their_own_need_whole_models():
+    apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2")
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size is 2, but engines with processes of their own have whole models"
+    ):
+        of_workers("cluster.gpus_per_node=4", TP, *apart)
+    config = of_workers("cluster.gpus_per_node=3", TP, *apart)  # one trainer: folded
+    assert list(sizes_of(config)) == [TP.partition("=")[0]]
+
+
+def test_blocks_are_shared_by_groups():
+    of_workers("cluster.gpus_per_node=4", TP, "policy.gradient_blocks=2")
+    with pytest.raises(ConfigError, match="gradient_blocks is 2, which 4 processes"):
+        of_workers("cluster.gpus_per_node=4", "policy.gradient_blocks=2")
+
+
+def test_a_slice_of_the_model_takes_a_share_of_the_memory():
+    def weights(*overrides):
+        phases = forecast(
+            of_workers("policy.precision=bfloat16", "policy.hf_config_overrides.vocab_size=4096", *overrides)
+        )
+        return {name: size for phase in phases for name, size in phase.parts}
+
+    one, two, sliced = weights(), weights("cluster.gpus_per_node=2"), weights("cluster.gpus_per_node=2", TP)
+    assert two["policy weights"] == 2 * one["policy weights"] and two["policy gradients"] == 2 * one["policy gradients"]
+    for name in ("policy weights", "policy gradients", "policy master weights", "policy optimizer", "KV cache"):
+        assert sliced[name] == pytest.approx(one[name], rel=0.01), name
+    assert sliced["logits"] == 2 * one["logits"]  # whole rows in both
+
+
+def test_a_model_that_cannot_be_cut_is_found_before_the_run():
+    config = of_workers(
+        "cluster.gpus_per_node=4",
+        "policy.dtensor_cfg.tensor_parallel_size=4",
+        "policy.hf_config_overrides.num_key_value_heads=2",
+    )
+    findings = [finding.message for finding in preflight(config) if finding.level == "error"]
+    assert any("tensor_parallel_size is 4, but the model has 2 key/value heads" in message for message in findings)

@@ -54,13 +54,16 @@ class DistributedGeneration(GenerationInterface):
         self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,
         on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
     ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
-        """As `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine."""
+        """As `NativeGeneration.generate`. Prompts go to the engines in about equal numbers of tokens, equal ones to one engine. The
+        processes that have slices of one model answer the same prompts, step by step together."""
         batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
         batch = self._with_draws(batch)
         shares = self._shares(batch)
         told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
-        calls = [(self._number, select(batch, rows), greedy) for rows in shares]
-        responses = self._joined(shares, self.group.call_each("generate_with", calls, "on_finished", told))
+        calls = self.group.for_workers([(self._number, select(batch, rows), greedy) for rows in shares])
+        by_worker = [listener for first in told for listener in (first, *[None] * (self.group.tensor_size - 1))]
+        answers = self.group.call_each("generate_with", calls, "on_finished", by_worker)
+        responses = self._joined(shares, self.group.first_of_groups(answers))
         return (
             responses
             if isinstance(data, RaggedBatch)
@@ -104,7 +107,7 @@ class DistributedGeneration(GenerationInterface):
 
     def get_logger_metrics(self) -> dict[str, float]:
         """Sums over all engines; the peak of blocks is the largest, the mean batch size the sum of means."""
-        each = self._ask("get_logger_metrics")
+        each = self.group.first_of_groups(self._ask("get_logger_metrics"))
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
 
     def shutdown(self) -> bool:

@@ -84,6 +84,7 @@ class NativeGeneration(GenerationInterface):
         self._vocab_size = runner.vocab_size()
         self._digest = digest
         self._memory_share = memory_share
+        self._agree: Callable[[int], int] | None = None
         self._stop_token_ids = _stop_token_ids(config, tokenizer, end_token_ids)
         self._knows_bytes = False
         self._next_draw_id = 0
@@ -224,12 +225,17 @@ class NativeGeneration(GenerationInterface):
         """Nothing to forget: every `generate` begins with an empty cache, so no key of older weights is ever read."""
         return True
 
+    def plan_with_peers(self, least: Callable[[int], int]) -> None:
+        """For engines that have slices of one model and must plan the same steps: their caches get one size. `least` gives the least
+        of a number over all of them, who make the same calls."""
+        self._agree = least
+        self._limit_cache()
+
     def _limit_cache(self) -> None:
         """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
         gigabytes = _get(self.config, "kv_cache_gb")
-        self._engine.set_max_cache_bytes(
-            int(gigabytes * 1e9) if gigabytes else max(int(self._free_bytes() * self._memory_share) // 2, 1)
-        )
+        limit = int(gigabytes * 1e9) if gigabytes else max(int(self._free_bytes() * self._memory_share) // 2, 1)
+        self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def _free_bytes(self) -> int:
         """Memory that can still be taken where the keys and values lie: the GPU's, or this machine's."""

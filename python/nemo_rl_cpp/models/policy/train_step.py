@@ -395,7 +395,7 @@ def first_bad_gradient(trainer: C.Trainer, data: RaggedBatch, begin: int, end: i
             run(tried, rows.start, rows.stop)
         except NonFiniteError:
             return True
-        return not bool(torch.isfinite(trainer.grads.sum(dtype=torch.float64)))
+        return not trainer.grads_are_finite()
 
     rows, mask = range(begin, end), data.tokens["token_mask"]
     if not is_bad(rows, mask):

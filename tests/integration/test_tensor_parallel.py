@@ -1,0 +1,89 @@
+"""Runs with tensor parallelism: generation equals training to the bit, the weights are those of whole models but for rounding, and
+checkpoints do not depend on the number of slices."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+TP = ("policy.dtensor_cfg.tensor_parallel_size=2",)
+BLOCKS = ("policy.gradient_blocks=4",)
+PPO = ("policy.megatron_cfg.tensor_model_parallel_size=2", "ppo.policy_training_start_step=1")
+CRITIC = ("value.megatron_cfg.tensor_model_parallel_size=2",)
+
+
+def workers(count: int) -> tuple[str, ...]:
+    return ("cluster.executor=processes", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
+
+
+def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml") -> tuple[list[dict], Path]:
+    """The metrics of each step, and the last checkpoint."""
+    section = "ppo" if config.startswith("ppo") else "grpo"
+    with tiny.make(
+        folder, f"{section}.max_num_steps={steps}", "checkpointing.enabled=true", "checkpointing.save_period=1000",
+        "checkpointing.metric_name=null", *tiny.SMALL if section == "grpo" else (), *overrides, config=config,
+    ) as run:  # fmt: skip
+        run.train()
+        return run.history, folder / "checkpoints" / f"step_{steps}"
+
+
+def tensors(checkpoint: Path, model: str = "policy") -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / model / "weights" / "model.safetensors")
+
+
+def moments(checkpoint: Path, model: str = "policy") -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / model / "optimizer" / "optimizer.safetensors")
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert {n: t.shape for n, t in a.items()} == {n: t.shape for n, t in b.items()}
+    first, second = (torch.cat([t[name].flatten().double() for name in sorted(a)]) for t in (a, b))
+    return float((first - second).norm() / second.norm())
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def is_exact(history: list[dict]) -> bool:
+    trained = [row for row in history if "token_mult_prob_error" in row]  # PPO's first steps train the critic alone
+    return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
+
+
+def test_two_slices_train_the_whole_models_run(tmp_path):
+    """Also in two groups of two, to the bit."""
+    one, alone = trained(tmp_path / "1", 3, *BLOCKS)
+    two, sliced = trained(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
+    four, groups = trained(tmp_path / "4", 3, *BLOCKS, *workers(4), *TP)
+    assert is_exact(one) and is_exact(two) and is_exact(four)
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
+    assert distance(tensors(sliced), tensors(alone)) < 1e-4 and not equal(tensors(sliced), tensors(alone))
+    assert equal(tensors(sliced), tensors(groups)) and equal(moments(sliced), moments(groups))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("policy.precision=bfloat16", "policy.generation.top_p=0.9", "loss_fn.reference_policy_kl_penalty=0.01",
+      "grpo.skip_reference_policy_logprobs_calculation=false"),
+     ("policy.hf_config_overrides.tie_word_embeddings=true", "policy.generation.kv_cache_gb=0.0005", "grpo.val_period=1", "grpo.max_val_samples=8"),
+     ("++policy.hf_config_overrides.model_type=qwen3", "policy.generation.top_k=5", "policy.dtensor_cfg.activation_checkpointing=true")],
+    ids=["bfloat16_top_p_kl", "tied_small_cache", "qwen3_top_k"],
+)  # fmt: skip
+def test_generation_equals_training_to_the_bit(tmp_path, overrides):
+    history, _ = trained(tmp_path, 2, *workers(2), *TP, *overrides)
+    assert is_exact(history)
+
+
+def test_a_critic_in_slices_and_a_checkpoint_for_any_number(tmp_path):
+    """Two steps in two slices, one with the whole models, one whose critic is whole in two processes: as four with whole models."""
+    config = "ppo_tiny.yaml"
+    _, straight = trained(tmp_path / "straight", 4, *BLOCKS, *PPO, config=config)
+    for steps, more in ((2, (*workers(2), *CRITIC)), (3, ()), (4, workers(2))):
+        history, mixed = trained(tmp_path / "mixed", steps, *BLOCKS, *PPO, *more, config=config)
+        assert is_exact(history)
+    for model in ("policy", "value"):
+        assert distance(tensors(mixed, model), tensors(straight, model)) < 1e-4
+        assert distance(moments(mixed, model), moments(straight, model)) < 1e-2

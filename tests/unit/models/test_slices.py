@@ -1,0 +1,99 @@
+"""A model in two slices, in two processes, against the whole model in one."""
+
+from functools import partial
+
+import pytest
+import slice_players
+import torch
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
+from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.sources import ModelFolderError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    yield made
+    made.shutdown()
+
+
+def close(a, b, tolerance):
+    """Relative to the largest number of the tensor."""
+    return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+def both(cluster, model, dtype=torch.float32, value_head=False, **how):
+    """(answers of the whole model, answers of each slice)"""
+    torch.set_num_threads(1)
+    alone = slice_players.player(model, dtype, 1, value_head, Ranks()).answers(**how)
+    group = RayWorkerGroup(cluster, partial(slice_players.player, model, dtype, 2, value_head))
+    return alone, group.call_all("answers", **how)
+
+
+HOW = [("llama_gqa", {}), ("llama_mha_tied", {"temperature": 0.7}), ("qwen2_biases", {"checkpoint": True}), ("qwen3_head_norms", {}),
+       ("llama_all_biases", {}), ("many_blocks", {}), ("llama_gqa", {"top_p": 0.9, "temperature": 0.8}), ("llama_mha_tied", {"top_k": 20})]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, how", HOW, ids=[f"{m}-{'-'.join(h)}" for m, h in HOW])
+def test_two_slices_are_the_whole_model(cluster, model, how):
+    alone, (first, second) = both(cluster, model, **how)
+    for name in ("logits", "logprobs", "scored", "unfiltered"):
+        if alone[name] is None:
+            continue
+        assert torch.equal(first[name], second[name]), name
+        assert torch.equal(torch.isinf(first[name]), torch.isinf(alone[name]))
+        kept = ~torch.isinf(alone[name])
+        assert close(first[name][kept], alone[name][kept], 1e-5), name
+    assert torch.equal(first["logprobs"], first["scored"])  # the bits do not depend on what is kept
+    assert first["norm"] == second["norm"] and abs(first["norm"] / alone["norm"] - 1) < 1e-5
+    assert second["grads"] is None and first["grads"].keys() == alone["grads"].keys()
+    for name, gradient in alone["grads"].items():
+        assert close(first["grads"][name], gradient, 1e-5), name
+    assert first["digest"] == second["digest"] and first["finite"]
+    for name, weights in first["repeated"].items():
+        assert torch.equal(weights, second["repeated"][name]), name
+
+
+@pytest.mark.parametrize("model", ["llama_gqa", "qwen3_head_norms"])
+def test_bfloat16_sums_are_rounded_once(cluster, model):
+    alone, (first, second) = both(cluster, model, torch.bfloat16)
+    assert torch.equal(first["logprobs"], second["logprobs"]) and torch.equal(first["logprobs"], first["scored"])
+    assert close(first["logprobs"], alone["logprobs"], 2e-2)
+    for name, gradient in alone["grads"].items():
+        assert close(first["grads"][name], gradient, 4e-2), name
+
+
+def test_float64_agrees_to_its_own_rounding(cluster):
+    alone, (first, _) = both(cluster, "qwen3_head_norms", torch.float64)
+    assert close(first["logprobs"], alone["logprobs"], 1e-13)
+    assert all(close(first["grads"][name], gradient, 1e-12) for name, gradient in alone["grads"].items())
+
+
+def test_a_value_model_in_slices(cluster):
+    alone, (first, second) = both(cluster, "qwen2_biases", value_head=True)
+    assert torch.equal(first["logprobs"], second["logprobs"]) and close(first["logprobs"], alone["logprobs"], 1e-5)
+    assert all(close(first["grads"][name], gradient, 1e-5) for name, gradient in alone["grads"].items())
+
+
+def refused(model, count, **overrides):
+    config = canonical_config(TINY_CONFIG | slice_players.MODELS[model] | overrides)
+    with pytest.raises(ModelFolderError) as caught:
+        ModelFolder(config, None).check_slices(count, "policy.dtensor_cfg.tensor_parallel_size")
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut_is_named():
+    key = "policy.dtensor_cfg.tensor_parallel_size is"
+    assert refused("llama_gqa", 4).startswith(
+        f"{key} 4, but the model has 2 key/value heads (num_key_value_heads), which 4 processes"
+    )
+    assert refused("llama_gqa", 2, intermediate_size=97).startswith(f"{key} 2, but the model has 97 columns of the MLP")
+    assert refused("llama_mha_tied", 4, vocab_size=3).startswith(f"{key} 4, but the vocabulary has 3 entries")
+    olmo = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    assert "normalises all heads of the queries and keys together (olmo2)" in refused("llama_gqa", 2, **olmo)

@@ -7,6 +7,10 @@
 #include <stdexcept>
 #include <string>
 
+namespace c10d {
+class Store;
+}
+
 namespace nemo_rl::distributed {
 
 /// A call that did not come to its end: who noticed it, in which phase, after how long.
@@ -25,8 +29,8 @@ struct TimedOut : CommunicatorError {
   using CommunicatorError::CommunicatorError;
 };
 
-/// Tensors are contiguous, of equal shape and dtype on all ranks, and lie on the device of the back end (Gloo: the
-/// CPU). N is the number of ranks.
+/// Tensors are contiguous, of equal shape and dtype on all ranks, and lie on the device of the back end (Gloo: the CPU,
+/// NCCL: one GPU). N is the number of ranks.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -51,5 +55,17 @@ class Communicator {
 
 /// Gloo, by the process group that torch.distributed has registered under this name. `seconds`: the deadline of a call.
 std::shared_ptr<Communicator> gloo_communicator(const std::string& group_name, double seconds);
+
+/// NCCL, for tensors on `device`, a GPU of this process that no other rank has. The ranks meet over `store`, in which
+/// no others have met before. `seconds`: the deadline of a call, the meeting too. A communicator whose call has failed
+/// is of no more use.
+/// Throws ArgumentError for another device, and where this package was built without NCCL.
+std::shared_ptr<Communicator> nccl_communicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                at::Device device, double seconds);
+
+/// Tensors on the CPU go over the first, those on another device over the second; the first serves barriers. Both are
+/// of the same ranks.
+std::shared_ptr<Communicator> communicator_by_device(std::shared_ptr<Communicator> on_cpu,
+                                                     std::shared_ptr<Communicator> on_device);
 
 }  // namespace nemo_rl::distributed

@@ -1,19 +1,16 @@
+// Gloo, by a process group of torch.distributed.
 #include <ATen/ATen.h>
 
 #include <chrono>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "common/check.h"
+#include "distributed/call.h"
 #include "distributed/communicator.h"
 
 namespace nemo_rl::distributed {
 
-CommunicatorError::CommunicatorError(int rank, std::string phase, double seconds, const std::string& what)
-    : std::runtime_error(what), rank(rank), phase(std::move(phase)), seconds(seconds) {}
-
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 class GlooCommunicator final : public Communicator {
  public:
@@ -23,8 +20,7 @@ class GlooCommunicator final : public Communicator {
         deadline_(static_cast<std::int64_t>(seconds * 1000)) {}
 
   void all_to_all(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
-    NRL_CHECK(in.size(0) == size() && out.sizes() == in.sizes(), "all_to_all in ", phase, ": ", in.sizes(), " to ",
-              out.sizes(), " of ", size(), " ranks");
+    check_all_to_all(*this, out, in, phase);
     check(out, phase), check(in, phase);
     if (in.numel() == 0) return;
     run(phase, [&] {
@@ -37,8 +33,7 @@ class GlooCommunicator final : public Communicator {
   }
 
   void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) override {
-    NRL_CHECK(out.size(0) == size() && out.numel() == size() * in.numel(), "all_gather in ", phase, ": ", in.sizes(),
-              " to ", out.sizes(), " of ", size(), " ranks");
+    check_all_gather(*this, out, in, phase);
     check(out, phase), check(in, phase);
     if (in.numel() == 0) return;
     run(phase, [&] {
@@ -90,22 +85,13 @@ class GlooCommunicator final : public Communicator {
 
   template <class F>
   void run(const char* phase, const F& start) {
-    const auto began = Clock::now();
+    const Call call{rank(), size(), phase, std::chrono::duration<double>(deadline_).count()};
     try {
       start()->wait(deadline_);
     } catch (const std::exception& error) {
-      const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
-      const std::string why = first_line(error.what());
-      const bool late = why.find("imed out") != std::string::npos || why.find("imeout") != std::string::npos;
-      const auto text =
-          detail::concat("rank ", rank(), " of ", size(), ": ", phase, " failed after ", seconds,
-                         " s: ", late ? "another rank did not come" : "another rank is gone", " (", why, ")");
-      if (late) throw TimedOut(rank(), phase, seconds, text);
-      throw PeerLost(rank(), phase, seconds, text);
+      call.fail_by(error);
     }
   }
-
-  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::chrono::milliseconds deadline_;

@@ -148,16 +148,20 @@ class ProcessWorkers(Workers):
         silence: seconds without a sign of life after which a worker counts as lost.
         deadline: seconds that a call between ranks may take.
         role: what messages call a worker.
+        backend: what connects the ranks, see `ranks.connect`.
     """
 
     tells_events = True
     host = "127.0.0.1"
 
-    def __init__(self, count: int, threads: int, silence: float, deadline: float, role: str = "rank") -> None:
+    def __init__(
+        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", backend: str = "gloo"
+    ) -> None:  # fmt: skip
         self._changed, self._silence = threading.Condition(), silence
         self._store = meeting_place(self.host, deadline)
         self._workers: list[ProcessWorker] = []
-        join = {"size": count, "host": self.host, "port": self._store.port, "deadline": deadline, "threads": threads}
+        meeting = {"host": self.host, "port": self._store.port, "deadline": deadline, "backend": backend}
+        join = {"size": count, "threads": threads, **meeting}
         try:
             for rank in range(count):
                 self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed, role))

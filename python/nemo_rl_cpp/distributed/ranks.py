@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from nemo_rl_cpp._native import Communicator
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
@@ -175,37 +177,74 @@ def deal(
     return [sorted(rows) for rows in dealt]
 
 
-def connect(rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None) -> Ranks:
-    """Meets the other ranks at a TCP store that somebody holds at `host` and `port`. Every call between them ends within `deadline`
-    seconds. `address`: where the others reach this process; None: at `host`, on one machine."""
+def connect(
+    rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
+) -> Ranks:  # fmt: skip
+    """Meets the other ranks at a TCP store that somebody holds at `host` and `port`.
+
+    Args:
+        deadline: seconds within which every call between ranks ends.
+        address: where the others reach this process; None: at `host`, on one machine.
+        backend: "gloo": tensors on the CPU. "nccl": those on this rank's GPU too, which becomes torch's current device. Of the GPUs that
+            this process sees it is number `rank`, counted round.
+
+    Raises ValueError for another backend, and for "nccl" where there is no GPU; what NCCL cannot do is a C.CommunicatorError.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"the backend of a communicator is {backend!r}: expected gloo or nccl")
     if size == 1:
         return Ranks(address=address)
+    import torch.distributed as dist
+
+    from nemo_rl_cpp._native import C
+
+    gpu = _own_gpu(rank) if backend == "nccl" else None
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline))
+
+    @cache
+    def meet(members: tuple[int, ...]) -> Communicator:
+        label = "_".join(map(str, members)) if len(members) < size else ""
+        place = members.index(rank), len(members)
+        communicator = _by_gloo(store, label, place, address or host, deadline)
+        if gpu is None:
+            return communicator
+        by_nccl = C.nccl_communicator(dist.PrefixStore(f"nccl{label}", store), *place, gpu, deadline)
+        return C.communicator_by_device(communicator, by_nccl)
+
+    return Ranks(rank, size, meet(tuple(range(size))), address, meet=meet)
+
+
+def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
+    """Of the ranks that agree on `label`; `place` is (rank among them, their number)."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import _register_process_group
 
     from nemo_rl_cpp._native import C
 
-    wait = timedelta(seconds=deadline)
-    store = dist.TCPStore(host, port, is_master=False, timeout=wait)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=deadline)
+    options._threads = 2
+    backend = dist.ProcessGroupGloo(dist.PrefixStore(f"gloo{label}", store), *place, options)
+    group = dist.ProcessGroup(store, *place)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    name = f"nemo_rl_cpp_{store.port}_{label}"
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    return C.gloo_communicator(name, deadline)
 
-    @cache
-    def meet(members: tuple[int, ...]) -> Communicator:
-        label = "_".join(map(str, members)) if len(members) < size else ""
-        place, count = members.index(rank), len(members)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or host)]
-        options._timeout = wait
-        options._threads = 2
-        backend = dist.ProcessGroupGloo(dist.PrefixStore(f"gloo{label}", store), place, count, options)
-        group = dist.ProcessGroup(store, place, count)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        name = f"nemo_rl_cpp_{port}_{label}"
-        group._set_group_name(name)
-        _register_process_group(name, group)
-        return C.gloo_communicator(name, deadline)
 
-    return Ranks(rank, size, meet(tuple(range(size))), address, meet=meet)
+def _own_gpu(rank: int) -> torch.device:
+    """Workers of one machine see all its GPUs and take them in the order of their ranks; an actor of Ray sees its own alone."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(
+            "NCCL was asked for, but torch sees no GPU: run on a machine with one a worker, or set cluster.device=cpu"
+        )
+    gpu = torch.device("cuda", rank % count)
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 __all__ = ["OtherRankFailedError", "Ranks", "connect", "deal"]

@@ -59,6 +59,7 @@ class RayWorkers(Workers):
         deadline: seconds that a call between ranks may take.
         role: what messages call a worker.
         all_workers: of all clusters of the run, for which a Ray that is started here has CPUs; None: `count`.
+        backend: what connects the ranks, see `ranks.connect`; with "nccl" each takes a GPU of the cluster.
 
     Raises ValueError where the cluster has no room for all workers.
     """
@@ -66,7 +67,8 @@ class RayWorkers(Workers):
     tells_events = False
 
     def __init__(
-        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", all_workers: int | None = None
+        self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", all_workers: int | None = None,
+        backend: str = "gloo",
     ) -> None:  # fmt: skip
         ray = ray_module()
         self._ray, self._silence, self._count, self._role = ray, silence, count, role
@@ -75,11 +77,13 @@ class RayWorkers(Workers):
         _join_ray(max(count, all_workers or 0) * threads)
         self._in_use = True
         try:
-            self._places = self._room(count, threads)
-            self._actors = [self._actor(rank, threads) for rank in range(count)]
+            gpus = int(backend == "nccl")
+            self._places = self._room(count, threads, gpus)
+            self._actors = [self._actor(rank, threads, gpus) for rank in range(count)]
             self.host = host = ray.util.get_node_ip_address()
             self._store = meeting_place(host, deadline)
             meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads}
+            meeting["backend"] = backend
             addresses = ray.get([actor.address.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
             self.pids = ray.get([actor.beat.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
             self._here = [pid for pid, address in zip(self.pids, addresses) if address == host]
@@ -91,19 +95,22 @@ class RayWorkers(Workers):
             self.kill()
             raise
 
-    def _room(self, count: int, threads: int):
+    def _room(self, count: int, threads: int, gpus: int):
         ray = self._ray
-        places = ray.util.placement_group([{"CPU": threads}] * count, strategy="PACK")
+        bundle = {"CPU": threads, "GPU": gpus} if gpus else {"CPU": threads}
+        places = ray.util.placement_group([bundle] * count, strategy="PACK")
         if not places.wait(timeout_seconds=_PLACES_SECONDS):
-            there = ray.cluster_resources().get("CPU", 0)
+            there = ray.cluster_resources()
             ray.util.remove_placement_group(places)
+            each = " and ".join(f"{n} {kind}s" for kind, n in bundle.items())
+            found = " and ".join(f"{there.get(kind, 0):.0f} {kind}s" for kind in bundle)
             raise ValueError(
-                f"the Ray cluster has no room for {count} workers of {threads} CPUs within {_PLACES_SECONDS:.0f} s: it has {there:.0f} "
-                "CPUs in all; lower cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
+                f"the Ray cluster has no room for {count} workers of {each} within {_PLACES_SECONDS:.0f} s: it has {found} in all; "
+                "lower cluster.gpus_per_node, cluster.num_nodes or cluster.cpus_per_worker"
             )
         return places
 
-    def _actor(self, rank: int, threads: int):
+    def _actor(self, rank: int, threads: int, gpus: int):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -111,6 +118,7 @@ class RayWorkers(Workers):
             self._ray.remote(concurrency_groups={"beat": 1})(ActorWorker)
             .options(
                 num_cpus=threads,
+                num_gpus=gpus or None,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}},

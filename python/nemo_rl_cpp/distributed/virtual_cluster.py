@@ -71,8 +71,9 @@ class RayVirtualCluster:
         self.in_process = self._size == 1 and not self._settings.has_workers
         if not self.in_process and use_gpus:
             raise ValueError(
-                f"a cluster of {self._size} GPU workers ({bundle_ct_per_node_list} a node) was asked for, but several processes work on "
-                "the CPU only: set cluster.device=cpu, or cluster.gpus_per_node=1 and cluster.num_nodes=1"
+                f"a cluster of {self._size} GPU workers ({bundle_ct_per_node_list} a node) was asked for. NCCL connects several GPUs, but no "
+                "training on several has been tried yet, so a run is refused: set cluster.device=cpu for several processes, or "
+                "cluster.gpus_per_node=1 and cluster.num_nodes=1 for one GPU"
             )
         self.use_gpus = use_gpus
         self.name = name
@@ -92,12 +93,13 @@ class RayVirtualCluster:
             everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s, self._role)
+            backend = "nccl" if self.use_gpus else "gloo"
             if settings.executor == "ray":
                 from nemo_rl_cpp.distributed.ray_workers import RayWorkers
 
-                self._workers = RayWorkers(*common, all_workers=everybody)
+                self._workers = RayWorkers(*common, all_workers=everybody, backend=backend)
             else:
-                self._workers = ProcessWorkers(*common)
+                self._workers = ProcessWorkers(*common, backend=backend)
         return self._workers
 
     @property

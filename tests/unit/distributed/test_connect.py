@@ -1,0 +1,54 @@
+"""What connects ranks: the choice of a back end, and what is refused before anybody waits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed import ranks
+from nemo_rl_cpp.distributed.ranks import connect
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+
+NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unknown_backend_is_an_error_that_names_those_there_are(size):
+    with pytest.raises(ValueError, match="'mpi': expected gloo or nccl"):
+        connect(size=size, backend="mpi", **NOWHERE)
+
+
+def test_one_rank_needs_no_communicator():
+    assert connect(size=1, backend="nccl", **NOWHERE).communicator is None
+
+
+def test_nccl_without_a_gpu_is_an_error_that_names_the_key(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="torch sees no GPU.*cluster.device=cpu"):
+        connect(size=2, backend="nccl", **NOWHERE)
+
+
+@pytest.mark.parametrize("gpus, numbers", [(4, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (1, [0, 0, 0, 0])])
+def test_ranks_take_the_gpus_that_they_see_in_turn(monkeypatch, gpus, numbers):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [ranks._own_gpu(rank).index for rank in range(4)] == numbers == [gpu.index for gpu in chosen]
+
+
+def test_nccl_of_the_core_is_for_gpus_and_where_it_was_built():
+    store = dist.PrefixStore("test", dist.HashStore())
+    with pytest.raises(ValueError, match="NCCL connects GPUs.*not cpu; on the CPU take Gloo"):
+        C.nccl_communicator(store, 0, 2, torch.device("cpu"), 1.0)
+    if not C.cuda_compiled:
+        with pytest.raises(ValueError, match="built without it.*NEMO_RL_CUDA=on"):
+            C.nccl_communicator(store, 0, 2, torch.device("cuda:0"), 1.0)
+
+
+def test_errors_have_one_class_above_them():
+    assert issubclass(C.PeerLost, C.CommunicatorError) and issubclass(C.TimedOut, C.CommunicatorError)
+    assert issubclass(C.CommunicatorError, RuntimeError)
+
+
+def test_runs_on_several_gpus_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
+        RayVirtualCluster([2], use_gpus=True)

@@ -1,0 +1,93 @@
+"""NCCL on real GPUs: one rank, and two where there are two. Its host side is tested everywhere: tests/cpp/distributed/test_nccl_communicator.cpp."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+
+def exchange(communicator, device, dtype):
+    """Every operation between all ranks, against what each must get."""
+    rank, size = communicator.rank, communicator.size
+    of_rank = lambda r: torch.arange(12, device=device).add(10 * r).to(dtype)
+    parts = of_rank(rank).repeat(size, 1).contiguous()
+    all_parts, dealt, told = torch.zeros_like(parts), torch.zeros_like(parts), of_rank(rank)
+    communicator.all_gather(all_parts, of_rank(rank), phase="gather")
+    communicator.all_to_all(dealt, parts, phase="deal")
+    wanted = torch.stack([of_rank(r) for r in range(size)])
+    assert torch.equal(all_parts, wanted) and torch.equal(dealt, wanted)
+    communicator.broadcast(told, root=size - 1, phase="tell")
+    assert torch.equal(told, of_rank(size - 1))
+    communicator.barrier(phase="all are here")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_rank(dtype):
+    communicator = C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0)
+    exchange(communicator, torch.device("cuda:0"), dtype)
+
+
+def test_a_call_waits_for_the_work_before_it():
+    communicator = C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0)
+    a = torch.full((2048, 2048), 1 / 2048, device="cuda:0")
+    for _ in range(50):
+        a = a @ torch.full_like(a, 2 / 2048)  # twice as large, exactly
+    out = torch.zeros(1, 2048, 2048, device="cuda:0")
+    communicator.all_gather(out, a, phase="gather")
+    assert torch.equal(out[0].cpu(), torch.full((2048, 2048), 2.0**50 / 2048))
+
+
+def test_a_rank_that_never_comes_is_named_at_the_deadline():
+    with pytest.raises(C.TimedOut, match="rank 0 of 2: meeting the other ranks failed after") as caught:
+        C.nccl_communicator(dist.HashStore(), 0, 2, torch.device("cuda:0"), 3.0)
+    assert (caught.value.rank, caught.value.phase) == (0, "meeting the other ranks") and caught.value.seconds >= 3.0
+    C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0).barrier(phase="the GPU still works")
+
+
+class OnGpus:
+    """Lives in a worker."""
+
+    def __init__(self, ranks):
+        self.communicator = ranks.communicator
+
+    def exchange(self):
+        for dtype in DTYPES:
+            exchange(self.communicator, torch.device("cuda"), dtype)
+            exchange(self.communicator, torch.device("cpu"), dtype)  # by Gloo
+        return torch.cuda.current_device()
+
+    def round(self):
+        """A message there and back."""
+        message, rank = torch.full((1 << 20,), 1.5, device="cuda"), self.communicator.rank
+        self.communicator.send(message, to=1, phase="there") if rank == 0 else self.communicator.receive(message.zero_(), 0, phase="there")  # fmt: skip
+        message += rank
+        self.communicator.receive(message, 1, phase="back") if rank == 0 else self.communicator.send(message, to=0, phase="back")  # fmt: skip
+        return message.unique().tolist()
+
+    def wait_alone(self):
+        if self.communicator.rank == 0:
+            self.communicator.broadcast(torch.ones(4, device="cuda"), root=1, phase="alone")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks():
+    cluster = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
+    cluster._workers = ProcessWorkers(2, 1, silence=60.0, deadline=5.0, backend="nccl")
+    try:
+        group = RayWorkerGroup(cluster, partial(OnGpus))
+        assert group.call_all("exchange") == [0, 1]
+        assert group.call_all("round") == [[2.5], [2.5]]
+        with pytest.raises(C.TimedOut, match="rank 0 of 2: alone failed after"):
+            group.call_all("wait_alone")
+    finally:
+        cluster.shutdown()

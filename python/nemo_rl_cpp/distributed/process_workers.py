@@ -132,7 +132,8 @@ class ProcessWorker:
         with contextlib.suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go ends later
+            self._process.wait(timeout=worker_calls.GRACE_SECONDS)
         self._outgoing.put(None)
         for thread in self._threads:  # the socket's other end is closed: both come to their end
             thread.join(worker_calls.GRACE_SECONDS)

@@ -36,6 +36,14 @@ def say(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
+_exit = os._exit  # before anything stands in its place
+
+
+def leave(status: int) -> None:
+    """Ends this process at once, in good order: a worker whose run is over, whatever thread notices it."""
+    _exit(status)
+
+
 def end_within(seconds: float, status: int) -> threading.Event:
     """Ends the process with `status` unless the event that is returned is set before: for a thread that cannot be stopped,
     and for a main thread that does not come back from a call."""

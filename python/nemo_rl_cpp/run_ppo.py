@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None, default_config: str = DEFAULT_CONFIG
 def _main(argv: Sequence[str] | None, default_config: str) -> int:
     from nemo_rl_cpp.config import load_ppo_config  # the schema takes a moment to load, in which Ctrl-C counts
     from nemo_rl_cpp.config.run import run
+    from nemo_rl_cpp.distributed.launch import serving
 
-    return run(load_ppo_config, _start, argv, default_config, "Train a language model with PPO.")
+    return run(serving(load_ppo_config), _start, argv, default_config, "Train a language model with PPO.")
 
 
 if __name__ == "__main__":

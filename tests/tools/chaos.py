@@ -2,15 +2,17 @@
 
     python tests/tools/chaos.py --each 20
     python tests/tools/chaos.py --each 5 --victims "rank 1" --config configs/ppo_tiny.yaml
+    python tests/tools/chaos.py --each 5 --victims environment
 
-Victims are rank 0, rank 1, the worker of an engine with weights of its own (with `--engines 0` there is none, and ranks generate) and the
-run's own process ("driver"); each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two
-seconds), in turns. Within the deadline the run must have ended with the name of the lost rank, or go on where the driver
-was only stopped; no process may be left; and the run that is resumed after all of it must leave the same bits as an
+Victims are rank 0, rank 1, the worker of an engine with weights of its own (with `--engines 0` there is none, and ranks generate), the
+run's own process ("driver"), and an actor of an environment ("environment": such runs have the executor ray and no engine of its own);
+each is killed (SIGKILL) or stopped (SIGSTOP; the driver for two seconds), in turns. Within the deadline the run must have ended with the
+name of the lost rank, or go on where the driver was only stopped or an environment was lost that may be asked again; no process may be left; and the run that is resumed after all of it must leave the same bits as an
 unbroken one. Exit status 1 if anything fails.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -24,12 +26,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from kill_resume import command, differences, fingerprint, newest_step, run_to_end
 
-VICTIMS = ("rank 0", "rank 1", "engine worker 0", "driver")
+VICTIMS = ("rank 0", "rank 1", "engine worker 0", "driver", "environment")
 SILENCE = 4  # cluster.worker_timeout_s
+LONGEST = 300.0  # seconds from the blow to the end of a run that goes on
 DEADLINE = 30.0  # seconds from the blow to the end of the run: silence, grace for a reason, and the end of the program
 WORKERS = (
     "cluster.executor=processes", "cluster.cpus_per_worker=1", f"cluster.worker_timeout_s={SILENCE}", "policy.gradient_blocks=2",
 )  # fmt: skip
+
+
+BY_RAY = ("cluster.executor=ray", "cluster.gpus_per_node=2", "policy.generation.colocated.enabled=true")
 
 
 def sizes(engines: int) -> tuple[str, ...]:
@@ -54,6 +60,26 @@ def workers_of(pid: int) -> dict[str, int]:
     return found
 
 
+def actors_of(pid: int) -> dict[str, int]:
+    """Actors of environments among the processes that a run has started, all of them below its Ray: "environment" -> the first.
+    Ray names a process by its actor's class."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = (parent, (entry / "cmdline").read_bytes())
+    found = {}
+    for number, (_, words) in sorted(parents.items()):
+        if words.startswith(b"ray::EnvironmentActor"):
+            above = number
+            while above in parents and above != pid:
+                above = parents[above][0]
+            if above == pid:
+                found.setdefault("environment", number)
+    return found
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -70,7 +96,7 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
             return "had ended", []
         except subprocess.TimeoutExpired:
             pass
-        workers = workers_of(run.pid)
+        workers = workers_of(run.pid) | actors_of(run.pid)
         target = run.pid if victim == "driver" else workers.get(victim)
         if target is None:  # it has not been started, or has ended
             run.kill(), run.wait()
@@ -80,7 +106,9 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
         if target == run.pid and number == signal.SIGSTOP:
             time.sleep(2)
             os.kill(target, signal.SIGCONT)
-            return ("went on", []) if run.wait() == 0 else ("did not go on", [f"status {run.returncode}"])
+            return went_on(run)
+        if victim == "environment":
+            return went_on(run)
         problems = []
         try:
             run.wait(DEADLINE)
@@ -97,6 +125,16 @@ def blow(argv: list[str], victim: str, number: signal.Signals, delay: float) -> 
         if victim != "driver" and f"{victim} of " not in text and run.returncode != 0:
             problems.append(f"the output does not name it: {text[-600:]}")
         return f"ended after {ended:.1f} s with status {run.returncode}", problems
+
+
+def went_on(run: subprocess.Popen) -> tuple[str, list[str]]:
+    """What a run does that must not end because of what happened."""
+    try:
+        status = run.wait(LONGEST)
+    except subprocess.TimeoutExpired:
+        run.kill(), run.wait()
+        return "hangs", [f"the run had not ended after {LONGEST:.0f} s"]
+    return ("went on", []) if status == 0 else ("did not go on", [f"status {status}"])
 
 
 def main() -> int:
@@ -121,8 +159,9 @@ def main() -> int:
             for victim in arguments.victims:
                 number = signal.SIGSTOP if turn % 2 else signal.SIGKILL
                 delay = dice.uniform(0.3, 0.9) * length
+                more = [*overrides, *(BY_RAY if victim == "environment" else ())]
                 happened, problems = blow(
-                    command(arguments.config, broken, arguments.steps, overrides), victim, number, delay
+                    command(arguments.config, broken, arguments.steps, more), victim, number, delay
                 )
                 failed += bool(problems)
                 print(f"{victim} {number.name} after {delay:.1f} s: {happened}{'; '.join(['', *problems])}", flush=True)

@@ -14,6 +14,7 @@ from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataL
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.data.utils import load_response_data
 from nemo_rl_cpp.environments.group import Environments
+from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
 def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
     """Data sets and environments of the sections `data` and `env`; starts the environments' processes."""
     limit = config.policy.max_total_sequence_length
-    data = load_response_data(tokenizer, config.data, config.env, limit)
+    actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
+    data = load_response_data(tokenizer, config.data, config.env, limit, actors)
     return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
 
 

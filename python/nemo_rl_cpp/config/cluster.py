@@ -42,6 +42,10 @@ class ClusterConfig(Section):
         0,
         "how often a run of the run scripts goes on from its newest checkpoint with new workers after one was lost; 0: it ends",
     )
+    environment_restarts: Count = key(
+        3,
+        "with executor ray: how often each Ray actor of an environment is started again after it was lost, and asked again, where the environment allows it (can_be_asked_again); others end the run",
+    )
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
         1800.0, "seconds that one message between worker processes may take, waiting for a slower one included"
     )

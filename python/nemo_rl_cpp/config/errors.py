@@ -29,6 +29,9 @@ class ConfigError(ValueError):
         )
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.problems,)
+
 
 def _line(where: str) -> int:
     tail = where.rpartition(":")[2]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
     from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
     from nemo_rl_cpp.environments.interfaces import Environment
+    from nemo_rl_cpp.environments.ray_environment import ActorSettings
 
     Settings = dict[str, object]  # a section of a configuration as plain data
     Datasets = AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
@@ -132,18 +133,20 @@ def load_response_data(
     data_config: DataConfig | Settings,
     env_configs: Settings | None = None,
     max_total_sequence_length: int | None = None,
+    actors: ActorSettings | None = None,
 ) -> ResponseData:
     """The data sets of a run, and with `env_configs` its environments, created once for each env_name that a section uses.
     The configuration is left as it is.
 
     Prompts that are cut (`data.max_input_seq_length`), that fill `max_total_sequence_length`, and truths that nothing can
-    match are counted and said on stderr; ValueError when they are all the rows of a section.
+    match are counted and said on stderr; ValueError when they are all the rows of a section. With `actors` environments are
+    Ray actors.
     """
     config = to_plain(data_config)
     train_sections, val_sections = _check_and_fill(config, env_configs)
     max_length = get_field(data_config, "max_input_seq_length", None)
     # Environments start processes, which is safe only before threads exist.
-    environments = {} if env_configs is None else _create_environments(config, env_configs)
+    environments = {} if env_configs is None else _create_environments(config, env_configs, actors)
     try:
         train, val = _Tasks(), _Tasks()
         limits = Limits(max_length, context=max_total_sequence_length)
@@ -174,14 +177,17 @@ def _train_side(train: _Tasks, tokenizer: TokenizerType, max_length: int | None,
     return train.processed([rows for several in train.datasets.values() for rows in several], tokenizer, max_length)
 
 
-def _create_environments(config: Settings, env_configs: Settings) -> dict[str, Environment]:
+def _create_environments(
+    config: Settings, env_configs: Settings, actors: ActorSettings | None
+) -> dict[str, Environment]:
     from nemo_rl_cpp.environments.utils import create_env
 
+    placed = {} if actors is None else {"actors": actors}
     created: dict[str, Environment] = {}
     try:
         for name in extract_necessary_env_names(config):
             if get_field(env_configs, name, None) is not None:  # a default that no section uses may lack one
-                created[name] = create_env(env_name=name, env_config=get_field(env_configs, name))
+                created[name] = create_env(env_name=name, env_config=get_field(env_configs, name), **placed)
     except BaseException:
         _shut_down(created)
         raise
@@ -189,11 +195,10 @@ def _create_environments(config: Settings, env_configs: Settings) -> dict[str, E
 
 
 def _shut_down(environments: Mapping[str, Environment]) -> None:
+    from nemo_rl_cpp.environments.utils import shut_down
+
     for environment in environments.values():
-        shutdown = getattr(environment, "shutdown", None)
-        if shutdown is not None:
-            # Through a Ray-like handle a method is called by its `remote`.
-            getattr(shutdown, "remote", shutdown)()
+        shut_down(environment)
 
 
 def dataloader_state_file(checkpoint_path: str | Path, suffix: str = "") -> Path:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nemo_rl_cpp.errors import as_user_error
+
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them, also at one that another thread was woken for
 
 
@@ -58,10 +60,33 @@ class Future:
         return self._value
 
 
+def is_done(result: object) -> bool:
+    """Whether what `.remote(...)` gave has ended: a future, or a reference of Ray's."""
+    if isinstance(result, Future):
+        return result.done()
+    ray = sys.modules.get("ray")
+    return ray is None or not isinstance(result, ray.ObjectRef) or bool(ray.wait([result], timeout=0)[0])
+
+
+def as_raised(error: BaseException) -> BaseException:
+    """What was raised in a Ray actor, without Ray's wrapping: with the sentence about the user's code (`told`) where it arose
+    there, and its own traceback as a note. Any other exception as it is."""
+    ray = sys.modules.get("ray")
+    if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
+        return error
+    cause = error.cause
+    if isinstance(cause, ray.exceptions.RayTaskError):
+        return as_raised(cause)
+    told, trace = getattr(cause, "told", None), getattr(cause, "trace", None)
+    raised = cause if told is None else as_user_error(cause, told)
+    raised.add_note(f"raised in an actor:\n{trace or vars(error).get('traceback_str', '')}")
+    return raised
+
+
 def get(result: object, timeout: float | None = None) -> Any:
     """The value behind a future; of a list of them, the list of values; anything else as it is.
 
-    Ray's object references are resolved too, where Ray is in use.
+    Ray's object references are resolved too, where Ray is in use; what was raised there is raised here.
     """
     if isinstance(result, Future):
         return result.result(timeout)
@@ -69,5 +94,8 @@ def get(result: object, timeout: float | None = None) -> Any:
         return [get(item, timeout) for item in result]
     ray = sys.modules.get("ray")
     if ray is not None and isinstance(result, ray.ObjectRef):
-        return ray.get(result, timeout=timeout)
+        try:
+            return ray.get(result, timeout=timeout)
+        except ray.exceptions.RayTaskError as error:
+            raise as_raised(error) from None
     return result

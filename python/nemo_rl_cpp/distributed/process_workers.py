@@ -27,33 +27,39 @@ if TYPE_CHECKING:
 _SLICE = 0.5  # seconds of one wait: Python looks at signals between them
 
 
-class ProcessWorker:
-    """One process, started by exec in a session of its own, so that a Ctrl-C in the terminal reaches the run's process alone."""
+class SocketPeer:
+    """A worker at the other end of a socket: calls go out, answers and signs of life come in, each on a thread."""
 
-    def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
-        self.rank, self.size, self.role = join["rank"], join["size"], role
+    def __init__(
+        self, rank: int, size: int, connection: Connection, changed: threading.Condition, role: str = "rank"
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self.role, self._connection = rank, size, role, connection
         self._changed, self._pending, self._last_call = changed, {}, 0
         self.last_beat = time.monotonic()
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nemo_rl_cpp.distributed.worker", str(theirs.fileno()), role, json.dumps(join)],
-                pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(join["threads"])},
-            )  # fmt: skip
-        self._connection = Connection(ours.detach())
+        self.closed = self.failed = False
         self._outgoing: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._ended: BaseException | None = None
         self._lock = threading.Lock()  # of _pending and _ended, which two threads change
         self.joined = self._expect(-1, "meeting the other ranks")
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+
+    def begin(self) -> None:
+        """Starts to read and to write."""
         for thread in self._threads:
             thread.start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Its process."""
+        raise NotImplementedError
+
+    def lost(self) -> WorkerLostError:
+        """What happened to it, and during which call."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Ends it. May be called again."""
+        raise NotImplementedError
 
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, on_event: Callable[..., None] | None = None
@@ -63,6 +69,11 @@ class ProcessWorker:
         call = self._expect(self._last_call, method.strip("_"), on_event)
         self._outgoing.put((self._last_call, target, method, payload, event))
         return call
+
+    def doing(self) -> str:
+        """What it has not yet answered."""
+        with self._lock:
+            return next((call.what for call in self._pending.values()), "nothing")
 
     def _expect(self, number: int, what: str, on_event: Callable[..., None] | None = None) -> WorkerCall:
         call = WorkerCall(self.rank, self.size, what, on_event, self.role)
@@ -85,11 +96,14 @@ class ProcessWorker:
                 self._take(*pickle.loads(self._connection.recv_bytes()))
                 self._notify()
         except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=worker_calls.GRACE_SECONDS)
+            self.closed = True
+            self._wait_for_end()
             self._end(self.lost())
         except BaseException as error:  # an answer that cannot be read
             self._end(error)
+
+    def _wait_for_end(self) -> None:
+        """Until more may be known of why the socket was closed."""
 
     def _take(self, kind: str, number: int, value: object) -> None:
         self.last_beat = time.monotonic()
@@ -113,11 +127,46 @@ class ProcessWorker:
         with self._changed:
             self._changed.notify_all()
 
+    def hang_up(self) -> None:
+        """Ends the threads and the connection."""
+        self._outgoing.put(None)
+        if not self._connection.closed:
+            with contextlib.suppress(OSError):  # wakes the reader where the other end is still there
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(worker_calls.GRACE_SECONDS)
+        self._connection.close()
+
+
+class ProcessWorker(SocketPeer):
+    """One process, started by exec in a session of its own, so that a Ctrl-C in the terminal reaches the run's process alone."""
+
+    def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "nemo_rl_cpp.distributed.worker", str(theirs.fileno()), role, json.dumps(join)],
+                pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(join["threads"])},
+            )  # fmt: skip
+        super().__init__(join["rank"], join["size"], Connection(ours.detach()), changed, role)
+        self.begin()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def _wait_for_end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=worker_calls.GRACE_SECONDS)
+
     def lost(self) -> WorkerLostError:
         """What happened to the process, and during which call."""
-        with self._lock:
-            doing = next((call.what for call in self._pending.values()), "nothing")
-        code = self._process.poll()
+        doing, code = self.doing(), self._process.poll()
         if code is None:
             silent = time.monotonic() - self.last_beat
             how = f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)"
@@ -132,11 +181,9 @@ class ProcessWorker:
         with contextlib.suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._outgoing.put(None)
-        for thread in self._threads:  # the socket's other end is closed: both come to their end
-            thread.join(worker_calls.GRACE_SECONDS)
-        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go ends later
+            self._process.wait(timeout=worker_calls.GRACE_SECONDS)
+        self.hang_up()
 
 
 class ProcessWorkers(Workers):
@@ -159,7 +206,7 @@ class ProcessWorkers(Workers):
     ) -> None:  # fmt: skip
         self._changed, self._silence = threading.Condition(), silence
         self._store = meeting_place(self.host, deadline)
-        self._workers: list[ProcessWorker] = []
+        self._workers: list[SocketPeer] = []
         meeting = {"host": self.host, "port": self._store.port, "deadline": deadline, "backend": backend}
         join = {"size": count, "threads": threads, **meeting}
         try:
@@ -201,7 +248,9 @@ class ProcessWorkers(Workers):
             looked_at = now
             silent = [call for call in waiting if now - self._workers[call.rank].last_beat > self._silence]
             if silent:
-                silent[0].set(None, self._workers[silent[0].rank].lost())
+                worker = self._workers[silent[0].rank]
+                worker.failed = True
+                silent[0].set(None, worker.lost())
         for call in calls:
             call.tell_events()
         return values_of(calls, self)
@@ -220,4 +269,4 @@ def meeting_place(host: str, deadline: float) -> TCPStore:
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)
 
 
-__all__ = ["ProcessWorker", "ProcessWorkers", "meeting_place"]
+__all__ = ["ProcessWorker", "ProcessWorkers", "SocketPeer", "meeting_place"]

@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from nemo_rl_cpp.distributed.actor_watch import Clock
 from nemo_rl_cpp.distributed.process_workers import meeting_place
+from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go, worker_environment
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
 from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects
 
@@ -32,7 +33,8 @@ class ActorWorker:
         return ray.util.get_node_ip_address()
 
     def join(self, options: dict) -> Answer:
-        """See `WorkerObjects.join`."""
+        """See `WorkerObjects.join`; `folder` becomes the working folder."""
+        enter_folder(options.pop("folder"))
         silent = options.pop("silent")
         if options["rank"] > 0 or silent:
             sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
@@ -70,20 +72,21 @@ class RayWorkers(Workers):
         self, count: int, threads: int, silence: float, deadline: float, role: str = "rank", all_workers: int | None = None,
         backend: str = "gloo",
     ) -> None:  # fmt: skip
-        ray = ray_module()
-        self._ray, self._silence, self._count, self._role = ray, silence, count, role
+        self._silence, self._count, self._role = silence, count, role
         self._actors, self._calls, self._places = [], {}, None
         self.pids, self._here = [], []  # numbers of all processes, and of those on this node
-        _join_ray(max(count, all_workers or 0) * threads)
-        self._in_use = True
+        self._ray = ray = hold_ray(max(count, all_workers or 0) * threads)
+        self._holds_ray = True
         try:
             gpus = int(backend == "nccl")
             self._places = self._room(count, threads, gpus)
             self._actors = [self._actor(rank, threads, gpus) for rank in range(count)]
             self.host = host = ray.util.get_node_ip_address()
             self._store = meeting_place(host, deadline)
-            meeting = {"size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads}
-            meeting["backend"] = backend
+            meeting = {
+                "size": count, "host": host, "port": self._store.port, "deadline": deadline, "threads": threads, "backend": backend,
+                "folder": os.getcwd(),
+            }  # fmt: skip
             addresses = ray.get([actor.address.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
             self.pids = ray.get([actor.beat.remote() for actor in self._actors], timeout=_PLACES_SECONDS)
             self._here = [pid for pid, address in zip(self.pids, addresses) if address == host]
@@ -113,7 +116,6 @@ class RayWorkers(Workers):
     def _actor(self, rank: int, threads: int, gpus: int):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return (
             self._ray.remote(concurrency_groups={"beat": 1})(ActorWorker)
             .options(
@@ -121,7 +123,7 @@ class RayWorkers(Workers):
                 num_gpus=gpus or None,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}},
+                runtime_env={"env_vars": worker_environment(threads)},
             )
             .remote()
         )
@@ -166,7 +168,7 @@ class RayWorkers(Workers):
         if not ready:
             return
         try:
-            call.end(self._ray.get(self._calls.pop(call)))
+            call.end(self._ray.get(self._calls.pop(call), timeout=_PLACES_SECONDS))
         except self._ray.exceptions.RayActorError as error:
             call.set(None, self._lost(call, f"is gone ({str(error).splitlines()[0]})"))
 
@@ -177,7 +179,7 @@ class RayWorkers(Workers):
     def kill(self) -> None:
         """See `Workers.kill`."""
         ray, self._calls = self._ray, {}
-        if not ray.is_initialized():
+        if not ray.is_initialized() or not self._holds_ray:
             return
         for actor in self._actors:
             ray.kill(actor)
@@ -188,68 +190,26 @@ class RayWorkers(Workers):
         if self._places is not None:
             ray.util.remove_placement_group(self._places)
             self._places = None
-        if self._in_use:
-            self._in_use = False
-            _leave_ray()
+        self._holds_ray = False
+        let_ray_go()
 
 
 class _Beats:
     """How long the actors have been silent, asked every few seconds."""
 
     def __init__(self, ray: ModuleType, actors: list, ranks: list[int]) -> None:
-        self._ray, self._actors = ray, actors
-        self._looked = time.monotonic()
-        self._heard, self._asked = dict.fromkeys(ranks, self._looked), {}
+        self._ray, self._actors, self._asked = ray, actors, {}
+        self._clock = Clock(ranks, 4 * _SLICE + _BEAT_SECONDS)
 
     def silence(self, rank: int) -> float:
         """Seconds since the last sign of life; 0 where this process did not look for a while, since it was stopped."""
-        now = time.monotonic()
-        if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
         if (asked := self._asked.get(rank)) is not None and self._ray.wait([asked], timeout=0)[0]:
-            self._heard[rank] = now
+            self._clock.heard(rank)
             del self._asked[rank]
-        if rank not in self._asked and now - self._heard[rank] > _BEAT_SECONDS:
+        silent = self._clock.silence(rank)
+        if rank not in self._asked and silent > _BEAT_SECONDS:
             self._asked[rank] = self._actors[rank].beat.options(concurrency_group="beat").remote()
-        return now - self._heard[rank]
+        return silent
 
 
-def ray_module() -> ModuleType:
-    """Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share this environment."""
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
-    import ray
-
-    return ray
-
-
-_use = {"clusters": 0, "started": False}  # of this process: who uses Ray, and whether it was started for them
-
-
-def _join_ray(cpus: int) -> None:
-    started = start_ray(cpus)
-    _use["clusters"] += 1
-    _use["started"] = _use["started"] or started
-
-
-def _leave_ray() -> None:
-    """Ends the Ray that was started here with the last cluster that uses it."""
-    _use["clusters"] -= 1
-    if _use["clusters"] == 0 and _use["started"]:
-        _use["started"] = False
-        ray_module().shutdown()
-
-
-def start_ray(cpus: int) -> bool:
-    """Joins or starts a Ray cluster; whether one was started, for at least so many CPUs. One that runs already is used."""
-    ray = ray_module()
-    if ray.is_initialized():
-        return False
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address="auto", logging_level="warning")
-        return False
-    ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, logging_level="warning")
-    return True
-
-
-__all__ = ["RayWorkers", "ray_module", "start_ray"]
+__all__ = ["RayWorkers"]

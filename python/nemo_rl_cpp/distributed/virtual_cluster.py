@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.launch import launched
 from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class RayVirtualCluster:
 
             settings = self._settings
             everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
+            by_launcher = launched() is not None and settings.executor == "processes"
+            if by_launcher:  # whose threads are those of one rank
+                everybody = 1
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, settings.communication_timeout_s, self._role)
             backend = "nccl" if self.use_gpus else "gloo"
@@ -98,6 +102,10 @@ class RayVirtualCluster:
                 from nemo_rl_cpp.distributed.ray_workers import RayWorkers
 
                 self._workers = RayWorkers(*common, all_workers=everybody, backend=backend)
+            elif by_launcher:
+                from nemo_rl_cpp.distributed.launched_workers import LaunchedWorkers
+
+                self._workers = LaunchedWorkers(*common)
             else:
                 self._workers = ProcessWorkers(*common, backend=backend)
         return self._workers

@@ -15,6 +15,7 @@ import time
 from multiprocessing.connection import Connection
 
 from nemo_rl_cpp.distributed.worker_objects import WorkerObjects
+from nemo_rl_cpp.interrupts import leave
 
 BEAT_SECONDS = 1.0  # between two signs of life
 
@@ -44,7 +45,7 @@ class SocketWorker:
             while True:
                 self._calls.put(self._connection.recv())
         except (EOFError, OSError):
-            os._exit(0)  # the run is over: nobody reads a result
+            leave(0)  # the run is over: nobody reads a result
 
     def _beat(self) -> None:
         while True:
@@ -57,14 +58,19 @@ class SocketWorker:
             with self._sending:
                 self._connection.send_bytes(data)
         except OSError:
-            os._exit(0)
+            leave(0)
+
+
+def ignore_signals() -> None:
+    """Schedulers signal every process of a job: the run's own one decides."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
     """Arguments: the number of the socket's file, what the worker is called, and what `WorkerObjects.join` needs, as JSON."""
     fd, role, join = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # schedulers signal every process of a job: the run's own one decides
+    ignore_signals()
     if join["rank"] > 0 or role != "rank":
         sys.stdout = open(os.devnull, "w")  # what all ranks would say is said once
     SocketWorker(Connection(fd)).run(join)

@@ -64,10 +64,11 @@ class WorkerObjects:
         except BaseException as error:
             told = in_user_code(error)  # the place in the user's code is known here alone
             trace = "".join(traceback.format_exception(error))
-            return Answer(None, _picklable(error), trace, None if told is None else str(told))
+            return Answer(None, picklable(error), trace, None if told is None else str(told))
 
 
-def _picklable(error: BaseException) -> BaseException:
+def picklable(error: BaseException) -> BaseException:
+    """The exception, or its text alone where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

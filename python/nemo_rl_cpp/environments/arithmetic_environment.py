@@ -40,6 +40,8 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     Metrics: `well_formed`, the share of well-formed responses, and `accuracy_of_well_formed`.
     """
 
+    can_be_asked_again = True
+
     def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
         as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # which has no keys
         self._responses = self._well_formed = self._right = 0

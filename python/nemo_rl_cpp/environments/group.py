@@ -4,9 +4,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import Environment
-from nemo_rl_cpp.environments.remote import call_remote
+from nemo_rl_cpp.environments.remote import shut_down
 
 
 @dataclass
@@ -30,8 +29,7 @@ class Environments:
         self.owned = False
         different = {id(env): env for group in (self.train, self.validation) for env in group.values()}
         for environment in different.values():
-            if hasattr(environment, "shutdown"):
-                try:
-                    get(call_remote(environment, "shutdown"), patience)
-                except TimeoutError:
-                    print("an environment hangs and is left behind", file=sys.stderr)
+            try:
+                shut_down(environment, patience)
+            except TimeoutError:
+                print("an environment hangs and is left behind", file=sys.stderr)

@@ -95,6 +95,11 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     """
 
     scores_rows_alone: bool = False
+    can_be_asked_again: bool = False
+    """Whether the answer to each conversation follows from `step`'s arguments for it alone, so that a Ray actor that was lost is
+    started again and asked again, and the rows of a batch may be dealt to several actors."""
+    metrics_add_up: bool = False
+    """Whether the sums of the metrics of parts of a batch are the metrics of the batch."""
 
     @abc.abstractmethod
     def step(

@@ -24,7 +24,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
     A response without tags counts as a whole as the answer. `total_reward` of a rollout is the sum of the three.
     """
 
-    scores_rows_alone = True
+    scores_rows_alone = can_be_asked_again = True
 
     def __init__(self, cfg: Mapping[str, object] | None = None) -> None:
         self._longest = (cfg or {}).get("max_answer_chars") or 1_000_000

@@ -1,7 +1,8 @@
-"""`Class.remote(...)` without Ray: an object whose methods can also be called as `method.remote(...)`.
+"""`Class.remote(...)`: an object whose methods can also be called as `method.remote(...)`.
 
-The calls of one object run one after another on a thread of its own, as an actor's do, so that several environments
-work at the same time. `nemo_rl_cpp.distributed.get` waits for a result.
+Where this program has started or joined Ray, the object lives in Ray actors (`ray_environment.py`), and `ray.get` waits for a
+result. Else it lives in this process: the calls of one object run one after another on a thread of its own, as an actor's do,
+so that several environments work at the same time. `nemo_rl_cpp.distributed.get` waits for either.
 """
 
 import queue
@@ -11,7 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nemo_rl_cpp.distributed.futures import Future
+from nemo_rl_cpp.distributed.futures import Future, get
+from nemo_rl_cpp.distributed.ray_session import ray_in_use
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.environments.ray_environment import RayEnvironment, ray_environment
+
+DEADLINE_S = 1800.0  # of an answer of an actor that somebody else has made
+_END_SECONDS = 10.0  # for an environment to end its own processes
 
 
 class RemoteMethod:
@@ -76,24 +83,81 @@ class Remotable:
     """Gives a class `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator does."""
 
     @classmethod
-    def remote(cls, *args: object, **kwargs: object) -> LocalActor:
-        """Constructs an object behind a handle whose methods have `.remote(...)`."""
-        return LocalActor(cls(*args, **kwargs))
+    def remote(cls, *args: object, **kwargs: object) -> "LocalActor | RayEnvironment":
+        """Constructs an object behind a handle whose methods have `.remote(...)`: in Ray actors where Ray is in use, else here."""
+        return _Options(cls, {}).remote(*args, **kwargs)
 
     @classmethod
-    def options(cls, **options: object) -> type:
-        """The class itself. Ray's scheduling options place an actor on a cluster; here there is one process.
+    def options(cls, **options: object) -> "_Options":
+        """The class with Ray's options for its actors. Without Ray there is one process, and nothing to place.
 
-        Raises ValueError for an option that asks for GPUs, which this process cannot set aside.
+        Raises ValueError for an option that asks for GPUs without Ray: this process cannot set them aside.
         """
-        if options.get("num_gpus"):
+        if options.get("num_gpus") and ray_in_use() is None:
             raise ValueError(
-                f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments run without GPUs here"
+                f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments of this process run without GPUs; start Ray "
+                "(ray.init) for environments with GPUs of their own"
             )
-        return cls
+        return _Options(cls, options)
+
+
+class _Options:
+    """A class with Ray's options."""
+
+    def __init__(self, cls: type, options: dict[str, object]) -> None:
+        self._cls, self._options = cls, options
+
+    def remote(self, *args: object, **kwargs: object) -> "LocalActor | RayEnvironment":
+        """See `Remotable.remote`."""
+        if ray_in_use() is None:
+            return LocalActor(self._cls(*args, **kwargs))
+        return ray_environment(self._cls, args, kwargs, options=self._options)
+
+
+class EnvironmentLostError(WorkerLostError):
+    """The actor of an environment has ended for good, or gives no answer; the message names the environment."""
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
-    """Starts `handle.method(...)`: a future where the method has `.remote`, else the value itself."""
+    """Starts `handle.method(...)`: a future or a reference of Ray's where the method has `.remote`, else the value itself."""
     function = getattr(handle, method)
     return getattr(function, "remote", function)(*args, **kwargs)
+
+
+def answer_of(handle: object, result: object, name: str) -> Any:
+    """Waits for what `call_remote` gave. `name` is that of the environment, for messages.
+
+    Raises what the method raised, and EnvironmentLostError where an actor is gone or does not answer within its deadline
+    (`cluster.communication_timeout_s`). A call in this process has no deadline: it is the user's own code, at work.
+    """
+    ray = ray_in_use()
+    if ray is None or not isinstance(result, ray.ObjectRef):
+        return get(result)
+    deadline = handle.deadline if isinstance(handle, RayEnvironment) else DEADLINE_S
+    try:
+        return get(result, deadline)
+    except ray.exceptions.GetTimeoutError:
+        raise EnvironmentLostError(
+            f"the environment {name} ({handle!r}) gave no answer for {deadline:g} s (cluster.communication_timeout_s)"
+        ) from None
+    except ray.exceptions.RayActorError as error:
+        raise EnvironmentLostError(
+            f"the environment {name} ({handle!r}) is lost: {str(error).splitlines()[0]}; {_why_for_good(handle)}"
+        ) from None
+
+
+def _why_for_good(handle: object) -> str:
+    if getattr(handle, "can_be_asked_again", False) is True:
+        return "it was started again as often as cluster.environment_restarts allows"
+    return "it is not started again, since what it knew of its conversations is lost (its class does not set can_be_asked_again)"
+
+
+def shut_down(handle: object, patience: float | None = None) -> None:
+    """Ends an environment's processes, and its actors. Raises TimeoutError where it does not answer for `patience` seconds; in this
+    process None waits for as long as it takes."""
+    if isinstance(handle, RayEnvironment):
+        handle.close(patience)
+        return
+    if hasattr(handle, "shutdown"):
+        result = call_remote(handle, "shutdown")
+        get(result, patience if isinstance(result, Future) or patience is not None else _END_SECONDS)

@@ -17,6 +17,8 @@ def fraction_right(text: str, expected: str) -> float:
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
     """Reward: the fraction of `metadata["ground_truth"]` that the response has right. Metric: `exactly_right`."""
 
+    can_be_asked_again = True
+
     def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
         as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # which has no keys
         self._responses = self._exact = 0

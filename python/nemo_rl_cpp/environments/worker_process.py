@@ -1,5 +1,6 @@
 """A worker process that can be killed, as the caller sees it."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -12,6 +13,8 @@ import time
 from collections.abc import Mapping
 
 from nemo_rl_cpp.environments.verifier_process import HEADER, Reply, Request
+
+_END_SECONDS = 5.0  # for the kernel to end a killed process
 
 
 class WorkerProcess:
@@ -98,7 +101,8 @@ class WorkerProcess:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go ends later
+            self._process.wait(timeout=_END_SECONDS)
         for stream in (self.stdin, self.stdout, self._errors):
             try:
                 stream.close()

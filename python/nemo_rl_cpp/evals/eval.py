@@ -22,9 +22,8 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn
-from nemo_rl_cpp.environments.remote import call_remote
+from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env
 from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
 from nemo_rl_cpp.evals.report import EvalResult, interval_of_mean, save_evaluation_data, show
@@ -65,7 +64,7 @@ class EvaluationRun:
 
     def close(self) -> None:
         """Ends the environment's processes; may be called again."""
-        get(call_remote(self.environment, "shutdown"))
+        shut_down(self.environment)
 
     def __enter__(self) -> "EvaluationRun":
         return self
@@ -99,7 +98,7 @@ def build_evaluation(config: MasterConfig) -> EvaluationRun:
         generation, loader, config = setup(config, tokenizer, make_dataset(config, tokenizer))
         return EvaluationRun(config, tokenizer, environment, generation, loader)
     except BaseException:
-        get(call_remote(environment, "shutdown"))
+        shut_down(environment)
         raise
 
 
@@ -121,7 +120,7 @@ def evaluate_policy(
         finally:
             generation.shutdown()
     finally:
-        get(call_remote(environment, "shutdown"))
+        shut_down(environment)
 
 
 def _make_environment(config: MasterConfig) -> Environment:
@@ -246,7 +245,8 @@ class _Run:
     def _score(self, active: BatchedDataDict) -> EnvironmentReturn:
         logs = [visible(log) for log in active["message_log"]]
         options = {"return_extracted_answer": True} if _takes(self.env, "return_extracted_answer") else {}
-        scored = get(call_remote(self.env, "step", logs, active["extra_env_info"], **options))
+        asked = call_remote(self.env, "step", logs, active["extra_env_info"], **options)
+        scored = answer_of(self.env, asked, self.config.data.env_name)
         if isinstance(scored.rewards, dict):  # components count together
             return scored._replace(
                 rewards=sum(torch.as_tensor(values, dtype=torch.float32) for values in scored.rewards.values())

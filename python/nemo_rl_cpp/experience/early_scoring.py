@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.futures import is_done
 from nemo_rl_cpp.environments.remote import call_remote
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class EarlyScoring:
             if task in self._environments:
                 self._waiting.setdefault(task, []).append((row, ids))
         for task, waiting in self._waiting.items():
-            if waiting and (task not in self._latest or self._latest[task].done()):
+            if waiting and (task not in self._latest or is_done(self._latest[task])):
                 self._begin(task)
 
     def _begin(self, task: str) -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import Environment
-from nemo_rl_cpp.environments.remote import call_remote
+from nemo_rl_cpp.environments.remote import answer_of, call_remote
 
 
 @dataclass
@@ -64,11 +63,12 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))
     counting = {
-        task: call_remote(environment, "pop_metrics")
+        task: (environment, call_remote(environment, "pop_metrics"))
         for task, environment in environments.values()
         if hasattr(environment, "pop_metrics")
     }
-    gathered = {task: metrics for task, result in counting.items() if (metrics := get(result))}
+    answers = {task: answer_of(environment, result, task) for task, (environment, result) in counting.items()}
+    gathered = {task: metrics for task, metrics in answers.items() if metrics}
     if len(environments) == 1:
         return dict(next(iter(gathered.values()), {}))
     result = {f"{task}/{name}": value for task, metrics in gathered.items() for name, value in metrics.items()}

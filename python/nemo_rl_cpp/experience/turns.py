@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.futures import get
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, checked_return
-from nemo_rl_cpp.environments.remote import call_remote
+from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.experience.early_scoring import visible
 from nemo_rl_cpp.models.generation.interfaces import Responses
 
@@ -92,10 +91,10 @@ def calculate_rewards(
         infos = [batch["extra_env_info"][row] for row in rows]
         started.append((rows, call_remote(task_to_env[task], "step", logs, infos)))
     # an environment may answer with a plain tuple of the same six things
-    answers = [
-        (rows, checked_return(get(result), len(rows), batch["task_name"][rows[0]] if rows else ""))
-        for rows, result in started
-    ]
+    answers = []
+    for rows, result in started:
+        task = batch["task_name"][rows[0]] if rows else ""
+        answers.append((rows, checked_return(answer_of(task_to_env.get(task), result, task), len(rows), task)))
     return _merge(answers, len(batch["message_log"]))
 
 

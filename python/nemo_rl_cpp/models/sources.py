@@ -17,9 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 T = TypeVar("T")
 TINY_RANDOM = "tiny-random"  # a fresh model with a character tokenizer, made by `models.model_folder`
@@ -27,6 +27,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+_PREPARING_SECONDS = 3600.0  # that another process may take to convert a model
 _HUB_DEADLINE = 8.0  # seconds until a hub that does not answer counts as unreachable
 _MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"]
 _TOKENIZER_FILES = [
@@ -395,8 +396,21 @@ def _lock(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"Waiting for another process that prepares {path.stem} ...", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait_for_lock(file, path)
         yield
+
+
+def _wait_for_lock(file: IO[str], path: Path) -> None:
+    """Until the other process has ended; ValueError after `_PREPARING_SECONDS`."""
+    end = time.monotonic() + _PREPARING_SECONDS
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+    raise ValueError(
+        f"another process has been preparing {path.stem} for {_PREPARING_SECONDS:.0f} s and holds {path}: end it, or wait for it"
+    )
 
 
 def find_policy_weights(name: str) -> str:

@@ -6,19 +6,19 @@ from functools import partial
 
 import pytest
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed import ray_workers
+from nemo_rl_cpp.distributed import ray_session, ray_workers
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from players import alive, lose, make
 
 pytestmark = pytest.mark.slow
-ray = ray_workers.ray_module()
+ray = ray_session.ray_module()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def started_ray():
     """One Ray for all tests here: workers use a Ray that runs already."""
-    assert ray_workers.start_ray(3) and not ray_workers.start_ray(3)
+    assert ray_session.start_ray(3) and not ray_session.start_ray(3)
     yield
     ray.shutdown()
 

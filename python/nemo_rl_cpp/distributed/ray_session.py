@@ -1,0 +1,84 @@
+"""Ray itself: imported only where it is asked for, started where none runs, ended by the last who holds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import ModuleType
+
+_lock = threading.Lock()
+_held = {"holders": 0, "ours": False}
+
+
+def ray_module() -> ModuleType:
+    """Ray. Under `uv run` it would start workers by `uv run` too, in copies of the project; here they share this environment.
+
+    Raises ImportError, which says what to install.
+    """
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            "ray is not installed: run `pip install 'nemo_rl_cpp[ray]'`, or set cluster.executor to processes or auto"
+        ) from error
+    return ray
+
+
+def ray_in_use() -> ModuleType | None:
+    """Ray where this program has started or joined one; None else. It is never imported here."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized() else None
+
+
+def start_ray(cpus: int) -> bool:
+    """Joins or starts a Ray cluster; whether one was started, for at least so many CPUs. One that runs already is used."""
+    ray = ray_module()
+    if ray.is_initialized():
+        return False
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address="auto", logging_level="warning")
+        return False
+    ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, logging_level="warning")
+    return True
+
+
+def hold_ray(cpus: int) -> ModuleType:
+    """Ray, joined or started. It stays until `let_ray_go` has been called as often as this."""
+    with _lock:
+        started = start_ray(cpus)
+        _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
+        _held["holders"] += 1
+    return ray_module()
+
+
+def let_ray_go() -> None:
+    """Ends Ray where nobody holds it any more and `hold_ray` has started it."""
+    with _lock:
+        _held["holders"] -= 1
+        if _held["holders"] == 0 and _held["ours"]:
+            _held["ours"] = False
+            ray_module().shutdown()
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment variables of an actor: it finds the modules that this process finds, and computes on so many threads."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+
+
+def enter_folder(folder: str) -> None:
+    """Makes `folder`, the working folder of the run, an actor's own, so that relative paths mean the same there. On a node
+    without that folder it says so and stays where it is."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        print(
+            f"warning: this node has no working folder {folder} ({error.strerror}): relative paths lead elsewhere here",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+__all__ = ["enter_folder", "hold_ray", "let_ray_go", "ray_in_use", "ray_module", "start_ray", "worker_environment"]

@@ -1,0 +1,196 @@
+"""Ranks from the environment: what torchrun and srun say, who is let in, and that a run of launched ranks is a run."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
+from pathlib import Path
+
+import pytest
+from nemo_rl_cpp.config import ConfigError
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed import launch
+from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, open_door
+from processes import alive, descendants, wait_until_gone
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "MASTER_ADDR": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, None),
+        (TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE", "x..0")),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Launch(1, 2, "node7", 29512, "WORLD_SIZE", "x..2")),
+        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (SRUN, Launch(3, 4, "node1", 29500, "SLURM_NTASKS", "77.0.0")),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, Launch(3, 8, "node1", 29500, "SLURM_STEP_NUM_TASKS", "77.0.0")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script itself, which nobody launched four times
+        (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE", "77.0.0")),
+    ],
+)
+def test_what_a_launcher_says(environment, wanted):
+    assert launched(environment) == wanted
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (TORCHRUN | {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        (SRUN | {"MASTER_PORT": "a"}, "MASTER_PORT is 'a'"),
+    ],
+)
+def test_a_launcher_that_contradicts_itself(environment, said):
+    with pytest.raises(ValueError, match=said):
+        launched(environment)
+
+
+def test_sizes_that_do_not_agree_name_both_keys():
+    cluster = ClusterConfig(executor="processes", gpus_per_node=2, num_nodes=3, max_restarts=1)
+    with pytest.raises(ConfigError) as caught:
+        check_launch(cluster, launched(TORCHRUN))
+    said = str(caught.value)
+    assert (
+        "cluster.gpus_per_node * cluster.num_nodes is 2 * 3 = 6, but WORLD_SIZE is 2" in said
+        and "launch 6 ranks" in said
+    )
+    assert "cluster.max_restarts is 1" in said and "torchrun --max-restarts" in said
+    check_launch(ClusterConfig(executor="processes", gpus_per_node=2), launched(TORCHRUN))
+
+
+class Deadly:
+    """Whoever unpickles it is caught."""
+
+    def __reduce__(self):
+        return (os.abort, ())
+
+
+def test_nobody_is_let_in_without_the_secret(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEMO_RL_LAUNCH_DIR", str(tmp_path / "own"))
+    monkeypatch.delenv("NEMO_RL_LAUNCH_TOKEN", raising=False)
+    monkeypatch.setattr(launch, "HANDSHAKE_SECONDS", 1.0)
+    told = Launch(0, 2, "127.0.0.1", 29500, "WORLD_SIZE", "job")
+    listening, door, file = open_door(told)
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert json.loads(file.read_text())["token"] == door.token.hex() and len(door.token) == 32
+
+    def knock(talk):
+        """What `admit` says of a visitor who does `talk` with the connection."""
+
+        def visit():
+            try:
+                talk(as_connection(socket.create_connection((door.host, door.port), timeout=5)))
+            except (OSError, EOFError, AuthenticationError):
+                pass
+
+        visitor = threading.Thread(target=visit)
+        visitor.start()
+        try:
+            return admit(listening.accept()[0], door.token)
+        finally:
+            visitor.join(10)
+
+    def guess(connection):
+        answer_challenge(connection, b"0" * 32)
+
+    def pickles(connection):
+        connection.send(Deadly())
+        connection.recv_bytes()
+
+    def silent(connection):
+        connection.recv_bytes(), connection.recv_bytes()
+
+    for stranger in (guess, pickles, silent):
+        with pytest.raises((OSError, EOFError, ValueError, AuthenticationError)):
+            knock(stranger)
+
+    def ours(connection):
+        answer_challenge(connection, door.token)
+        deliver_challenge(connection, door.token)
+        connection.send_bytes(b'{"rank": 1, "size": 2}')
+
+    connection, said = knock(ours)
+    assert said == {"rank": 1, "size": 2} and pickle
+    connection.close(), listening.close()
+    (tmp_path / "own").chmod(0o777)
+    with pytest.raises(PermissionError, match="can be written by others"):
+        open_door(told)
+
+
+RUN = [
+    "--config", "configs/grpo_tiny.yaml", "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1",
+    "policy.gradient_blocks=2", "grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.enabled=true", "checkpointing.save_period=1000",
+    "checkpointing.metric_name=null", "logger.report=false",
+]  # fmt: skip
+
+
+def arguments(folder: Path, steps: int) -> list[str]:
+    return [
+        *RUN, f"grpo.max_num_steps={steps}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}",
+    ]  # fmt: skip
+
+
+def weights(folder: Path, step: int) -> bytes:
+    return (folder / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_train_the_same_bits(tmp_path):
+    program = [sys.executable, "-m", "nemo_rl_cpp.run_grpo_math"]
+    subprocess.run([*program, *arguments(tmp_path / "one", 2)], check=True, timeout=300, capture_output=True)
+    more = SRUN | {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "NEMO_RL_LAUNCH_DIR": str(tmp_path / "launch")}
+    ranks = [
+        subprocess.Popen(
+            [*program, *arguments(tmp_path / "two", 2)], env=os.environ | more | {"SLURM_PROCID": str(rank)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in (1, 0)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "step 2/2" in said[1] and "step 2/2" not in said[0]
+    assert weights(tmp_path / "two", 2) == weights(tmp_path / "one", 2)
+    assert list((tmp_path / "launch").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",
+        *arguments(tmp_path, 500), "cluster.worker_timeout_s=3",
+    ]  # fmt: skip
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"NEMO_RL_LAUNCH_DIR": str(tmp_path / "launch"), "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith("step 2/"):
+            break
+    everyone = descendants(run.pid)
+    victim = next(
+        p for p in everyone if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes() and rank_of(p) is None
+    )
+    began = time.monotonic()
+    os.kill(int(victim), number)
+    rest = run.communicate(timeout=120)[0]
+    assert run.returncode != 0 and time.monotonic() - began < 60
+    assert f"rank 1 of 2 (process {victim})" in "".join(lines) + rest
+    assert not wait_until_gone(everyone) and not any(map(alive, everyone))
+
+
+def rank_of(pid: str) -> str | None:
+    """Which worker of a run's own a process is."""
+    return "worker" if b"nemo_rl_cpp.distributed.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() else None

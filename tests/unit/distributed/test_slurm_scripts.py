@@ -1,0 +1,21 @@
+"""The scripts for Slurm are Bash, and say of a run what its configuration knows."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from nemo_rl_cpp.config.cluster import ClusterConfig
+
+SCRIPTS = sorted((Path(__file__).resolve().parents[3] / "examples" / "slurm").glob("*.sh"))
+
+
+def test_there_is_one_for_each_way():
+    assert [script.name for script in SCRIPTS] == ["ray.sh", "srun.sh"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_is_bash_and_its_keys_are_keys(script):
+    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    keys = set(re.findall(r"\bcluster\.(\w+)=", script.read_text()))
+    assert keys == {"executor", "num_nodes", "gpus_per_node", "cpus_per_worker"} <= set(ClusterConfig.model_fields)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
-from . import rules_data, rules_engine, rules_loss, rules_model
+from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model
 from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
@@ -124,6 +124,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
     rules_engine.check_engine(generation, "generation", report)
+    rules_hf.check_evaluation(generation, report)
     rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
@@ -161,6 +162,7 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
     check_resources(config, report)
     for model in ("policy", "value") if config.has_critic else ("policy",):
         rules_model.check_blocks(getattr(config, model), model, trainers_of(config), report)
+        rules_hf.check_model(getattr(config, model), model, config.cluster, report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)

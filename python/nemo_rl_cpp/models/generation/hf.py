@@ -24,6 +24,7 @@ from nemo_rl_cpp.models.generation.settings import (
     the_stream,
 )
 from nemo_rl_cpp.models.hf.decoding import Decoder, bytes_per_token, decoder_of
+from nemo_rl_cpp.models.hf.library import quietly
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class HfGeneration(EngineSettings, GenerationInterface):
             row_integers("sample_index", data.get("sample_index", torch.zeros(batch.size)), batch.size).tolist(),
             self._stop_texts(data.get("stop_strings"), batch.size), self.seed, STREAMS[stream], self.sampling_rule(greedy, stream),
         )  # fmt: skip
-        with torch.no_grad():
+        with quietly(), torch.no_grad():
             for rows in self._batches(work):
                 self._answer(work, rows, on_finished)
         responses = work.responses()

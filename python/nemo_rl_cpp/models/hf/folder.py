@@ -54,6 +54,11 @@ class HfFolder:
     value_head: bool = False
     section: str = "policy"
 
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest sequence that the model has positions for; None where it has no such limit."""
+        return next((value for n in _LENGTHS if isinstance(value := getattr(self.config, n, None), int)), None)
+
     def build(self, weights: Path | None = None) -> nn.Module:
         """The module in float32, with the weights of `weights`, else those of `path`, else random ones.
 
@@ -122,8 +127,8 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
     raw = _tiny(overrides) if path is None else {**read_config_file(path), **overrides}
     settings = config.hf_cfg
     made = _config_object(raw, path, settings, key)
-    limit = next((value for n in _LENGTHS if isinstance(value := getattr(made, n, None), int)), None)
-    length = config.max_total_sequence_length
+    folder = HfFolder(made, raw, path, settings, seed, value_head, section)
+    limit, length = folder.positions, config.max_total_sequence_length
     if limit is not None and length is not None and length > limit:
         raise ModelFolderError(
             f"{section}.max_total_sequence_length is {length}, but {name} has positions for {limit} tokens: lower it, or set "
@@ -132,7 +137,27 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
     for remark in _remarks(raw, key, name):
         if not was_said(remark):
             print(f"note: {note_as_said(remark)}", file=sys.stderr, flush=True)
-    return HfFolder(made, raw, path, settings, seed, value_head, section)
+    return folder
+
+
+def open_frozen(
+    name: str, precision: str, *, device: str, longest: int | None = None, settings: HfConfig | None = None
+) -> tuple[HfFolder, nn.Module]:
+    """A model that only generates, by `generation.model_name`, and its module in this precision.
+
+    Raises ModelFolderError, also where sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long for it.
+    """
+    from nemo_rl_cpp.config.policy import HfConfig
+
+    path = resolve_model(name, key="generation.model_name")
+    raw, settings = read_config_file(path), settings or HfConfig()
+    folder = HfFolder(_config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation")
+    if longest is not None and folder.positions is not None and longest > folder.positions:
+        raise ModelFolderError(
+            f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
+        )
+    module = folder.build().to(device=device, dtype={"bfloat16": torch.bfloat16, "float32": torch.float32}[precision])
+    return folder, module.requires_grad_(False)
 
 
 def _remarks(raw: Mapping[str, Json], key: str, name: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf.flat_model import FlatModel
+from nemo_rl_cpp.models.hf.library import quietly
 from nemo_rl_cpp.models.hf.outputs import Outputs, outputs_of
 from nemo_rl_cpp.models.hf.rows import ModelRows
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
@@ -65,7 +66,7 @@ class HfTrainer:
         unfiltered = more.get("unfiltered")
         picked = ModelRows.of(batch, rows, packed=self.packed).to(self.model.device)
         self._checkpoint(checkpoint and keep)
-        with torch.set_grad_enabled(keep):
+        with quietly(), torch.set_grad_enabled(keep):
             outputs = outputs_of(self.model.module, picked, scoring, unfiltered=unfiltered is not None)
         scored = outputs.scored.detach()
         out[picked.places] = (scored if outputs.removed is None else scored.masked_fill(outputs.removed, -torch.inf)).cpu()

@@ -6,13 +6,14 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf.flat_model import FlatModel
 from nemo_rl_cpp.models.hf.library import quietly
 from nemo_rl_cpp.models.hf.outputs import Outputs, outputs_of
 from nemo_rl_cpp.models.hf.rows import ModelRows
+from nemo_rl_cpp.models.hf.value_net import ValueNet
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
 from nemo_rl_cpp.models.policy.train_step import Scoring
 
@@ -46,6 +47,7 @@ class HfTrainer:
         self._grads: Tensor | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
         self._kept: tuple[Outputs, ModelRows] | None = None
+        self._recomputing: list[nn.Module] = []
         if model.masters is not None:
             model.gradients_into(lambda: self.grads)
 
@@ -77,9 +79,22 @@ class HfTrainer:
     def _checkpoint(self, wanted: bool) -> None:
         """Whether layers compute their activations again in the backward pass. Only the layers are told that this is training, and
         their dropouts are off, so that no dropout comes with it."""
-        for layer in self.model.module.modules():
-            if hasattr(layer, "gradient_checkpointing") and hasattr(layer, "_gradient_checkpointing_func"):
-                layer.gradient_checkpointing = layer.training = wanted
+        module = self.model.module
+        base = module.backbone if isinstance(module, ValueNet) else module
+        if wanted and not self._recomputing:
+            if not base.supports_gradient_checkpointing:
+                raise ValueError(
+                    f"transformers cannot compute the activations of a {base.config.model_type} again: set "
+                    "dtensor_cfg.activation_checkpointing=false (or that of megatron_cfg)"
+                )
+            enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable  # by version
+            enable({"use_reentrant": False})
+            self._recomputing = [layer for layer in base.modules() if getattr(layer, "gradient_checkpointing", False)]
+            for layer in self._recomputing:
+                for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
+                    setattr(layer, name, 0.0)
+        for layer in self._recomputing:
+            layer.gradient_checkpointing = layer.training = wanted
 
     def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
         """False: the loss is asked for the gradient of whole micro-batches."""

@@ -11,6 +11,7 @@ from nemo_rl_cpp.models.sources import ModelFolderError
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 
 SCORE = "score.weight"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class ValueNet(nn.Module):
@@ -33,15 +34,15 @@ class ValueNet(nn.Module):
     def of(cls, backbone: nn.Module, folder: Path | None) -> ValueNet:
         """With the head of `folder`, where it has one with one label. ModelFolderError where its width is another."""
         made = cls(backbone)
-        found = None if folder is None else next((t for n, t in raw_tensors(weight_files(folder)) if n == SCORE), None)
-        if found is not None:
-            if tuple(found.shape) != tuple(made.score.weight.shape):
+        for name, raw in () if folder is None else raw_tensors(weight_files(folder)):
+            if name != SCORE:
+                continue
+            if tuple(raw.shape) != tuple(made.score.weight.shape):
                 raise ModelFolderError(
-                    f"{folder}: {SCORE} has the shape {list(found.shape)}, but a critic's is {list(made.score.weight.shape)} (one label)"
+                    f"{folder}: {SCORE} has the shape {list(raw.shape)}, but a critic's is {list(made.score.weight.shape)} (one label)"
                 )
-            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}[found.dtype]
-            with torch.no_grad():
-                made.score.weight.copy_(torch.frombuffer(bytearray(found.data), dtype=dtype).view(found.shape))
+            with torch.no_grad():  # the bytes are there for this turn only
+                made.score.weight.copy_(torch.frombuffer(bytearray(raw.data), dtype=_DTYPES[raw.dtype]).view(raw.shape))
         return made
 
     def get_input_embeddings(self) -> nn.Module:

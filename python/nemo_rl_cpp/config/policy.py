@@ -135,7 +135,9 @@ class HfConfig(Section):
     attn_implementation: str | None = key(
         None, "transformers' name of an attention: sdpa, eager, flash_attention_2, ...; null: transformers chooses"
     )
-    trust_remote_code: bool = key(False, "run the Python code that a model's folder brings along (auto_map); read it first")
+    trust_remote_code: bool = key(
+        False, "run the Python code that a model's folder brings along (auto_map); read it first"
+    )
 
 
 Backend = Literal["native", "hf"]

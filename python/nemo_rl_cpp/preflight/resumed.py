@@ -236,7 +236,10 @@ def hf_architecture_refusals(saved: Saved, section: str, config: WholeConfig) ->
         return  # said elsewhere
     for k, value in (config.hf_config_overrides or {}).items():
         if k in saved_config and saved_config[k] != value:
-            yield f"{section}.hf_config_overrides.{k}", f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture"
+            yield (
+                f"{section}.hf_config_overrides.{k}",
+                f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture",
+            )
 
 
 def weights_identity(folder: str | Path) -> str | None:

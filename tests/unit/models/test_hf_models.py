@@ -4,7 +4,12 @@ import json
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.loss_functions import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
+from nemo_rl_cpp.algorithms.loss_functions import (
+    ClippedPGLossConfig,
+    ClippedPGLossFn,
+    MseValueLossConfig,
+    MseValueLossFn,
+)
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -27,7 +32,11 @@ BASE = dict(
 def make(cls, config_cls=PolicyConfig, model_type=None, paths=None, **changes):
     values = {**BASE, **changes}
     if model_type is not None:
-        values["hf_config_overrides"] = {"model_type": model_type, "initializer_range": 0.1, **values.get("hf_config_overrides", {})}
+        values["hf_config_overrides"] = {
+            "model_type": model_type,
+            "initializer_range": 0.1,
+            **values.get("hf_config_overrides", {}),
+        }
     config = config_cls(**values)
     config.fill_defaults() if config_cls is PolicyConfig else config.fill_batching()
     return cls(None, config, tiny_tokenizer(), seed=1, **(paths or {}))
@@ -120,13 +129,18 @@ def test_ten_steps_are_those_of_the_native_trainer(name, llama):
 def test_filters_score_as_the_native_trainer(llama):
     """top_k and top_p in training, a removed token, and the KL without filters."""
     generation = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
-    native, ours = make(Policy, model_name=llama, generation=generation), hf_policy(model_name=llama, generation=generation)
+    native, ours = (
+        make(Policy, model_name=llama, generation=generation),
+        hf_policy(model_name=llama, generation=generation),
+    )
     data = batch(3)
     expected, got = native.get_logprobs(data)["logprobs"], ours.get_logprobs(data)["logprobs"]
     assert (expected == 0).sum() > (data["token_mask"] == 0).sum()  # some are removed
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     reference = native.get_reference_policy_logprobs(data)["reference_logprobs"]
-    torch.testing.assert_close(ours.get_reference_policy_logprobs(data)["reference_logprobs"], reference, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours.get_reference_policy_logprobs(data)["reference_logprobs"], reference, rtol=1e-4, atol=1e-5
+    )
     data["prev_logprobs"] = expected
     loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
     expected, got = native.train(data, loss), ours.train(data, loss)
@@ -157,17 +171,23 @@ def test_an_architecture_that_mixes_packed_samples_is_padded(capsys):
     policy = hf_policy("bloom", sequence_packing={"enabled": True})
     assert not policy.trainer.packed and "does not keep the packed samples of a bloom apart" in capsys.readouterr().err
     data, alone = batch(2), hf_policy("bloom", sequence_packing={"enabled": False}, logprob_batch_size=1)
-    torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], alone.get_logprobs(data)["logprobs"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        policy.get_logprobs(data)["logprobs"], alone.get_logprobs(data)["logprobs"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_activation_checkpointing_changes_memory_not_gradients():
     gradients = []
     for checkpointing in (False, True):
         policy = hf_policy(
-            "gemma", dtensor_cfg={"activation_checkpointing": checkpointing}, hf_config_overrides={"attention_dropout": 0.5}
+            "gemma",
+            dtensor_cfg={"activation_checkpointing": checkpointing},
+            hf_config_overrides={"attention_dropout": 0.5},
         )
         calls = []
-        layer = next(m for m in policy.model.module.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "self_attn"))
+        layer = next(
+            m for m in policy.model.module.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "self_attn")
+        )
         layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
         policy.train(batch(), ClippedPGLossFn(ClippedPGLossConfig()))
         gradients.append(policy.trainer.grads.clone())
@@ -187,7 +207,9 @@ def test_bfloat16_has_float32_masters():
     assert torch.equal(policy.model.masters.bfloat16(), policy.model.compute)
 
 
-@pytest.mark.parametrize(("model_type", "precision"), [("gemma", "float32"), ("mixtral", "bfloat16"), ("gpt_neox", "float32")])
+@pytest.mark.parametrize(
+    ("model_type", "precision"), [("gemma", "float32"), ("mixtral", "bfloat16"), ("gpt_neox", "float32")]
+)
 def test_a_checkpoint_goes_on_to_the_same_bits(model_type, precision, tmp_path):
     """And loads in transformers, with the same log-probabilities."""
     from transformers import AutoModelForCausalLM
@@ -220,7 +242,9 @@ def test_the_critic_is_that_of_the_native_core(llama):
         expected, got = native.train(batch(step), VALUE_LOSS), ours.train(batch(step), VALUE_LOSS)
         assert relative(got["loss"], expected["loss"]) <= 1e-4
         assert relative(got["grad_norm"], expected["grad_norm"]) <= 1e-4
-    torch.testing.assert_close(ours.get_values(batch(11))["values"], native.get_values(batch(11))["values"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours.get_values(batch(11))["values"], native.get_values(batch(11))["values"], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("model_type", FIVE)
@@ -246,7 +270,9 @@ def test_a_native_critic_goes_on_in_transformers(llama, tmp_path):
     native.train(batch(), VALUE_LOSS)
     native.save_checkpoint(tmp_path / "weights")
     ours = hf_value(model_name=str(tmp_path / "weights"))
-    torch.testing.assert_close(ours.get_values(batch(1))["values"], native.get_values(batch(1))["values"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours.get_values(batch(1))["values"], native.get_values(batch(1))["values"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_bad_batch_is_found_and_kept(tmp_path):
@@ -276,7 +302,11 @@ def test_weights_that_are_missing_or_left_over_are_errors(llama, tmp_path):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ModelFolderError, match=r"1 tensors are missing, first lm_head.weight"):
         hf_policy(model_name=str(tmp_path / "model"))
-    save_file({**tensors, "lm_head.weight": head, "model.layers.9.mlp.up_proj.weight": head.clone()}, file, metadata={"format": "pt"})
+    save_file(
+        {**tensors, "lm_head.weight": head, "model.layers.9.mlp.up_proj.weight": head.clone()},
+        file,
+        metadata={"format": "pt"},
+    )
     with pytest.raises(ModelFolderError, match=r"1 tensors belong to no parameter"):
         hf_policy(model_name=str(tmp_path / "model"))
     with pytest.raises(ModelFolderError, match="knows no model_type 'no_such'"):

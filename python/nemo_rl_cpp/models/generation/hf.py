@@ -61,9 +61,7 @@ class HfGeneration(EngineSettings, GenerationInterface):
         end_token_ids: Sequence[int] | None = None, max_model_len: int | None = None, seed: int = 42,
         digest: Callable[[], str] | None = None, memory_share: float = 1.0,
     ) -> None:  # fmt: skip
-        super().__init__(
-            config, tokenizer, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed
-        )
+        super().__init__(config, tokenizer, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed)
         self.module = module
         self._digest, self._memory_share = digest, memory_share
         self._vocab_size = module.config.get_text_config().vocab_size
@@ -153,7 +151,9 @@ class HfGeneration(EngineSettings, GenerationInterface):
         alive, places = list(rows), torch.arange(len(rows))  # what is not ended, and its row of the decoder's batch
         while True:
             tokens = self._draw(work, alive, logits[places])
-            ended = [work.append(row, token, self._stop_token_ids, self._token_bytes) for row, token in zip(alive, tokens)]
+            ended = [
+                work.append(row, token, self._stop_token_ids, self._token_bytes) for row, token in zip(alive, tokens)
+            ]
             if on_finished is not None and any(ended) and not all(ended):
                 done = [row for row, end in zip(alive, ended) if end]
                 on_finished(done, [list(work.tokens[row]) for row in done])

@@ -48,6 +48,7 @@ class EngineSettings:
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
         """How tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1 without a filter."""
+
         def setting(name: str, default: float) -> float:
             validation = get_setting(self.config, f"val_{name}") if stream == "val" else None
             value = get_setting(self.config, name) if validation is None else validation

@@ -93,7 +93,12 @@ class CachedDecoder:
         self._mask, self._next = self._mask[rows], self._next[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        inputs: dict[str, object] = {"input_ids": ids, "attention_mask": self._mask, "use_cache": True, self._name: self._cache}
+        inputs: dict[str, object] = {
+            "input_ids": ids,
+            "attention_mask": self._mask,
+            "use_cache": True,
+            self._name: self._cache,
+        }
         if self._positions:
             inputs["position_ids"] = positions
         if accepts(self._module, "logits_to_keep") is not None:
@@ -112,7 +117,9 @@ class WholeTextDecoder:
         return self._forward()
 
     def step(self, tokens: Tensor) -> Tensor:
-        self._texts = [torch.cat([text, token[None]]) if token >= 0 else text for text, token in zip(self._texts, tokens)]
+        self._texts = [
+            torch.cat([text, token[None]]) if token >= 0 else text for text, token in zip(self._texts, tokens)
+        ]
         return self._forward()
 
     def keep(self, rows: Tensor) -> None:

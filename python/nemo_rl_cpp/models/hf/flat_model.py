@@ -28,7 +28,9 @@ class FlatModel:
         self.layout: list[tuple[str, list[int], int]] = []
         self.compute = torch.empty(total, dtype=dtype, device=device)
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        self.masters = None if not trainable else self.compute if wide == dtype else torch.empty(total, dtype=wide, device=device)
+        self.masters = (
+            None if not trainable else self.compute if wide == dtype else torch.empty(total, dtype=wide, device=device)
+        )
         offset = 0
         for name, parameter in parameters:
             size = parameter.numel()

@@ -89,7 +89,9 @@ class HfFolder:
                 return ValueNet.of(model, None)
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             if head is not None and head.weight is not embedding.weight:
-                with torch.no_grad():  # nearly uniform at first, as native models are: learning from nothing must explore
+                with (
+                    torch.no_grad()
+                ):  # nearly uniform at first, as native models are: learning from nothing must explore
                     head.weight.mul_(0.1)
         return model
 
@@ -151,7 +153,9 @@ def open_frozen(
 
     path = resolve_model(name, key="generation.model_name")
     raw, settings = read_config_file(path), settings or HfConfig()
-    folder = HfFolder(_config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation")
+    folder = HfFolder(
+        _config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation"
+    )
     if longest is not None and folder.positions is not None and longest > folder.positions:
         raise ModelFolderError(
             f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
@@ -187,7 +191,11 @@ def _config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: 
             if settings.trust_remote_code and path is not None and raw.get("auto_map"):
                 return library.AutoConfig.from_pretrained(path, trust_remote_code=True)
             if kind not in library.CONFIG_MAPPING:
-                hint = "; its folder names code of its own (auto_map): set hf_cfg.trust_remote_code=true to run it" if raw.get("auto_map") else ""
+                hint = (
+                    "; its folder names code of its own (auto_map): set hf_cfg.trust_remote_code=true to run it"
+                    if raw.get("auto_map")
+                    else ""
+                )
                 raise ModelFolderError(f"{key}: transformers {library.__version__} knows no model_type {kind!r}{hint}")
             if path is None:
                 return library.AutoConfig.for_model(**raw)
@@ -195,7 +203,9 @@ def _config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: 
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, ModelFolderError):
             raise
-        raise ModelFolderError(f"{key}: transformers cannot read the configuration of this {kind} ({_first_line(error)})") from error
+        raise ModelFolderError(
+            f"{key}: transformers cannot read the configuration of this {kind} ({_first_line(error)})"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -26,7 +26,9 @@ def save_module(module: nn.Module, folder: Path) -> None:
     with quietly():
         backbone = module.backbone if isinstance(module, ValueNet) else module
         backbone.save_pretrained(folder, max_shard_size=_SHARD)
-    (folder / "generation_config.json").unlink(missing_ok=True)  # the caller writes the one with the ends that were used
+    (folder / "generation_config.json").unlink(
+        missing_ok=True
+    )  # the caller writes the one with the ends that were used
     if isinstance(module, ValueNet):
         _add_score(module, folder)
 
@@ -53,4 +55,6 @@ def _add_score(module: ValueNet, folder: Path) -> None:
     known = transformers().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     made = known[type(module.config)].__name__ if type(module.config) in known else type(module.backbone).__name__
     one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    path.write_text(json.dumps({**config, "architectures": [made], **one_label}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({**config, "architectures": [made], **one_label}, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )

@@ -71,7 +71,9 @@ class HfTrainer:
         with quietly(), torch.set_grad_enabled(keep):
             outputs = outputs_of(self.model.module, picked, scoring, unfiltered=unfiltered is not None)
         scored = outputs.scored.detach()
-        out[picked.places] = (scored if outputs.removed is None else scored.masked_fill(outputs.removed, -torch.inf)).cpu()
+        out[picked.places] = (
+            scored if outputs.removed is None else scored.masked_fill(outputs.removed, -torch.inf)
+        ).cpu()
         if unfiltered is not None:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
         self._kept = (outputs, picked) if keep else None
@@ -87,7 +89,9 @@ class HfTrainer:
                     f"transformers cannot compute the activations of a {base.config.model_type} again: set "
                     "dtensor_cfg.activation_checkpointing=false (or that of megatron_cfg)"
                 )
-            enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable  # by version
+            enable = (
+                getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+            )  # by version
             enable({"use_reentrant": False})
             self._recomputing = [layer for layer in base.modules() if getattr(layer, "gradient_checkpointing", False)]
             for layer in self._recomputing:

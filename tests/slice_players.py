@@ -40,7 +40,7 @@ class SlicePlayer:
         self.folder = folder(model, value_head)
         self.ranks = ranks.split(tensor_size)
         self.native = self.folder.native()
-        self.slices = Slices(self.native, self.ranks)
+        self.slices = Slices.of(self.native, self.ranks)
         self.model = C.DecoderModel(self.native, dtype, True, "cpu", self.ranks.tensor)
         whole = torch.randn(self.slices.whole.total, generator=torch.Generator().manual_seed(1)) * 0.2
         for name, view in named_whole(self.slices.whole, whole).items():

@@ -17,6 +17,7 @@ from nemo_rl_cpp.interrupts import program
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """`check`: reports every mistake of a configuration, or that there is none."""
     from nemo_rl_cpp.config import ConfigError, find_config, load_eval_config, load_grpo_config, load_ppo_config
+    from nemo_rl_cpp.config.exactness import exactness_text
     from nemo_rl_cpp.config.loader import kind_of
     from nemo_rl_cpp.config.run import print_findings, print_mistakes
     from nemo_rl_cpp.environments.loading import search_for_modules
@@ -35,6 +36,8 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if print_findings(preflight(config)):
         return 2
     print(f"{arguments.config}: no mistakes ({kind})")
+    if (text := exactness_text(config)) is not None:
+        print(text)
     return 0
 
 

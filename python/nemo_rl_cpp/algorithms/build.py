@@ -6,6 +6,7 @@ threads, and the checkpoint to resume from is known before the model is loaded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
+from nemo_rl_cpp.config.exactness import exactness_text
 from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
@@ -238,6 +240,8 @@ def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
     """One device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
+    if config.policy.backend == "hf" and (text := exactness_text(config)) is not None:
+        print(f"note: {text}", file=sys.stderr, flush=True)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return RayVirtualCluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
 
@@ -273,7 +277,7 @@ def make_policy(
     The reference model is built only when the KL weight is not 0.
     """
     if factory is None:
-        factory = Policy if cluster.in_process else DistributedPolicy
+        factory = _hf_policy() if config.policy.backend == "hf" else Policy if cluster.in_process else DistributedPolicy
     weights, optimizer = resume.model_paths("policy")
     policy = config.policy
     if engines_of(config):  # whose activations are in other processes
@@ -291,6 +295,20 @@ def make_policy(
     )
 
 
+def _hf_policy() -> type[Policy]:
+    """Imported where it is asked for: it imports transformers."""
+    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+
+    return HfPolicy
+
+
+def _hf_value() -> type[Value]:
+    """As above."""
+    from nemo_rl_cpp.models.value.hf_value import HfValue
+
+    return HfValue
+
+
 def make_value(
     config: PPOMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: RayVirtualCluster
 ) -> Value | DistributedValue | None:
@@ -304,7 +322,7 @@ def make_value(
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     total_steps = loop.max_num_steps * loop.critic_epochs
-    model = Value if cluster.in_process else DistributedValue
+    model = _hf_value() if config.value.backend == "hf" else Value if cluster.in_process else DistributedValue
     return model(
         cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
         total_steps=total_steps,

@@ -192,6 +192,8 @@ def _loaded_refusals(
     for section in ("policy", "value"):
         if hasattr(config, section) and (saved.path / section / "weights").is_dir():
             model = getattr(config, section)
+            if model.backend == "hf":  # said by `refusals`
+                continue
             yield from architecture_refusals(
                 saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config
             )

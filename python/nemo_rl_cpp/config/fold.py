@@ -65,7 +65,7 @@ def devices_of(config: WholeConfig) -> int:
 
 
 def engine_of(config: WholeConfig) -> str | None:
-    """The engine of NeMo RL that the native one stands in for; None for the native one."""
+    """The engine of NeMo RL that the trainer's own stands in for; None for that one."""
     backend = _generation(config)[1].backend
     return backend if backend in FOREIGN_ENGINES else None
 
@@ -89,10 +89,11 @@ def fold_text(config: WholeConfig) -> str | None:
     if not written:
         return None
     count = config.cluster.processes
+    own = "transformers" if hasattr(config, "policy") and config.policy.backend == "hf" else "the native engine"
     here = (
-        f"on {f'{count} processes' if count > 1 else '1 device'} ({config.cluster.device}) with the native engine"
+        f"on {f'{count} processes' if count > 1 else '1 device'} ({config.cluster.device}) with {own}"
         if devices > 1 or apart
-        else "with the native engine"
+        else f"with {own}"
     )
     text = f"written for {' and '.join(written)}: runs {here}; same mathematics"
     if devices > 1:

@@ -26,9 +26,9 @@ from .engines import ColocatedConfig, McoreGenerationConfig, RefitConfig, VllmCo
 class GenerationConfig(Section):
     """How responses are sampled, and by which engine."""
 
-    backend: Literal["native", "vllm", "sglang", "megatron", "trtllm", "dynamo"] = key(
-        "native",
-        "native: the engine that shares the trainer's weights; the names of NeMo RL's engines mean the same, with a notice",
+    backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
+        None,
+        "native: the C++ engine; hf: transformers; each reads the weights of a trainer of its name; null: that of policy.backend; the names of NeMo RL's engines mean the same, with a notice",
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
     temperature: Temperature = key(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import PrivateAttr
+
 from .base import NonNegative, Real, Section, key
 
 
@@ -30,13 +32,29 @@ class ClippedPGLossConfig(Section):
     )
     use_cispo: bool = key(False, "CISPO: clipped ratio as a constant weight of the log-probability")
     use_on_policy_kl_approximation: bool = key(False, "importance weight on the KL term")
-    use_importance_sampling_correction: bool = key(False, "weight tokens by training over generation probability")
+    use_importance_sampling_correction: bool | None = key(
+        None,
+        "weight tokens by training over generation probability; null: where the two are not equal to the bit (docs/transformers.md)",
+    )
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = key(
         None, "tis: clamp weights; icepop: zero weights out of bounds; seq-mask-tis: drop sequences out of bounds"
     )
     truncated_importance_sampling_ratio: Real | None = key(None, "upper bound of the weight")
     truncated_importance_sampling_ratio_min: Real | None = key(None, "lower bound of the weight (icepop, seq-mask-tis)")
     positive_example_nll_weight: NonNegative = key(0.0, "VAPO: weight of the likelihood of correct samples; 0: off")
+    # set by the program, see config.exactness
+    _correction_left_open: bool = PrivateAttr(False)
+
+    @property
+    def correction_left_open(self) -> bool:
+        """Whether `use_importance_sampling_correction` follows from trainer and generator."""
+        return self._correction_left_open
+
+    def fill_correction(self, wanted: bool) -> None:
+        """Gives `use_importance_sampling_correction` its value, where it is left open."""
+        if self.use_importance_sampling_correction is None:
+            self._correction_left_open = True
+            self.__dict__["use_importance_sampling_correction"] = wanted
 
 
 class MseValueLossConfig(Section):

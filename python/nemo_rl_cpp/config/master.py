@@ -10,6 +10,7 @@ from .cluster import ClusterConfig
 from .data import DataConfig, EvalDataConfig
 from .env import EnvConfigs
 from .eval import EvalConfig
+from .exactness import exactness_of
 from .generation import EvalGenerationConfig
 from .grpo import DataPlaneConfig, GRPOConfig, RewardPenaltyConfig
 from .logger import LoggerConfig
@@ -80,6 +81,8 @@ class TrainMasterConfig(MasterConfig):
 
     def fill_defaults(self) -> None:
         self.policy.fill_defaults()
+        row = exactness_of(self.policy)
+        self.loss_fn.fill_correction(row is not None and not row.equal)
 
 
 class GRPOMasterConfig(TrainMasterConfig):
@@ -125,6 +128,7 @@ class EvalMasterConfig(MasterConfig):
     def fill_defaults(self) -> None:
         generation = self.generation
         fill(generation.vllm_cfg, max_model_len=2048, precision="bfloat16")
+        fill(generation, backend="native")
         fill(generation, max_new_tokens=generation.vllm_cfg.max_model_len, val_temperature=generation.temperature)
         fill(generation, val_top_p=generation.top_p, val_top_k=generation.top_k)
         fill(self.tokenizer, name=generation.model_name)

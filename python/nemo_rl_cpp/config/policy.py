@@ -129,9 +129,26 @@ class RouterReplayConfig(Section):
         return self.enabled
 
 
+class HfConfig(Section):
+    """How transformers loads a model; read with backend hf."""
+
+    attn_implementation: str | None = key(
+        None, "transformers' name of an attention: sdpa, eager, flash_attention_2, ...; null: transformers chooses"
+    )
+    trust_remote_code: bool = key(
+        False, "run the Python code that a model's folder brings along (auto_map); read it first"
+    )
+
+
+Backend = Literal["native", "hf"]
+"""Which code trains: the C++ core, or transformers."""
+
+
 class TrainedModelConfig(Section):
     """What the policy and the value model share: batches, precision, optimizer, backend sections."""
 
+    backend: Backend | None = key(None, "native or hf")
+    hf_cfg: HfConfig = section(HfConfig, "how transformers loads the model (backend hf)")
     model_name: str | None = key(None, "folder, packaged model or name on the hub")
     hf_config_overrides: dict[str, object] | None = key({}, "changes to the model's config.json")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
@@ -158,7 +175,7 @@ class TrainedModelConfig(Section):
         None,
         "a power of two: gradients are summed over that many fixed blocks of a global batch along a fixed tree, so that every number of processes that divides it trains the same bits; null: one block a process. Each doubling costs memory of one more gradient in a process with all blocks. The value model's null is the policy's",
     )
-    share_prompt_prefix: bool = key(True, "training computes the prompt of a group once")
+    share_prompt_prefix: bool = key(True, "training computes the prompt of a group once (backend native)")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
     sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")
 
@@ -239,8 +256,9 @@ class PolicyConfig(TrainedModelConfig):
         4, "samples in a micro-batch; packing and dynamic batching decide by tokens instead"
     )
     max_total_sequence_length: Positive = key(512, "longest sequence, prompt and response")
-    backend: Literal["native", "hf"] = key(
-        "native", "native: the C++ trainer (Llama, Mistral, OLMo 2, Qwen2, Qwen3); hf is not available yet"
+    backend: Backend = key(
+        "native",
+        "native: the C++ trainer (Llama, Mistral, OLMo 2, Qwen2, Qwen3); hf: transformers, any causal language model, slower (extra hf)",
     )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
         "auto", "use generation's log-probabilities as the old policy's; auto: as long as both agree bit for bit"
@@ -296,6 +314,7 @@ class PolicyConfig(TrainedModelConfig):
         generation = self.generation
         fill(
             generation,
+            backend=self.backend,
             max_new_tokens=limit,
             val_temperature=generation.temperature,
             val_top_p=generation.top_p,

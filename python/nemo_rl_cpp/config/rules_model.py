@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import rules_engine
+from . import rules_engine, rules_hf
 from .cluster import ClusterConfig
 from .errors import Report
 from .generation import GenerationConfig
@@ -13,8 +13,7 @@ from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig
 
 
 def check_policy(policy: PolicyConfig, report: Report) -> None:
-    if policy.backend == "hf":
-        report.add("policy.backend", "hf is not available yet; use native (Llama, Mistral, OLMo 2, Qwen2 and Qwen3)")
+    rules_hf.check_pair(policy, report)
     check_trained_model(policy, "policy", report)
     rules_engine.check_engine(policy.generation, "policy.generation", report, policy.hf_config_overrides)
     _check_sampling(policy.generation, report)

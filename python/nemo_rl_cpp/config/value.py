@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Positive, Section, key, no_effect, section
-from .policy import Precision, SequencePackingConfig, TokenizerConfig, TrainedModelConfig, fill
+from .policy import Backend, Precision, SequencePackingConfig, TokenizerConfig, TrainedModelConfig, fill
 
 
 class RewardModelConfig(Section):
@@ -29,6 +29,7 @@ class ValueTokenizerConfig(TokenizerConfig):
 class ValueConfig(TrainedModelConfig):
     """The critic: the policy's architecture with a scalar head. What is left out follows the policy."""
 
+    backend: Backend | None = key(None, "native or hf, as policy.backend; null: policy.backend")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
     make_sequence_length_divisible_by: Positive = no_effect(1, "the batch is the policy's")
     precision: Precision | None = key(None, "float32 or bfloat16; null: policy.precision")
@@ -40,6 +41,7 @@ class ValueConfig(TrainedModelConfig):
         """Takes what the file leaves out from the policy."""
         fill(
             self,
+            backend=policy.backend,
             model_name=policy.model_name,
             precision=policy.precision,
             gradient_blocks=policy.gradient_blocks,

@@ -22,6 +22,7 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.virtual_cluster import check_device
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env
@@ -151,16 +152,18 @@ def setup(
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
-    """The native engine with its own copy of the weights. There is no trainer, so nothing else of the model is loaded.
+    """The native engine, or transformers' (`generation.backend: hf`), with its own copy of the weights. There is no trainer, so
+    nothing else of the model is loaded.
 
     A length that the configuration leaves out is bounded by the model's."""
     from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.distributed.virtual_cluster import check_device
     from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
     from nemo_rl_cpp.models.hf_config import max_sequence_length
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
     say_fold(config)
+    if config.generation.backend == "hf":
+        return _hf_generation(config, tokenizer)
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
     folder = open_model_folder(
@@ -181,6 +184,20 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     return NativeGeneration(
         native_runner(model, config.generation), config.generation, tokenizer, end_token_ids=ends, seed=config.eval.seed
     )
+
+
+def _hf_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
+    from nemo_rl_cpp.models.generation.hf import HfGeneration
+    from nemo_rl_cpp.models.hf.folder import open_frozen
+
+    engine = config.generation.vllm_cfg
+    given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
+    name, precision = find_policy_weights(config.generation.model_name), engine.precision
+    folder, module = open_frozen(name, precision, device=check_device(config.cluster.device), longest=given)
+    if given is None and folder.positions is not None:
+        engine.__dict__["max_model_len"] = min(engine.max_model_len or folder.positions, folder.positions)
+    ends = end_token_ids(folder.path, folder.raw, tokenizer)
+    return HfGeneration(module, config.generation, tokenizer, end_token_ids=ends, seed=config.eval.seed)
 
 
 def run_env_eval(

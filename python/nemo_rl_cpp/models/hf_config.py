@@ -106,7 +106,7 @@ def canonical_config(config: Mapping[str, Json], overrides: Mapping[str, Json] |
     if not isinstance(kind, str) or kind not in SUPPORTED_ARCHITECTURES:
         raise ModelFolderError(
             f"model_type {kind!r} (architectures {config.get('architectures')}) is not supported by policy.backend=native; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}; policy.backend=hf trains what transformers loads"
         )
     positions = SUPPORTED_ARCHITECTURES[kind].defaults["max_position_embeddings"]
     form = respell(config, positions)

@@ -34,6 +34,11 @@ def note_as_said(remark: str) -> str:
     return remark
 
 
+def was_said(remark: str) -> bool:
+    """Whether a remark has gone to the user."""
+    return remark in _SAID
+
+
 class FolderFields(TypedDict, total=False):
     """What a `ModelFolder` is told beside its config.json."""
 

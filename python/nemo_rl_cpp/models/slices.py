@@ -6,6 +6,7 @@ slices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -29,14 +30,19 @@ class Slices:
     """Of one model, as this process and its tensor-parallel peers have it.
 
     Args:
-        native: the whole model, see `ModelFolder.native`.
         ranks: its `tensor` communicator connects the peers.
+        layouts: of the flat buffers of all peers.
+        whole: of the whole model's.
     """
 
-    def __init__(self, native: JsonObject, ranks: Ranks) -> None:
-        self.ranks, count = ranks, ranks.tensor_size
-        self.layouts = [C.ParameterLayout(native, rank, count) for rank in range(count)]
-        self.whole = C.ParameterLayout(native)
+    def __init__(self, ranks: Ranks, layouts: Sequence[C.ParameterLayout], whole: C.ParameterLayout) -> None:
+        self.ranks, self.layouts, self.whole = ranks, layouts, whole
+
+    @classmethod
+    def of(cls, native: JsonObject, ranks: Ranks) -> Slices:
+        """Of the whole model `native`, see `ModelFolder.native`."""
+        count = ranks.tensor_size
+        return cls(ranks, [C.ParameterLayout(native, rank, count) for rank in range(count)], C.ParameterLayout(native))
 
     @property
     def own(self) -> C.ParameterLayout:

@@ -72,20 +72,32 @@ class TrainedModel:
         self.config, self.tokenizer = config, tokenizer
         self.ranks = ranks or Ranks()
         self.device = "cpu" if cluster is None else cluster.device(config.precision)
-        self.folder = open_model_folder(
-            config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
-            length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
-        )  # fmt: skip
-        self.folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
-        self.slices = Slices(self.folder.native(), self.ranks)
+        self.folder = self._open_folder(seed)
         self.model = self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
-        self.trainer = C.Trainer(self.model, self.ranks.communicator)
+        self.slices = self._slices()
+        self.trainer = self._trainer_of(self.model)
         self.schedule = create_schedule(config, total_steps)
         self.replay_dir: Path | None = None  # where a batch goes that makes a loss or gradient non-finite
         if optimizer_path is not None:
             self._load_optimizer(Path(optimizer_path))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def _open_folder(self, seed: int) -> ModelFolder:
+        config = self.config
+        folder = open_model_folder(
+            config.model_name, config.hf_config_overrides, seed=seed, value_head=self.value_head, max_length=config.max_total_sequence_length,
+            length_key=f"{self.section}.max_total_sequence_length", key=f"{self.section}.model_name",
+        )  # fmt: skip
+        folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
+        return folder
+
+    def _slices(self) -> Slices:
+        return Slices.of(self.folder.native(), self.ranks)
+
+    def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
+        """The trainer of the model; without ranks, that of the reference, which is only asked for log-probabilities."""
+        return C.Trainer(model, self.ranks.communicator) if model is self.model else C.Trainer(model)
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()
@@ -144,7 +156,7 @@ class TrainedModel:
     ) -> Tensor:  # fmt: skip
         """What the model's head says of each wanted token, [T]; 0 elsewhere. Each rank scores its part, or `rows`."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
-        trainer = self.trainer if model is self.model else C.Trainer(model)
+        trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob", micro_batch_size)
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)

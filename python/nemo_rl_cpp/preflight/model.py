@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.config.resources import trainers_of
-from nemo_rl_cpp.models.hf_config import check_length
+from nemo_rl_cpp.models.hf_config import check_length, read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_as_said, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import (
     TINY_RANDOM,
@@ -45,6 +45,7 @@ class _Use(NamedTuple):
     tokenizer: str | None
     tokenizer_key: str
     value_head: bool = False
+    backend: str | None = "native"
     slices: int = 1
     slices_key: str = ""
 
@@ -60,7 +61,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_use(use: _Use) -> Iterator[Finding]:
-    folder = yield from _check_model(use)
+    folder = yield from (_check_hf(use) if use.backend == "hf" else _check_model(use))
     if not use.value_head:  # a critic's tokenizer is saved beside it, and not asked
         yield from _check_tokenizer(use, folder)
 
@@ -74,7 +75,9 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name == given else config.tokenizer.name
         key = "generation.vllm_cfg.max_model_len"
-        yield _Use("generation.model_name", name, None, length, key, tokenizer, "tokenizer.name")
+        yield _Use(
+            "generation.model_name", name, None, length, key, tokenizer, "tokenizer.name", backend=config.generation.backend
+        )  # fmt: skip
         return
     processes = max(trainers_of(config), 1)
     yield _trained("policy", config.policy, processes)
@@ -87,7 +90,7 @@ def _trained(section: str, model: TrainedModelConfig, processes: int) -> _Use:
     return _Use(
         f"{section}.model_name", model.model_name, model.hf_config_overrides, model.max_total_sequence_length, length,
         model.tokenizer.name, f"{section}.tokenizer.name", section == "value",
-        model.tensor_parallel(processes), model.tensor_parallel_key(section),
+        model.backend, model.tensor_parallel(processes), model.tensor_parallel_key(section),
     )  # fmt: skip
 
 
@@ -118,6 +121,29 @@ def _check_model(use: _Use) -> Iterator[Finding]:
     for remark in folder.remarks:
         yield Finding("warning", use.key, f"is {use.name}: {note_as_said(remark)}")
     return folder
+
+
+def _check_hf(use: _Use) -> Iterator[Finding]:
+    """What of a model for transformers can be seen without it: its files, and how long its sequences may be."""
+    path = None if use.name == TINY_RANDOM else local_folder(use.name)
+    if path is None:
+        if use.name != TINY_RANDOM:
+            yield from _check_name(use)
+        return None
+    if is_cached(path) and not _is_complete(path):
+        return None
+    try:
+        config = {**read_config_file(path), **(use.overrides or {})}
+        weight_files(path)
+    except (SourceError, OSError) as error:
+        yield Finding("error", use.key, f"is {use.name}: {error}")
+        return None
+    limit = config.get("max_position_embeddings")
+    if isinstance(limit, int) and use.length is not None and use.length > limit:
+        yield Finding(
+            "error", use.length_key, f"is {use.length}, but {use.name} has positions for {limit} tokens (max_position_embeddings): lower it"
+        )  # fmt: skip
+    return None
 
 
 def _is_complete(path: Path) -> bool:

@@ -19,7 +19,7 @@ from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.messages import shown
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts, read_text
 from nemo_rl_cpp.loggers.interface import flatten_dict
-from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
 from nemo_rl_cpp.models.sources import TINY_RANDOM, local_folder
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
@@ -150,6 +150,8 @@ def refusals(saved: Saved, config: WholeConfig) -> Iterator[tuple[str, str]]:
         "data.use_multiple_dataloader": "the position in the data is of other loaders",
         "policy.precision": "weights and optimizer state are kept in it",
         "value.precision": "weights and optimizer state are kept in it",
+        "policy.backend": "the optimizer's state lies in its order",
+        "value.backend": "the optimizer's state lies in its order",
     }
     masked = set(environment_keys(config))
     now = flatten_dict(written(config), expand_lists=False)
@@ -186,6 +188,9 @@ def _model_refusals(saved: Saved, section: str, config: WholeConfig) -> Iterator
         yield key, f"{before} -> {config.model_name} is another model"
     elif known is not None and now is not None and known != now:
         yield key, f"{config.model_name} holds other weights than when the run began"
+    if config.backend == "hf":
+        yield from hf_architecture_refusals(saved, section, config)
+        return
     try:
         model = _model_here(config, value_head=section == "value")
     except (OSError, ValueError, RecursionError):  # no model folder: said elsewhere
@@ -221,6 +226,20 @@ def architecture_refusals(
             overridden = k in (config.hf_config_overrides or {})
             key = f"{section}.hf_config_overrides.{k}" if overridden else f"{section}.model_name"
             yield key, f"{k} {shown(saved_config.get(k))} -> {shown(model_config.get(k))} is another architecture"
+
+
+def hf_architecture_refusals(saved: Saved, section: str, config: WholeConfig) -> Iterator[tuple[str, str]]:
+    """(key, why) where the overrides make another model for transformers than the checkpoint's config.json does."""
+    try:
+        saved_config = read_config_file(saved.path / section / "weights")
+    except (OSError, ValueError):
+        return  # said elsewhere
+    for k, value in (config.hf_config_overrides or {}).items():
+        if k in saved_config and saved_config[k] != value:
+            yield (
+                f"{section}.hf_config_overrides.{k}",
+                f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture",
+            )
 
 
 def weights_identity(folder: str | Path) -> str | None:

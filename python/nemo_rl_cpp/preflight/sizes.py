@@ -28,12 +28,12 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     if not hasattr(config, "policy") or config.cluster.device != "cpu":
         return
     name = config.policy.model_name
-    if _EXPERTS.search(name) and not Path(name).expanduser().is_dir():
+    if config.policy.backend == "native" and _EXPERTS.search(name) and not Path(name).expanduser().is_dir():
         yield Finding(
             "warning",
             "policy.model_name",
-            f"is {name}, by its name a mixture of experts, which is not supported (Llama, Mistral, OLMo 2, Qwen2 and Qwen3 without experts are): the run ends "
-            "where it reads the model's config.json",
+            f"is {name}, by its name a mixture of experts, which policy.backend native does not have (it has Llama, Mistral, OLMo 2, Qwen2 and Qwen3 without experts): the "
+            "run ends where it reads the model's config.json; policy.backend=hf trains it with transformers",
         )
     needed, memory = certain_bytes(config), machine_memory()
     machine = memory + swap_memory() if memory is not None else None

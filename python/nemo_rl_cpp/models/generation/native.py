@@ -11,20 +11,24 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
-from nemo_rl_cpp.config.sections import check_keys
-from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
+from nemo_rl_cpp.models.generation.settings import (
+    STREAMS,
+    EngineSettings,
+    get_setting,
+    ragged_prompts,
+    row_integers,
+    strings_of,
+    the_stream,
+)
 from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
-
-STREAMS = {"train": 0, "val": 1, "eval": 2}
-"""Streams of random draws, by their number in csrc/common/random.h."""
 
 _UNLIMITED_SLOTS = 1 << 20
 _DEFAULT_CHUNK = 2048
@@ -36,12 +40,12 @@ def native_runner(model: C.DecoderModel, config: EvalGenerationConfig | Mapping[
     On a CUDA device it launches decode steps as CUDA graphs unless `config.vllm_cfg.enforce_eager`; on the CPU, as `config.packed_weights`
     says, steps of few texts read bfloat16 weights in twelve bits each. Either way the results are the same.
     """
-    eager = bool(_get(_get(config, "vllm_cfg"), "enforce_eager"))
-    packed = _get(config, "packed_weights")
+    eager = bool(get_setting(get_setting(config, "vllm_cfg"), "enforce_eager"))
+    packed = get_setting(config, "packed_weights")
     return C.NativeModelRunner(model, enforce_eager=eager, packed_weights="auto" if packed is None else packed)
 
 
-class NativeGeneration(GenerationInterface):
+class NativeGeneration(EngineSettings, GenerationInterface):
     """NeMo RL's generation interface on the C++ engine.
 
     What a row yields depends on its prompt, its sampling settings and its random key (seed, stream, draw id, sample)
@@ -75,26 +79,20 @@ class NativeGeneration(GenerationInterface):
         digest: Callable[[], str] | None = None,
         memory_share: float = 1.0,
     ) -> None:
-        check_keys(config, "policy.generation", EvalGenerationConfig)
-        self.config = config
-        self.tokenizer = tokenizer
-        self.seed = int(seed) & 0xFFFFFFFF
-        self.max_model_len = int(max_model_len or _get(_get(config, "vllm_cfg"), "max_model_len") or 0)
+        super().__init__(config, tokenizer, end_token_ids=end_token_ids, max_model_len=max_model_len, seed=seed)
         self._runner = runner
         self._vocab_size = runner.vocab_size()
         self._digest = digest
         self._memory_share = memory_share
         self._agree: Callable[[int], int] | None = None
-        self._stop_token_ids = _stop_token_ids(config, tokenizer, end_token_ids)
         self._knows_bytes = False
-        self._next_draw_id = 0
         self._engine = C.Engine(
             runner,
-            max_batch_size=_get(config, "max_batch_size") or _UNLIMITED_SLOTS,
-            prefill_chunk_tokens=_get(config, "prefill_chunk_tokens") or _DEFAULT_CHUNK,
+            max_batch_size=get_setting(config, "max_batch_size") or _UNLIMITED_SLOTS,
+            prefill_chunk_tokens=get_setting(config, "prefill_chunk_tokens") or _DEFAULT_CHUNK,
             max_model_len=self.max_model_len,
         )
-        self._sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
+        self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self._limit_cache()
 
     # ---- generating
@@ -120,8 +118,8 @@ class NativeGeneration(GenerationInterface):
         Raises ValueError for rows that do not fit their lengths, unknown streams, or rows of several streams at once;
         RuntimeError when the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
-        batch = data if isinstance(data, RaggedBatch) else _ragged(data)
-        stream = _stream(data.get("stream"), batch.size)
+        batch = data if isinstance(data, RaggedBatch) else ragged_prompts(data)
+        stream = the_stream(data.get("stream"), batch.size)
         prompts = _distinct_prompts(batch)
         self._runner.keep_activations(stream == "train")
         generated = self._engine.generate(
@@ -146,48 +144,16 @@ class NativeGeneration(GenerationInterface):
         stop_sets, stop_set = self._stop_sets(data.get("stop_strings"), rows)
         return C.GenerationRequests(
             prompt_index=prompt_index,
-            draw_ids=self._draw_ids(data.get("draw_ids"), rows),
-            sample_index=_row_integers("sample_index", data.get("sample_index", torch.zeros(rows)), rows),
+            draw_ids=self.draw_ids(data.get("draw_ids"), rows),
+            sample_index=row_integers("sample_index", data.get("sample_index", torch.zeros(rows)), rows),
             streams=torch.full((rows,), STREAMS[stream]),
-            max_new_tokens=self._max_new_tokens(lengths),
+            max_new_tokens=self.max_new_tokens(lengths),
             stop_set=stop_set,
             seed=self.seed,
-            rule=self._sampling_rule(greedy, stream),
+            rule=self.sampling_rule(greedy, stream),
             stop_token_ids=self._stop_token_ids,
             stop_sets=stop_sets,
         )
-
-    def _sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
-        def setting(name: str, default: float) -> float:
-            validation = _get(self.config, f"val_{name}") if stream == "val" else None
-            value = _get(self.config, name) if validation is None else validation
-            return default if value is None else value
-
-        temperature = setting("temperature", 1.0)
-        greedy = greedy or temperature == 0
-        return C.SamplingRule(
-            temperature=1.0 if greedy else temperature,
-            top_p=setting("top_p", 1.0),
-            top_k=max(int(setting("top_k", 0)), 0),
-            greedy=greedy,
-        )
-
-    def _max_new_tokens(self, lengths: Tensor) -> Tensor:
-        limit = _get(self.config, "max_new_tokens")
-        if limit is None and not self.max_model_len:
-            raise ValueError(
-                "policy.generation.max_new_tokens is null and no longest sequence is known: set one of them"
-            )
-        if limit is None:
-            return (self.max_model_len - lengths).clamp(min=1)
-        return torch.full_like(lengths, int(limit))
-
-    def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
-        if draw_ids is not None:
-            return _row_integers("draw_ids", draw_ids, rows)
-        first = self._next_draw_id
-        self._next_draw_id += rows
-        return torch.arange(first, first + rows)
 
     def _stop_sets(
         self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int
@@ -196,9 +162,9 @@ class NativeGeneration(GenerationInterface):
         per_row = [None] * rows if per_row is None else list(per_row)
         if len(per_row) != rows:
             raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
-        common = _strings(_get(self.config, "stop_strings"))
+        common = strings_of(get_setting(self.config, "stop_strings"))
         index: dict[tuple[str, ...], int] = {}
-        chosen = [index.setdefault(tuple(dict.fromkeys(common + _strings(row))), len(index)) for row in per_row]
+        chosen = [index.setdefault(tuple(dict.fromkeys(common + strings_of(row))), len(index)) for row in per_row]
         if any(index) and not self._knows_bytes:
             self._engine.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
@@ -233,7 +199,7 @@ class NativeGeneration(GenerationInterface):
 
     def _limit_cache(self) -> None:
         """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
-        gigabytes = _get(self.config, "kv_cache_gb")
+        gigabytes = get_setting(self.config, "kv_cache_gb")
         limit = int(gigabytes * 1e9) if gigabytes else max(int(self._free_bytes() * self._memory_share) // 2, 1)
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
@@ -274,54 +240,6 @@ class _Prompts(NamedTuple):
     """[prompts + 1]"""
     index: Tensor
     """[B] which prompt a row has"""
-
-
-def _get(config: object, key: str) -> object:
-    """config[key] or config.key; None where it is absent."""
-    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-
-
-def _strings(value: str | Sequence[str] | None) -> list[str]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else list(value)
-
-
-def _stop_token_ids(
-    config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType, end_token_ids: Sequence[int] | None
-) -> list[int]:
-    given = _get(config, "stop_token_ids")
-    if given is None:
-        given = end_token_ids_of_tokenizer(tokenizer) if end_token_ids is None else end_token_ids
-    return [int(i) for i in given]
-
-
-def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    result = torch.as_tensor(values).to("cpu", torch.int64)
-    if result.shape != (rows,):
-        raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
-    return result
-
-
-def _ragged(data: Mapping[str, Tensor]) -> RaggedBatch:
-    ids = data["input_ids"].to("cpu", torch.int64)
-    if ids.dim() != 2 or ids.shape[0] == 0:
-        raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
-    lengths = _row_integers("input_lengths", data["input_lengths"], ids.shape[0])
-    bad = ((lengths < 1) | (lengths > ids.shape[1])).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(
-            f"input_lengths[{bad[0]}] = {int(lengths[bad[0]])}: expected 1 to {ids.shape[1]}, the width of input_ids"
-        )
-    return RaggedBatch(offsets_of(lengths), {"input_ids": ids[torch.arange(ids.shape[1]) < lengths[:, None]]}, {})
-
-
-def _stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
-    streams = sorted({row or "train" for row in per_row})
-    if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:
-        raise ValueError(f"stream: expected one of {', '.join(STREAMS)} for all {rows} rows, got {value!r}")
-    return streams[0]
 
 
 def _distinct_prompts(batch: RaggedBatch) -> _Prompts:

@@ -31,10 +31,23 @@ class MicroBatching:
     checkpoint: bool = False
 
 
-def row_batch(data: RaggedBatch, wanted: Tensor) -> C.RowBatch:
-    """The native view of a batch; samples share prompts by `group_id` (none without that name)."""
-    ids = data.tokens["input_ids"].to(torch.int64).contiguous()
-    return C.RowBatch(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data))
+class RowBatch(C.RowBatch):
+    """The native view of a batch, and the batch; samples share prompts by `group_id` (none without that name).
+
+    Attributes:
+        data: the batch.
+        wanted: bool [T], see `wanted_tokens`.
+    """
+
+    def __init__(self, data: RaggedBatch, wanted: Tensor) -> None:
+        ids = data.tokens["input_ids"].to(torch.int64).contiguous()
+        super().__init__(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data))
+        self.data, self.wanted = data, wanted
+        self._by_sample = data.rows(wanted)
+
+    def wanted_of(self, row: int) -> Tensor:
+        """Bool [its length]: the wanted tokens of a sample."""
+        return self._by_sample[row]
 
 
 def group_ids(data: RaggedBatch) -> Tensor:
@@ -57,10 +70,10 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 
 def plan(
     data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
-) -> tuple[C.RowBatch, list[list[int]]]:
+) -> tuple[RowBatch, list[list[int]]]:
     """The native batch and the micro-batches of `rows`, ascending samples; those without a wanted token are left out, and those
     of `apart` (bool [B]) come last, in micro-batches of their own."""
-    batch = row_batch(data, wanted)
+    batch = RowBatch(data, wanted)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()
     rows = [b for b in rows if used[b]]
@@ -69,7 +82,7 @@ def plan(
 
 
 def _micro_batches(
-    batch: C.RowBatch, data: RaggedBatch, wanted: Tensor, rows: list[int], batching: MicroBatching
+    batch: RowBatch, data: RaggedBatch, wanted: Tensor, rows: list[int], batching: MicroBatching
 ) -> list[list[int]]:
     if not batching.max_tokens:
         return C.plan_micro_batches(batch, rows, batching.max_samples, 0, batching.share_prefix)

@@ -1,0 +1,68 @@
+"""Rules of `backend: hf`: what transformers needs, and what only the native core does."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from .errors import Report
+from .exactness import engine_name, exactness_of
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.cluster import ClusterConfig
+    from nemo_rl_cpp.config.generation import GenerationConfig
+    from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
+
+INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
+
+
+def check_pair(policy: PolicyConfig, report: Report) -> None:
+    """An engine reads the weights of a trainer of its own name."""
+    if exactness_of(policy) is None:
+        report.add(
+            "policy.generation.backend",
+            f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to null, or both to the same",
+            "policy.backend",
+        )
+    if policy.backend != "hf":
+        return
+    if policy.reuse_generation_logprobs == "always":
+        report.add(
+            "policy.reuse_generation_logprobs",
+            "cannot be always with policy.backend hf: generation's log-probabilities are not those of training to the bit; set it to auto",
+            "policy.backend",
+        )
+    if policy.kept_activations_gb:
+        report.add(
+            "policy.kept_activations_gb",
+            f"is {policy.kept_activations_gb:g}, but transformers keeps no activations of generation: set it to null or 0",
+            "policy.backend",
+        )
+
+
+def check_installed(backend: str | None, key: str, report: Report) -> None:
+    if backend == "hf" and importlib.util.find_spec("transformers") is None:
+        report.add(key, f"is hf, but {INSTALL}")
+
+
+def check_model(model: TrainedModelConfig, name: str, cluster: ClusterConfig, report: Report) -> None:
+    """What a model of transformers cannot do."""
+    if model.backend != "hf":
+        return
+    check_installed(model.backend, f"{name}.backend", report)
+    if cluster.has_workers:
+        report.add(
+            f"{name}.backend",
+            f"is hf, which trains in one process, but cluster.executor is {cluster.executor}: set cluster.executor=auto, or {name}.backend=native",
+            "cluster.executor",
+        )
+    if model.gradient_blocks is not None:
+        report.add(
+            f"{name}.gradient_blocks",
+            f"is {model.gradient_blocks}, but with {name}.backend hf there is one process, and nothing to divide: set it to null",
+            f"{name}.backend",
+        )
+
+
+def check_evaluation(generation: GenerationConfig, report: Report) -> None:
+    check_installed(generation.backend, "generation.backend", report)

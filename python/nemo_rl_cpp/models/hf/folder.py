@@ -1,0 +1,213 @@
+"""Where a transformers model comes from: a Hugging Face folder, or `tiny-random` with a `model_type` of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.hf.library import quietly, transformers
+from nemo_rl_cpp.models.hf.value_net import ValueNet
+from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
+from nemo_rl_cpp.models.json_values import Json, JsonObject
+from nemo_rl_cpp.models.model_folder import note_as_said, was_said
+from nemo_rl_cpp.models.sources import TINY_RANDOM, ModelFolderError, resolve_model
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from nemo_rl_cpp.config.policy import HfConfig, TrainedModelConfig
+
+_TINY_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+_TINY_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """What a model is before it is built.
+
+    Attributes:
+        config: transformers' configuration object, with `hf_config_overrides` laid over it.
+        raw: the same as config.json would hold it.
+        path: the folder with the weights; None where the model starts random.
+        settings: the section `hf_cfg`.
+        seed: of random weights.
+        value_head: it becomes a critic: the layers without the language-model head, and a scalar head.
+        section: "policy" or "value": error messages name its keys.
+    """
+
+    config: PreTrainedConfig
+    raw: JsonObject
+    path: Path | None
+    settings: HfConfig
+    seed: int = 0
+    value_head: bool = False
+    section: str = "policy"
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest sequence that the model has positions for; None where it has no such limit."""
+        return next((value for n in _LENGTHS if isinstance(value := getattr(self.config, n, None), int)), None)
+
+    def build(self, weights: Path | None = None) -> nn.Module:
+        """The module in float32, with the weights of `weights`, else those of `path`, else random ones.
+
+        Raises ModelFolderError where weights are missing, left over or of another shape; transformers would draw them anew.
+        """
+        folder = weights or self.path
+        with quietly():
+            module = self._random() if folder is None else self._from(folder)
+        return module.eval()  # without dropout, so that training scores what was sampled
+
+    def _options(self) -> dict[str, object]:
+        options: dict[str, object] = {"dtype": torch.float32}
+        if self.settings.attn_implementation is not None:
+            options["attn_implementation"] = self.settings.attn_implementation
+        if self.settings.trust_remote_code:
+            options["trust_remote_code"] = True
+        return options
+
+    def _auto(self) -> type:
+        library = transformers()
+        return library.AutoModel if self.value_head else library.AutoModelForCausalLM
+
+    def _random(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = self._auto().from_config(self.config, **self._options())
+            if self.value_head:
+                return ValueNet.of(model, None)
+            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            if head is not None and head.weight is not embedding.weight:
+                with (
+                    torch.no_grad()
+                ):  # nearly uniform at first, as native models are: learning from nothing must explore
+                    head.weight.mul_(0.1)
+        return model
+
+    def _from(self, folder: Path) -> nn.Module:
+        try:
+            model, told = self._auto().from_pretrained(
+                folder, config=self.config, output_loading_info=True, local_files_only=True, use_safetensors=True, **self._options()
+            )  # fmt: skip
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelFolderError(f"{folder}: transformers cannot load this model ({_first_line(error)})") from error
+        head = ("score.weight", "lm_head.weight")
+        left = [name for name in told["unexpected_keys"] if not (self.value_head and str(name).endswith(head))]
+        for what, names in (("are missing", told["missing_keys"]), ("belong to no parameter", left)):
+            if names:
+                listed = ", ".join(sorted(map(str, names))[:4])
+                raise ModelFolderError(
+                    f"{folder}: {len(names)} tensors {what}, first {listed}: is it the folder of a {self.config.model_type} "
+                    f"{'model' if self.value_head else 'language model'} ({self.section}.model_name)?"
+                )
+        if told["mismatched_keys"]:
+            raise ModelFolderError(
+                f"{folder}: tensors of another shape than config.json says: {sorted(map(str, told['mismatched_keys']))[:4]}"
+            )
+        return ValueNet.of(model, folder) if self.value_head else model
+
+
+def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
+    """`policy.model_name` or `value.model_name` for transformers. What a user should know is printed once.
+
+    Raises ModelFolderError: no such model, an architecture that transformers does not know, or sequences that are too long for it.
+    """
+    name, overrides = config.model_name, dict(config.hf_config_overrides or {})
+    key = f"{section}.model_name"
+    path = None if name == TINY_RANDOM else resolve_model(name, key=key)
+    raw = _tiny(overrides) if path is None else {**read_config_file(path), **overrides}
+    settings = config.hf_cfg
+    made = _config_object(raw, path, settings, key)
+    folder = HfFolder(made, raw, path, settings, seed, value_head, section)
+    limit, length = folder.positions, config.max_total_sequence_length
+    if limit is not None and length is not None and length > limit:
+        raise ModelFolderError(
+            f"{section}.max_total_sequence_length is {length}, but {name} has positions for {limit} tokens: lower it, or set "
+            f"{section}.hf_config_overrides.max_position_embeddings if the model can do more"
+        )
+    for remark in _remarks(raw, key, name):
+        if not was_said(remark):
+            print(f"note: {note_as_said(remark)}", file=sys.stderr, flush=True)
+    return folder
+
+
+def open_frozen(
+    name: str, precision: str, *, device: str, longest: int | None = None, settings: HfConfig | None = None
+) -> tuple[HfFolder, nn.Module]:
+    """A model that only generates, by `generation.model_name`, and its module in this precision.
+
+    Raises ModelFolderError, also where sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long for it.
+    """
+    from nemo_rl_cpp.config.policy import HfConfig
+
+    path = resolve_model(name, key="generation.model_name")
+    raw, settings = read_config_file(path), settings or HfConfig()
+    folder = HfFolder(
+        _config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation"
+    )
+    if longest is not None and folder.positions is not None and longest > folder.positions:
+        raise ModelFolderError(
+            f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
+        )
+    module = folder.build().to(device=device, dtype={"bfloat16": torch.bfloat16, "float32": torch.float32}[precision])
+    return folder, module.requires_grad_(False)
+
+
+def _remarks(raw: Mapping[str, Json], key: str, name: str) -> Iterator[str]:
+    kind = raw.get("model_type")
+    if kind in SUPPORTED_ARCHITECTURES:
+        yield (
+            f"{key} is {name}, a {kind}: backend native has it too; it is faster, and its generation equals its training to the bit"
+        )
+    dropout = [k for k, v in raw.items() if ("dropout" in k or k.endswith("pdrop")) and isinstance(v, float) and v > 0]
+    if dropout:
+        yield f"{key} is {name}, whose config.json has {', '.join(dropout)} above 0: training computes without dropout"
+
+
+def _tiny(overrides: Mapping[str, Json]) -> JsonObject:
+    """The sizes of the native tiny model for any model_type."""
+    sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        sizes.setdefault("head_dim", hidden // heads)
+    return sizes
+
+
+def _config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
+    library, kind = transformers(), raw.get("model_type")
+    try:
+        with quietly():
+            if settings.trust_remote_code and path is not None and raw.get("auto_map"):
+                return library.AutoConfig.from_pretrained(path, trust_remote_code=True)
+            if kind not in library.CONFIG_MAPPING:
+                hint = (
+                    "; its folder names code of its own (auto_map): set hf_cfg.trust_remote_code=true to run it"
+                    if raw.get("auto_map")
+                    else ""
+                )
+                raise ModelFolderError(f"{key}: transformers {library.__version__} knows no model_type {kind!r}{hint}")
+            if path is None:
+                return library.AutoConfig.for_model(**raw)
+            return library.CONFIG_MAPPING[kind].from_dict(dict(raw))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, ModelFolderError):
+            raise
+        raise ModelFolderError(
+            f"{key}: transformers cannot read the configuration of this {kind} ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,65 @@
+"""The library transformers, which only `backend: hf` needs, and how its versions name things."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INSTALL = "pip install 'nemo_rl_cpp[hf]'"
+OLDEST = 5
+"""The oldest major version of transformers that is known to keep packed sequences apart."""
+
+
+class MissingTransformersError(ValueError):
+    """transformers is not installed, or too old."""
+
+
+def missing_text() -> str | None:
+    """One sentence where transformers cannot be found, without importing it; None where it can."""
+    if importlib.util.find_spec("transformers") is not None:
+        return None
+    return f"transformers is not installed: {INSTALL}"
+
+
+@lru_cache(maxsize=1)
+def transformers() -> ModuleType:
+    """The library, without its progress bars. Raises MissingTransformersError, which says how to install it."""
+    if (text := missing_text()) is not None:
+        raise MissingTransformersError(f"backend hf: {text}")
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < OLDEST:
+        raise MissingTransformersError(
+            f"backend hf needs transformers {OLDEST} or newer, and {transformers.__version__} is installed: {INSTALL} --upgrade"
+        )
+    return transformers
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without transformers' progress bars and notices: what a user should know, this package says itself."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def accepts(module: nn.Module, *names: str) -> str | None:
+    """The first of `names` that is a parameter of the module's forward; None where none is."""
+    known = inspect.signature(module.forward).parameters
+    return next((name for name in names if name in known), None)

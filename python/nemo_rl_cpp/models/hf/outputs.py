@@ -1,0 +1,107 @@
+"""What a module says of each wanted token: its log-probability, or the value of the state before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_cpp.models.hf.library import accepts
+from nemo_rl_cpp.models.hf.rows import ModelRows
+from nemo_rl_cpp.models.hf.value_net import ValueNet
+from nemo_rl_cpp.models.policy.train_step import Scoring
+
+
+@dataclass
+class Outputs:
+    """Of W wanted tokens, float32 and with a gradient where one is asked for.
+
+    Attributes:
+        scored: [W] the log-probability under generation's temperature and filters, or the value.
+        removed: bool [W] tokens that a filter leaves no probability: `scored` is finite there and must get no gradient.
+        unfiltered: [W] the log-probability under the temperature alone; None unless asked for.
+    """
+
+    scored: Tensor
+    removed: Tensor | None = None
+    unfiltered: Tensor | None = None
+
+
+def outputs_of(module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool) -> Outputs:
+    """One forward pass."""
+    if isinstance(module, ValueNet):
+        hidden = module.backbone(**_inputs(module.backbone, rows)).last_hidden_state
+        return Outputs(module.values(hidden[rows.row, rows.column]))
+    logits = wanted_logits(module, rows).float()
+    if scoring.temperature != 1:
+        logits = logits / scoring.temperature
+    chosen = logits.gather(-1, rows.targets[:, None]).squeeze(-1)
+    if not scoring.filters:
+        scored = chosen - logits.logsumexp(-1)
+        return Outputs(scored, None, scored if unfiltered else None)
+    kept = kept_tokens(logits.detach(), scoring.top_k, scoring.top_p)
+    scored = chosen - logits.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    removed = ~kept.gather(-1, rows.targets[:, None]).squeeze(-1)
+    return Outputs(scored, removed, chosen - logits.logsumexp(-1) if unfiltered else None)
+
+
+def wanted_logits(module: nn.Module, rows: ModelRows) -> Tensor:
+    """[W, V], in the module's precision. The head is computed for the columns that are wanted by some row, not for all."""
+    inputs = _inputs(module, rows)
+    if accepts(module, "logits_to_keep") is None:
+        return module(**inputs).logits[rows.row, rows.column]
+    columns, column = rows.column.unique(return_inverse=True)
+    return module(**inputs, logits_to_keep=columns).logits[rows.row, column]
+
+
+def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
+    """Without a mask: transformers finds packed samples by their positions, and padding on the right needs none."""
+    inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
+    if accepts(module, "position_ids") is not None:
+        inputs["position_ids"] = rows.position_ids
+    return inputs
+
+
+def kept_tokens(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Bool [W, V]: what top-k and then top-p keep, by the rule of csrc/kernels/sampling.h.
+
+    Top-k keeps all that are as large as the k-th. Top-p sorts what is left ascending by (logit, token), and keeps a token where the
+    probability up to and with it is above 1 - top_p; the last one always.
+    """
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if 0 < top_k < logits.shape[-1]:
+        kept = logits >= logits.topk(top_k, dim=-1).values[:, -1:]
+    if top_p < 1:
+        ascending, order = logits.masked_fill(~kept, -torch.inf).sort(dim=-1, stable=True)
+        inside = ascending.softmax(-1).cumsum(-1) > 1.0 - top_p
+        inside[:, -1] = True
+        kept = kept & torch.zeros_like(kept).scatter(-1, order, inside)
+    return kept
+
+
+def keeps_packed_samples_apart(module: nn.Module) -> bool:
+    """Whether positions that begin anew in one row are all that transformers needs to keep its samples apart in this architecture.
+
+    Tried on two samples: where the output of the second has a gradient with respect to the first one's embeddings, they are not
+    apart. This depends on the architecture, not on its weights.
+    """
+    base = module.backbone if isinstance(module, ValueNet) else module
+    if accepts(base, "position_ids") is None or accepts(base, "inputs_embeds") is None:
+        return False
+    embedding = base.get_input_embeddings()
+    vocabulary = embedding.weight.shape[0]
+    device = embedding.weight.device
+    ids = torch.arange(8, device=device)[None] % vocabulary
+    positions = (torch.arange(8, device=device) % 4)[None]
+    try:
+        with torch.enable_grad():
+            embedded = embedding(ids).detach().requires_grad_()
+            out = base(inputs_embeds=embedded, position_ids=positions, use_cache=False)
+            second = (out.last_hidden_state if isinstance(module, ValueNet) else out.logits)[:, 4:].float()
+            weights = torch.linspace(-1, 1, second.shape[-1], device=device).sin()
+            (gradient,) = torch.autograd.grad((second * weights).sum(), embedded)
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError):
+        return False  # an architecture that takes no embeddings
+    first, own = gradient[:, :4], gradient[:, 4:]
+    return bool(own.any()) and not bool(first.any())

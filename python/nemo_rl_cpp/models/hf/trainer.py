@@ -1,0 +1,171 @@
+"""Gradients and optimizer steps of a module of transformers, as csrc/trainer/trainer.h offers them of a native model."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.models.hf.flat_model import FlatModel
+from nemo_rl_cpp.models.hf.library import quietly
+from nemo_rl_cpp.models.hf.outputs import Outputs, outputs_of
+from nemo_rl_cpp.models.hf.rows import ModelRows
+from nemo_rl_cpp.models.hf.value_net import ValueNet
+from nemo_rl_cpp.models.policy.micro_batches import RowBatch
+from nemo_rl_cpp.models.policy.train_step import Scoring
+
+_BLOCK = 1 << 22
+
+
+class OptimizerStep(NamedTuple):
+    """The gradient's norm before clipping, and whether it was finite; where not, nothing was changed."""
+
+    grad_norm: float
+    finite: bool
+
+
+class HfTrainer:
+    """What `TrainingPass` and `TrainedModel` ask of a trainer.
+
+    A forward pass keeps torch's tape, and `backward` goes back along it. Gradients of micro-batches add up in float32.
+
+    Args:
+        model: trained, or frozen (then only `forward` without keeping works).
+        packed: lay the samples of a micro-batch end to end in one row, where the architecture keeps them apart.
+    """
+
+    out_dtype = torch.float32
+    reused_tokens = 0
+    """of generation's forward pass: none, it keeps no activations"""
+
+    def __init__(self, model: FlatModel, packed: bool) -> None:
+        self.model, self.packed = model, packed
+        self.optimizer_steps = 0
+        self._grads: Tensor | None = None
+        self._moments: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[Outputs, ModelRows] | None = None
+        self._recomputing: list[nn.Module] = []
+        if model.masters is not None:
+            model.gradients_into(lambda: self.grads)
+
+    # ---- what a micro-batch needs
+
+    def forward(
+        self, batch: RowBatch, rows: list[int], temperature: float, share_prefix: bool, keep: bool, checkpoint: bool, out: Tensor, **more: object
+    ) -> None:  # fmt: skip
+        """Writes what the model says of each wanted token of these samples into `out` [T]; -inf for a token that a filter removes.
+
+        Args:
+            keep: a `backward` will follow.
+            more: `top_p`, `top_k`, and `unfiltered` [T], which gets the log-probabilities without filters.
+        """
+        if share_prefix:
+            raise ValueError("transformers computes the prompt of each sample: share_prefix must be False")
+        scoring = Scoring(temperature, float(more.get("top_p", 1.0)), int(more.get("top_k", 0)))
+        unfiltered = more.get("unfiltered")
+        picked = ModelRows.of(batch, rows, packed=self.packed).to(self.model.device)
+        self._checkpoint(checkpoint and keep)
+        with quietly(), torch.set_grad_enabled(keep):
+            outputs = outputs_of(self.model.module, picked, scoring, unfiltered=unfiltered is not None)
+        scored = outputs.scored.detach()
+        out[picked.places] = (
+            scored if outputs.removed is None else scored.masked_fill(outputs.removed, -torch.inf)
+        ).cpu()
+        if unfiltered is not None:
+            unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
+        self._kept = (outputs, picked) if keep else None
+
+    def _checkpoint(self, wanted: bool) -> None:
+        """Whether layers compute their activations again in the backward pass. Only the layers are told that this is training, and
+        their dropouts are off, so that no dropout comes with it."""
+        module = self.model.module
+        base = module.backbone if isinstance(module, ValueNet) else module
+        if wanted and not self._recomputing:
+            if not base.supports_gradient_checkpointing:
+                raise ValueError(
+                    f"transformers cannot compute the activations of a {base.config.model_type} again: set "
+                    "dtensor_cfg.activation_checkpointing=false (or that of megatron_cfg)"
+                )
+            enable = (
+                getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+            )  # by version
+            enable({"use_reentrant": False})
+            self._recomputing = [layer for layer in base.modules() if getattr(layer, "gradient_checkpointing", False)]
+            for layer in self._recomputing:
+                for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
+                    setattr(layer, name, 0.0)
+        for layer in self._recomputing:
+            layer.gradient_checkpointing = layer.training = wanted
+
+    def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
+        """False: the loss is asked for the gradient of whole micro-batches."""
+        return False
+
+    def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
+        """Adds the gradients of the last `forward`, whose outputs have the gradients `d_out` [T] and `d_unfiltered` [T]."""
+        outputs, picked = self._kept
+        self._kept = None
+        device = outputs.scored.device
+        d_scored = d_out[picked.places].to(device)
+        if outputs.removed is not None:
+            d_scored = d_scored.masked_fill(outputs.removed, 0.0)
+        roots, gradients = [outputs.scored], [d_scored]
+        if d_unfiltered is not None and outputs.unfiltered is not None:
+            roots.append(outputs.unfiltered)
+            gradients.append(d_unfiltered[picked.places].to(device))
+        torch.autograd.backward(roots, gradients)
+
+    def zero_grad(self) -> None:
+        """Begins a new sum of gradients."""
+        self._kept = None
+        self.grads.zero_()
+
+    # ---- the optimizer
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This process has all of it."""
+        return 0, self.model.compute.numel()
+
+    @property
+    def grads(self) -> Tensor:
+        """float32 [n], in the layout of the model."""
+        if self._grads is None:
+            self._grads = torch.zeros_like(self.model.masters)
+        return self._grads
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """AdamW's first moment, float32 [n]."""
+        return self._both_moments()[0]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """AdamW's second moment, float32 [n]."""
+        return self._both_moments()[1]
+
+    def _both_moments(self) -> tuple[Tensor, Tensor]:
+        if self._moments is None:
+            self._moments = torch.zeros_like(self.model.masters), torch.zeros_like(self.model.masters)
+        return self._moments
+
+    def step(
+        self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float
+    ) -> OptimizerStep:
+        """One step of AdamW on the gradients, clipped as torch.nn.utils.clip_grad_norm_ does where `max_grad_norm` is above 0.
+        The arithmetic is that of the native trainer, torch.optim.AdamW's."""
+        norm = math.sqrt(math.fsum(float(part.double().square().sum()) for part in self.grads.split(_BLOCK)))
+        if not math.isfinite(norm):
+            return OptimizerStep(norm, False)
+        if max_grad_norm > 0 and (scale := max_grad_norm / (norm + 1e-6)) < 1:
+            self.grads.mul_(scale)
+        self.optimizer_steps += 1
+        masters, compute = self.model.masters, self.model.compute
+        C.adamw_step(
+            masters, self.grads, self.exp_avg, self.exp_avg_sq, None if masters is compute else compute, lr=lr, beta1=beta1,
+            beta2=beta2, eps=eps, weight_decay=weight_decay, step=self.optimizer_steps,
+        )  # fmt: skip
+        return OptimizerStep(norm, True)

@@ -1,0 +1,157 @@
+"""Generation with transformers: what it samples is what the trainer scores, whatever else is in the batch."""
+
+import pytest
+import torch
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+
+pytestmark = pytest.mark.slow  # transformers is imported
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models of this size are slower on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+KINDS = ("gemma", "phi", "olmo", "gpt_neox", "mixtral", "gemma2", "gpt2", "bloom", "mamba")
+"""gemma2 with a window of 3 tokens; gpt2 has a table of positions, bloom none; mamba keeps a state instead of keys and values"""
+
+
+def policy_of(kind, cls=None, **generation):
+    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+
+    overrides = {"model_type": kind, "initializer_range": 0.1, "max_position_embeddings": 24}
+    overrides |= {"sliding_window": 3} if kind == "gemma2" else {"n_positions": 24} if kind == "gpt2" else {}
+    config = PolicyConfig(
+        model_name="tiny-random", precision="float32", max_total_sequence_length=24, backend="hf", hf_config_overrides=overrides,
+        generation={"max_new_tokens": 12, "stop_token_ids": [2], **generation},
+    )  # fmt: skip
+    config.fill_defaults()
+    return (cls or HfPolicy)(None, config, tiny_tokenizer(), seed=1)
+
+
+def prompts(count=6, seed=0):
+    """Prompts of 2 to 8 tokens, each twice."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 9, (count,), generator=random).repeat_interleave(2)
+    ids = torch.randint(4, 14, (count, 8), generator=random).repeat_interleave(2, 0)
+    return {
+        "input_ids": ids, "input_lengths": lengths, "draw_ids": torch.arange(count).repeat_interleave(2),
+        "sample_index": torch.tensor([0, 1]).repeat(count), "stream": "train",
+    }  # fmt: skip
+
+
+def some(data, rows):
+    return {name: value if isinstance(value, str) else value[rows] for name, value in data.items()}
+
+
+def texts(out, data):
+    ends = out["unpadded_sequence_lengths"].tolist()
+    return [row[begin:end].tolist() for row, begin, end in zip(out["output_ids"], data["input_lengths"].tolist(), ends)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_does_not_depend_on_its_neighbours(kind):
+    """Texts are equal, and log-probabilities to rounding, alone, in any order, and with little memory; the trainer scores the same."""
+    settings = {"temperature": 0.9, "top_k": 11, "top_p": 0.95, "stop_token_ids": [2, 5, 9]}
+    policy = policy_of(kind, **settings)
+    engine, data = policy.create_generation(seed=5), prompts()
+    out = engine.generate(data)
+    expected = texts(out, data)
+    assert len({tuple(text) for text in expected}) > 6 and len({len(text) for text in expected}) > 1
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    shuffled = engine.generate(some(data, order))
+    assert [expected[i] for i in order] == texts(shuffled, some(data, order))
+    for small in ({"max_batch_size": 2}, {"prefill_chunk_tokens": 3}, {"kv_cache_gb": 1e-9}):
+        other = policy_of(kind, **settings, **small).create_generation(seed=5).generate(data)
+        assert texts(other, data) == expected
+        torch.testing.assert_close(other["logprobs"], out["logprobs"], rtol=0, atol=1e-5)
+    scored = {"input_ids": out["output_ids"], "input_lengths": out["unpadded_sequence_lengths"]}
+    scored |= {"token_mask": (out["logprobs"] != 0).float(), "sample_mask": torch.ones(12)}
+    torch.testing.assert_close(policy.get_logprobs(scored)["logprobs"], out["logprobs"], rtol=0, atol=1e-5)
+
+
+def test_draws_are_keyed(kind="gemma"):
+    policy, data = policy_of(kind), prompts()
+    expected = texts(policy.create_generation(seed=5).generate(data), data)
+    assert texts(policy.create_generation(seed=6).generate(data), data) != expected
+    assert texts(policy.create_generation(seed=5).generate({**data, "stream": "val"}), data) != expected
+    assert (
+        texts(policy.create_generation(seed=5).generate({**data, "draw_ids": data["draw_ids"] + 6}), data) != expected
+    )
+    greedy = texts(policy.create_generation(seed=5).generate(data, greedy=True), data)
+    assert (
+        greedy[0::2] == greedy[1::2] == texts(policy.create_generation(seed=6).generate(data, greedy=True), data)[0::2]
+    )
+
+
+def test_the_draws_are_those_of_the_native_engine(tmp_path):
+    """The same Llama, seed and keys: the same texts."""
+    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+
+    values = dict(precision="float32", max_total_sequence_length=24, generation={"max_new_tokens": 12, "top_p": 0.9})
+    made = []
+    for cls, backend, name in ((Policy, "native", "tiny-random"), (HfPolicy, "hf", str(tmp_path / "model"))):
+        config = PolicyConfig(
+            model_name=name, backend=backend, hf_config_overrides={"initializer_range": 0.1}, **values
+        )
+        config.fill_defaults()
+        made.append(cls(None, config, tiny_tokenizer(), seed=1))
+        if backend == "native":
+            made[0].save_checkpoint(tmp_path / "model")
+    native, ours = (policy.create_generation(seed=9).generate(prompts()) for policy in made)
+    assert texts(native, prompts()) == texts(ours, prompts())
+    torch.testing.assert_close(native["logprobs"], ours["logprobs"], rtol=0, atol=1e-5)
+    assert torch.equal(native["truncated"], ours["truncated"])
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mamba"])
+def test_responses_end_where_they_should(kind):
+    policy, data = policy_of(kind, stop_token_ids=[]), prompts()
+    tokenizer = tiny_tokenizer()
+    whole = texts(policy.create_generation(seed=5).generate(data), data)
+    assert {len(text) for text in whole} == {12}
+    written = [tokenizer.decode(text, skip_special_tokens=True) for text in whole]
+    stop = written[0][2:5]  # across tokens
+    told = []
+    engine = policy.create_generation(seed=5)
+    out = engine.generate(
+        {**data, "stop_strings": [stop] * 12}, on_finished=lambda rows, ids: told.extend(zip(rows, ids))
+    )
+    for row, (text, end) in enumerate(zip(texts(out, data), whole)):
+        assert text == end[: len(text)]
+        said = tokenizer.decode(text, skip_special_tokens=True)
+        assert said.endswith(stop) and said.count(stop) == 1 if stop in written[row] else len(text) == 12
+        assert bool(out["truncated"][row]) == (stop not in written[row])
+    assert (
+        told and all(texts(out, data)[row] == ids for row, ids in told) and len({row for row, _ in told}) == len(told)
+    )
+    ended = whole[3][4]
+    by_id = texts(policy_of(kind, stop_token_ids=[ended]).create_generation(seed=5).generate(data), data)
+    assert all(text == end[: end.index(ended) + 1] if ended in end else text == end for text, end in zip(by_id, whole))
+    short = policy.create_generation(seed=5, max_model_len=8).generate(data)
+    assert short["generation_lengths"].tolist() == [min(12, 8 - n) for n in data["input_lengths"].tolist()]
+    assert short["truncated"].all()
+
+
+def test_mistakes_are_value_errors():
+    engine = policy_of("gemma").create_generation(seed=5)
+    for changes, message in (
+        ({"input_lengths": torch.tensor([9] * 12)}, r"input_lengths\[0\] = 9"),
+        ({"stream": "other"}, "stream: expected one of train, val, eval"),
+        ({"stop_strings": ["a"]}, "stop_strings: 1 entries for 12 rows"),
+        ({"stop_strings": [""] * 12}, "an empty text"),
+        ({"draw_ids": torch.arange(3)}, "draw_ids: expected one integer for each of 12 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate({**prompts(), **changes})
+    with torch.no_grad():
+        engine.module.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="the model's logits are not finite for draw 0, sample 0 at position"):
+        engine.generate(prompts())

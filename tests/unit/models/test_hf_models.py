@@ -1,0 +1,315 @@
+"""The trainer on transformers: against the native one, packed against padded, critics, checkpoints, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from nemo_rl_cpp.algorithms.loss_functions import (
+    ClippedPGLossConfig,
+    ClippedPGLossFn,
+    MseValueLossConfig,
+    MseValueLossFn,
+)
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from nemo_rl_cpp.models.sources import ModelFolderError
+from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.models.weights import named_views
+
+pytestmark = pytest.mark.slow  # transformers is imported
+pytest.importorskip("transformers")
+
+FIVE = ("gemma", "phi", "olmo", "gpt_neox", "mixtral")
+BASE = dict(
+    model_name="tiny-random", precision="float32", train_global_batch_size=12, train_micro_batch_size=12, max_total_sequence_length=16,
+    optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "weight_decay": 0.1}},
+)  # fmt: skip
+
+
+def make(cls, config_cls=PolicyConfig, model_type=None, paths=None, **changes):
+    values = {**BASE, **changes}
+    if model_type is not None:
+        values["hf_config_overrides"] = {
+            "model_type": model_type,
+            "initializer_range": 0.1,
+            **values.get("hf_config_overrides", {}),
+        }
+    config = config_cls(**values)
+    config.fill_defaults() if config_cls is PolicyConfig else config.fill_batching()
+    return cls(None, config, tiny_tokenizer(), seed=1, **(paths or {}))
+
+
+def hf_policy(model_type=None, paths=None, **changes):
+    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
+
+    return make(HfPolicy, model_type=model_type, paths=paths, backend="hf", **changes)
+
+
+def hf_value(model_type=None, paths=None, **changes):
+    from nemo_rl_cpp.models.value.hf_value import HfValue
+
+    return make(HfValue, ValueConfig, model_type, paths, backend="hf", **changes)
+
+
+def batch(seed=0):
+    """12 samples of 5 to 9 tokens in groups of 4, with all that the losses read."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 14, (12, 9), generator=random)
+    lengths = torch.randint(5, 10, (12,), generator=random)
+    position = torch.arange(9)[None]
+    mask = ((position >= 4) & (position < lengths[:, None])).float()
+    advantages = torch.randn(12, 1, generator=random).expand(12, 9).contiguous()
+    near = lambda: -2.5 + 0.3 * torch.randn(12, 9, generator=random)  # noqa: E731
+    return {
+        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": (torch.arange(12) != 5).float(),
+        "advantages": advantages, "group_id": torch.arange(12) // 4, "rewards": (advantages[:, 0] > 0).float(),
+        "generation_logprobs": near() * mask, "prev_logprobs": near() * mask, "reference_policy_logprobs": near() * mask,
+        "returns": torch.randn(12, 9, generator=random) * mask, "values": torch.randn(12, 9, generator=random) * mask,
+    }  # fmt: skip
+
+
+def relative(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+LOSSES = {
+    "grpo": dict(reference_policy_kl_penalty=0.05),
+    "dapo": dict(reference_policy_kl_penalty=0.0, ratio_clip_max=0.28, ratio_clip_c=10.0),
+    "gspo": dict(token_level_loss=False, sequence_level_importance_ratios=True, ratio_clip_min=3e-1, ratio_clip_max=4e-1),
+    "cispo": dict(use_cispo=True),
+    "reinforce": dict(disable_ppo_ratio=True, reference_policy_kl_type="k2"),
+    "prorlv2": dict(
+        use_importance_sampling_correction=True, truncated_importance_sampling_type="icepop", truncated_importance_sampling_ratio=5.0,
+        truncated_importance_sampling_ratio_min=0.5, use_on_policy_kl_approximation=True,
+    ),
+    "seq-mask-tis": dict(
+        use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis", truncated_importance_sampling_ratio=1.5,
+        truncated_importance_sampling_ratio_min=0.6,
+    ),
+    "on-policy": dict(force_on_policy_ratio=True),
+    "vapo": dict(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder that both backends load."""
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    make(Policy, hf_config_overrides={"initializer_range": 0.1}).save_checkpoint(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ten_steps_are_those_of_the_native_trainer(name, llama):
+    native, ours = make(Policy, model_name=llama), hf_policy(model_name=llama)
+    loss = ClippedPGLossFn(ClippedPGLossConfig(**LOSSES[name]))
+    start = {k: v.clone() for k, v in ours.state_dict().items()}
+    for step in range(10):
+        data = batch(step)
+        expected, got = native.train(data, loss), ours.train(data, loss)
+        assert relative(got["loss"], expected["loss"]) <= 1e-4
+        assert relative(got["grad_norm"], expected["grad_norm"]) <= 1e-4
+        if step == 0:  # the buffers hold the (clipped) gradients of the step
+            scale = min(1.0, 1.0 / float(expected["grad_norm"]))
+            theirs, own = (named_views(p.model.layout, p.trainer.grads) for p in (native, ours))
+            assert set(theirs) == set(own)
+            for k in theirs:
+                assert relative(own[k] / scale, theirs[k]) <= 1e-4 or not theirs[k].any(), k
+        for key, values in expected["all_mb_metrics"].items():
+            assert got["all_mb_metrics"][key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
+    moved = {k: v - start[k] for k, v in native.state_dict().items()}
+    for k, v in ours.state_dict().items():
+        assert relative(v, native.state_dict()[k]) <= 1e-4, k
+    assert sum(float(m.norm()) for m in moved.values()) > 0.1
+
+
+def test_filters_score_as_the_native_trainer(llama):
+    """top_k and top_p in training, a removed token, and the KL without filters."""
+    generation = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
+    native, ours = (
+        make(Policy, model_name=llama, generation=generation),
+        hf_policy(model_name=llama, generation=generation),
+    )
+    data = batch(3)
+    expected, got = native.get_logprobs(data)["logprobs"], ours.get_logprobs(data)["logprobs"]
+    assert (expected == 0).sum() > (data["token_mask"] == 0).sum()  # some are removed
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    reference = native.get_reference_policy_logprobs(data)["reference_logprobs"]
+    torch.testing.assert_close(
+        ours.get_reference_policy_logprobs(data)["reference_logprobs"], reference, rtol=1e-4, atol=1e-5
+    )
+    data["prev_logprobs"] = expected
+    loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
+    expected, got = native.train(data, loss), ours.train(data, loss)
+    assert relative(got["grad_norm"], expected["grad_norm"]) <= 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["llama", *FIVE, "gemma2"])
+def test_packed_samples_are_kept_apart(model_type):
+    """The gradient of packed rows is that of padded ones and that of samples one by one; sliding windows too."""
+    window = {"sliding_window": 3} if model_type == "gemma2" else {}
+    gradients, logprobs, data = {}, {}, batch(1)
+    loss = ClippedPGLossFn(ClippedPGLossConfig())
+    for way, packing, size in (("packed", True, 12), ("padded", False, 12), ("alone", False, 1)):
+        policy = hf_policy(
+            model_type, sequence_packing={"enabled": packing}, train_micro_batch_size=size, logprob_batch_size=size,
+            hf_config_overrides=window,
+        )  # fmt: skip
+        assert policy.trainer.packed == packing
+        logprobs[way] = policy.get_logprobs(data)["logprobs"]
+        policy.train(data, loss)
+        gradients[way] = policy.trainer.grads.clone()
+    for way in ("padded", "alone"):
+        torch.testing.assert_close(logprobs["packed"], logprobs[way], rtol=1e-5, atol=1e-5)
+        assert relative(gradients["packed"], gradients[way]) <= 1e-5
+
+
+def test_an_architecture_that_mixes_packed_samples_is_padded(capsys):
+    policy = hf_policy("bloom", sequence_packing={"enabled": True})
+    assert not policy.trainer.packed and "does not keep the packed samples of a bloom apart" in capsys.readouterr().err
+    data, alone = batch(2), hf_policy("bloom", sequence_packing={"enabled": False}, logprob_batch_size=1)
+    torch.testing.assert_close(
+        policy.get_logprobs(data)["logprobs"], alone.get_logprobs(data)["logprobs"], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_activation_checkpointing_changes_memory_not_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        policy = hf_policy(
+            "gemma",
+            dtensor_cfg={"activation_checkpointing": checkpointing},
+            hf_config_overrides={"attention_dropout": 0.5},
+        )
+        calls = []
+        layer = next(
+            m for m in policy.model.module.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "self_attn")
+        )
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+        policy.train(batch(), ClippedPGLossFn(ClippedPGLossConfig()))
+        gradients.append(policy.trainer.grads.clone())
+        assert len(calls) == 1 + checkpointing
+    assert torch.equal(*gradients)
+
+
+def test_bfloat16_has_float32_masters():
+    policy = hf_policy("gemma", precision="bfloat16")
+    assert policy.model.compute.dtype == torch.bfloat16 and policy.model.masters.dtype == torch.float32
+    exact = hf_policy("gemma")
+    assert torch.equal(policy.model.masters, exact.model.compute)  # not those of rounded weights
+    data, loss = batch(), ClippedPGLossFn(ClippedPGLossConfig())
+    rough, fine = policy.train(data, loss), exact.train(data, loss)
+    assert policy.trainer.grads.dtype == torch.float32
+    assert 0 < relative(rough["grad_norm"], fine["grad_norm"]) < 0.05
+    assert torch.equal(policy.model.masters.bfloat16(), policy.model.compute)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "precision"), [("gemma", "float32"), ("mixtral", "bfloat16"), ("gpt_neox", "float32")]
+)
+def test_a_checkpoint_goes_on_to_the_same_bits(model_type, precision, tmp_path):
+    """And loads in transformers, with the same log-probabilities."""
+    from transformers import AutoModelForCausalLM
+
+    loss = ClippedPGLossFn(ClippedPGLossConfig())
+    whole = hf_policy(model_type, precision=precision)
+    whole.train(batch(0), loss)
+    whole.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    paths = {"weights_path": tmp_path / "weights", "optimizer_path": tmp_path / "optimizer"}
+    again = hf_policy(model_type, paths, precision=precision)
+    assert again.weight_digest() == whole.weight_digest()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=getattr(torch, precision))
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, whole.state_dict()[name]), name
+    assert (tmp_path / "weights" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "weights" / "generation_config.json").read_text())["eos_token_id"] == 2
+    for step in (1, 2):
+        assert again.train(batch(step), loss)["loss"] == whole.train(batch(step), loss)["loss"]
+    assert again.weight_digest() == whole.weight_digest()
+    assert torch.equal(again.trainer.exp_avg_sq, whole.trainer.exp_avg_sq)
+
+
+VALUE_LOSS = MseValueLossFn(MseValueLossConfig(cliprange=0.2))
+
+
+def test_the_critic_is_that_of_the_native_core(llama):
+    native, ours = make(Value, ValueConfig, model_name=llama), hf_value(model_name=llama)
+    assert not ours.get_values(batch())["values"].any()
+    for step in range(10):
+        expected, got = native.train(batch(step), VALUE_LOSS), ours.train(batch(step), VALUE_LOSS)
+        assert relative(got["loss"], expected["loss"]) <= 1e-4
+        assert relative(got["grad_norm"], expected["grad_norm"]) <= 1e-4
+    torch.testing.assert_close(
+        ours.get_values(batch(11))["values"], native.get_values(batch(11))["values"], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("model_type", FIVE)
+def test_a_critic_of_any_architecture_is_saved_and_read_again(model_type, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    value = hf_value(model_type)
+    for step in range(2):
+        value.train(batch(step), VALUE_LOSS)
+    value.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    paths = {"weights_path": tmp_path / "weights", "optimizer_path": tmp_path / "optimizer"}
+    again = hf_value(model_type, paths)
+    assert again.weight_digest() == value.weight_digest() and again.state_dict()["score.weight"].any()
+    theirs, told = AutoModelForSequenceClassification.from_pretrained(tmp_path / "weights", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert torch.equal(theirs.score.weight, value.state_dict()["score.weight"])
+    assert again.train(batch(2), VALUE_LOSS)["loss"] == value.train(batch(2), VALUE_LOSS)["loss"]
+    assert again.weight_digest() == value.weight_digest()
+
+
+def test_a_native_critic_goes_on_in_transformers(llama, tmp_path):
+    native = make(Value, ValueConfig, model_name=llama)
+    native.train(batch(), VALUE_LOSS)
+    native.save_checkpoint(tmp_path / "weights")
+    ours = hf_value(model_name=str(tmp_path / "weights"))
+    torch.testing.assert_close(
+        ours.get_values(batch(1))["values"], native.get_values(batch(1))["values"], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_bad_batch_is_found_and_kept(tmp_path):
+    policy = hf_policy("gemma")
+    policy.keep_bad_batches(tmp_path)
+    before, data = policy.weight_digest(), batch()
+    data["advantages"][2, 4] = float("nan")
+    with pytest.raises(NonFiniteError, match="sample 2, token"):
+        policy.train(data, ClippedPGLossFn(ClippedPGLossConfig()))
+    assert (tmp_path / "nonfinite_policy_batch.pt").is_file() and policy.weight_digest() == before
+    assert policy.non_finite_parameters() == []
+    with torch.no_grad():
+        policy.model.module.model.norm.weight[3] = float("inf")
+    assert policy.non_finite_parameters() == ["model.norm.weight"]
+
+
+def test_weights_that_are_missing_or_left_over_are_errors(llama, tmp_path):
+    """transformers would draw the missing ones anew."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(llama, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors.pop("lm_head.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"1 tensors are missing, first lm_head.weight"):
+        hf_policy(model_name=str(tmp_path / "model"))
+    save_file(
+        {**tensors, "lm_head.weight": head, "model.layers.9.mlp.up_proj.weight": head.clone()},
+        file,
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelFolderError, match=r"1 tensors belong to no parameter"):
+        hf_policy(model_name=str(tmp_path / "model"))
+    with pytest.raises(ModelFolderError, match="knows no model_type 'no_such'"):
+        hf_policy("no_such")
+    with pytest.raises(ModelFolderError, match="policy.max_total_sequence_length is 600"):
+        hf_policy("gemma", max_total_sequence_length=600)

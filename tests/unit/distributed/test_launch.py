@@ -168,7 +168,7 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path):
 def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",
-        *arguments(tmp_path, 500), "cluster.worker_timeout_s=3",
+        *arguments(tmp_path, 500), "cluster.worker_timeout_s=15",
     ]  # fmt: skip
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -179,14 +179,15 @@ def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
         lines.append(line)
         if line.startswith("step 2/"):
             break
+    assert run.poll() is None, "".join(lines)
     everyone = descendants(run.pid)
     victim = next(
         p for p in everyone if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes() and rank_of(p) is None
     )
     began = time.monotonic()
     os.kill(int(victim), number)
-    rest = run.communicate(timeout=120)[0]
-    assert run.returncode != 0 and time.monotonic() - began < 60
+    rest = run.communicate(timeout=180)[0]
+    assert run.returncode != 0 and time.monotonic() - began < 90
     assert f"rank 1 of 2 (process {victim})" in "".join(lines) + rest
     assert not wait_until_gone(everyone) and not any(map(alive, everyone))
 

@@ -1,0 +1,62 @@
+"""A run's workers on two nodes: two raylets of one Ray cluster on this machine, and two network namespaces for the communicator."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.distributed.ray_session import ray_module
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.environments.math_environment import MathEnvironment
+from nemo_rl_cpp.environments.ray_environment import ActorSettings, ray_environment
+from players import make
+
+pytestmark = pytest.mark.slow
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "network_namespaces.py"
+LOGS = [[{"role": "assistant", "content": f"Answer: {letter}"}] for letter in "ABCD"]
+TRUTHS = [{"ground_truth": "B"}] * 4
+
+
+def test_a_node_dies(monkeypatch):
+    """Its workers are named; an environment's actor that was there goes on on the other node."""
+    ray = ray_module()
+    from ray.cluster_utils import Cluster
+
+    both = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        second = both.add_node(num_cpus=1)
+        both.wait_for_nodes(60)
+        monkeypatch.setenv("RAY_ADDRESS", both.address)
+        cluster = RayVirtualCluster(
+            [1, 1], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=5.0)
+        )
+        group = RayWorkerGroup(cluster, partial(make, 0))  # one worker of one CPU fits each node
+        assert group.call_all("total") == [3.0, 3.0]
+        settings = ActorSettings(silence=5.0, deadline=120.0, restarts=2)
+        env = ray_environment(
+            MathEnvironment, ({"verifier_type": "english_multichoice", "num_workers": 2},), {}, settings
+        )
+        wanted = ray.get(env.step.remote(LOGS, TRUTHS), timeout=120).rewards.tolist()
+        assert wanted == [0.0, 1.0, 0.0, 0.0]
+        both.remove_node(second, allow_graceful=False)
+        with pytest.raises(WorkerLostError, match=r"rank \d of 2 \(process \d+\) (is gone|gave no sign of life)"):
+            while True:
+                group.call_all("total")
+        assert ray.get(env.step.remote(LOGS, TRUTHS), timeout=120).rewards.tolist() == wanted
+        env.close()
+        cluster.shutdown()
+    finally:
+        ray.shutdown()
+        both.shutdown()
+
+
+def test_the_communicator_between_two_network_namespaces():
+    """Two ranks that reach each other over a link alone; both say so when it is down."""
+    run = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, timeout=240)
+    if run.returncode == 3:
+        pytest.skip(run.stdout.strip())
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-DEADLINE = 20.0  # of one message between the ranks, in seconds
+DEADLINE = 10.0  # of one message between the ranks, in seconds
 NAMES = (f"nrl-a-{os.getpid()}", f"nrl-b-{os.getpid()}")
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 
@@ -45,6 +45,7 @@ def member(rank: int, port: int) -> None:
 
     store = meeting_place(ADDRESSES[0], 60.0) if rank == 0 else None
     print(store.port if store is not None else port, flush=True)
+    sys.stdin.readline()  # both have loaded what takes its time
     ranks = connect(rank, 2, ADDRESSES[0], store.port if store is not None else port, DEADLINE, ADDRESSES[rank])
     print(f"sum {ranks.sum(rank + 1.0)}", flush=True)
     sys.stdin.readline()
@@ -59,6 +60,12 @@ def member(rank: int, port: int) -> None:
 def start(rank: int, port: int = 0) -> subprocess.Popen:
     words = ["ip", "netns", "exec", NAMES[rank], sys.executable, __file__, "--member", str(rank), "--port", str(port)]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def go_on(members: list[subprocess.Popen]) -> None:
+    for each in members:
+        each.stdin.write("\n")
+        each.stdin.flush()
 
 
 def main() -> int:
@@ -79,11 +86,11 @@ def main() -> int:
         port = int(members[0].stdout.readline())
         members.append(start(1, port))
         members[1].stdout.readline()
+        go_on(members)
         sums = [each.stdout.readline().strip() for each in members]
         print(f"with the cable: {sums}")
         ip("-n", NAMES[0], "link", "set", "nrl0", "down")
-        for each in members:
-            each.stdin.write("\n"), each.stdin.flush()
+        go_on(members)
         ends = [each.communicate(timeout=10 * DEADLINE)[0].strip() for each in members]
         print("without it:", *ends, sep="\n  ")
         named = [end.startswith(("TimedOut after", "PeerLost after")) and "rank" in end for end in ends]

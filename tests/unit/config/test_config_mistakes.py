@@ -78,7 +78,17 @@ BAD_FILES = {
     "offloading": ("policy:\n  model_name: m\n  dtensor_cfg: {cpu_offload: true}\ncluster: {device: cuda}", "policy.dtensor_cfg.cpu_offload", 3, ["set it to false"]),
     "lora": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true}", "policy.dtensor_cfg.lora_cfg.enabled", 4, ["LoRA is not supported", "set it to false"]),
     "fp8": ("policy:\n  model_name: m\n  megatron_cfg:\n    enabled: true\n    fp8_cfg: {enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", 5, ["FP8 is not supported"]),
-    "hf backend": ("policy:\n  model_name: m\n  backend: hf", "policy.backend", 3, ["not available yet", "use native"]),
+    "hf backend": (
+        "policy:\n  model_name: m\n  backend: hf\n  generation: {backend: native}", "policy.generation.backend", 4,
+        ["is native", "cannot read the weights of policy.backend hf", "set it to null"]),
+    "hf reuse": (
+        "policy:\n  model_name: m\n  backend: hf\n  reuse_generation_logprobs: always", "policy.reuse_generation_logprobs", 4,
+        ["cannot be always", "set it to auto"]),
+    "hf blocks": (
+        "policy:\n  model_name: m\n  backend: hf\n  gradient_blocks: 2", "policy.gradient_blocks", 4, ["is 2", "set it to null"]),
+    "hf workers": (
+        "policy:\n  model_name: m\n  backend: hf\ncluster: {executor: processes}", "policy.backend", 3,
+        ["trains in one process", "cluster.executor=auto"]),
     "engine": ("policy:\n  model_name: m\n  generation: {backend: vlm}", "policy.generation.backend", 3, ["did you mean vllm"]),
     "fp8 generation": (
         "policy:\n  model_name: m\n  generation: {vllm_cfg: {precision: fp8}}", "policy.generation.vllm_cfg.precision", 3,

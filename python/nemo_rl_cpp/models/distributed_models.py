@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.telemetry.timer import Timer
 
 
-class PolicyWorker(EngineHost, Policy):
+class PolicyWorker(Policy, EngineHost):
     """In a worker: its policy with the engines that read these weights, and the way to engines with weights of their own."""
 
     def __init__(self, *args: object, **options: object) -> None:

@@ -210,6 +210,8 @@ class TrainedModelConfig(Section):
     def tensor_parallel(self, processes: int) -> int:
         """In how many slices the model lies where so many processes train it: the enabled backend's tensor parallel size, or 1 where
         the processes cannot be cut into such groups (`config.fold` says so)."""
+        if self.backend == "hf":  # transformers' models stay whole
+            return 1
         wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1
         if self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
             wanted = self.dtensor_cfg.tensor_parallel_size

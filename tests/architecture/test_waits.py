@@ -56,7 +56,7 @@ CPP_WAIT = re.compile(
     r"(?:\.|->)(?:wait|wait_for|wait_until|synchronize)\(|(?:\.|->)join\(\)|(?:->|::|\b)recv\(|::accept\(|::poll\(|::select\(|\bepoll_wait\("
     r"|\bwaitpid\(|\bpthread_join\(|\bsigwait\w*\(|\bsem_wait\(|cuda\w+Synchronize\(|\.get\(\)\s*;\s*//\s*future"
 )
-CPP_DEADLINE = re.compile(r"deadline|grace|timeout|until|seconds|WNOHANG")
+CPP_DEADLINE = re.compile(r"deadline|grace|patience|timeout|until|seconds|WNOHANG|, left\)")
 
 
 def waits(path: Path) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from multiprocessing import AuthenticationError
@@ -46,10 +47,12 @@ class LaunchedWorker(SocketPeer):
         )
 
     def kill(self) -> None:
-        """Closes its connection, at which it ends, and ends it where it is on this machine. May be called again."""
-        if self._local and not self.closed:  # the process may be stopped, and hear nothing
+        """Closes its connection, at which it ends, and kills it where it is on this machine and silent. May be called again."""
+        if self._local and self.failed and not self.closed:
+            # said now: the launcher ends this process too as soon as it sees that rank end
+            print(f"error: {self.lost()}", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._pid, signal.SIGKILL if self.failed else signal.SIGCONT)
+                os.kill(self._pid, signal.SIGKILL)
         self.hang_up()
 
 

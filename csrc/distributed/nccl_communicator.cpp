@@ -106,7 +106,7 @@ class NcclCommunicator final : public Communicator {
 /// Rank 0 makes the id, and the others find it in the store.
 ncclUniqueId agree_on_id(c10d::Store& store, const Call& call) {
   ncclUniqueId id;
-  const auto left = std::chrono::milliseconds(static_cast<std::int64_t>(call.deadline * 1000) + 1);
+  const auto deadline = std::chrono::milliseconds(static_cast<std::int64_t>(call.deadline * 1000) + 1);
   try {
     if (call.rank == 0) {
       NRL_CHECK_ARG(!store.check({kKey}), kMeeting,
@@ -116,7 +116,7 @@ ncclUniqueId agree_on_id(c10d::Store& store, const Call& call) {
       store.set(kKey, std::vector<std::uint8_t>(id.internal, id.internal + sizeof(id.internal)));
       return id;
     }
-    store.wait({kKey}, left);
+    store.wait({kKey}, deadline);
     const std::vector<std::uint8_t> found = store.get(kKey);
     NRL_CHECK(found.size() == sizeof(id.internal), kMeeting, ": an id of ", found.size(), " bytes");
     std::memcpy(id.internal, found.data(), found.size());

@@ -112,8 +112,8 @@ void NcclConnection::abort(const Call& call) {
     (void)ncclCommAbort(communicator);
     promise.set_value();
   });
-  const auto patience = std::chrono::duration<double>(std::min(deadline_, kAbortSeconds));
-  if (ended.wait_for(patience) == std::future_status::ready) aborts.join();
+  const auto grace = std::chrono::duration<double>(std::min(deadline_, kAbortSeconds));
+  if (ended.wait_for(grace) == std::future_status::ready) aborts.join();
   else aborts.detach();
 }
 

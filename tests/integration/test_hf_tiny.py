@@ -1,0 +1,56 @@
+"""Whole runs with transformers as trainer and generator. All five architectures: tests/tools/learn_hf.py."""
+
+import pytest
+import tiny
+from nemo_rl_cpp.config import load_eval_config
+from nemo_rl_cpp.evals.eval import main as evaluate
+
+pytest.importorskip("transformers")
+SIZES = {
+    "grpo": (*tiny.SMALL, "policy.backend=hf", "++policy.hf_config_overrides.model_type=gemma"),
+    "ppo": (
+        "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+        "value.train_global_batch_size=16", "ppo.policy_training_start_step=1", "policy.backend=hf",
+        "++policy.hf_config_overrides.model_type=mixtral",
+    ),
+}  # fmt: skip
+
+
+def test_it_learns(tmp_path):
+    run = tiny.train(tmp_path, "grpo.max_num_steps=60", config="grpo_hf.yaml", until=0.5)
+    assert run.history[0]["accuracy"] < 0.2
+    assert sum(row["accuracy"] for row in run.history[-5:]) / 5 > 0.5
+    for row in run.history:
+        assert 1 < row["token_mult_prob_error"] < 1 + 1e-5 and abs(row["gen_kl_error"]) < 1e-8
+        assert row["sampling_importance_ratio"] == pytest.approx(1, abs=1e-4) and row["approx_entropy"] > 0
+
+
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_a_resumed_run_ends_with_the_same_bits(section, tmp_path):
+    """Policy, critic, optimizer states and metrics; and the checkpoint can be evaluated."""
+    options = {"config": f"{section}_tiny.yaml"}
+    saving = (*SIZES[section], "checkpointing.enabled=true", "checkpointing.save_period=2")
+    whole = tiny.train(tmp_path / "whole", *saving, f"{section}.max_num_steps=4", **options)
+    tiny.train(tmp_path / "cut", *saving, f"{section}.max_num_steps=2", **options)
+    again = tiny.train(tmp_path / "cut", *saving, f"{section}.max_num_steps=4", **options)
+    assert len(again.history) == 2
+    for model, other in (
+        (whole.policy, again.policy),
+        *zip(whole.critic.models.values(), again.critic.models.values()),
+    ):
+        assert model.weight_digest() == other.weight_digest()
+        assert (
+            model.trainer.exp_avg.equal(other.trainer.exp_avg)
+            and model.trainer.optimizer_steps == other.trainer.optimizer_steps
+        )
+    for mine, theirs in zip(again.history, whole.history[2:]):
+        for name in ("reward", "loss", "grad_norm", "critic/loss"):
+            assert mine.get(name) == theirs.get(name), name
+    if section == "grpo":
+        values = [
+            "generation.backend=hf",
+            f"generation.model_name={tmp_path / 'whole/checkpoints/step_4'}",
+            "generation.vllm_cfg.precision=float32",
+        ]
+        config = load_eval_config("evals/reverse_digits.yaml", values)
+        assert 0 <= evaluate(config).score <= 1

@@ -1,0 +1,49 @@
+"""Without the extra `hf`: nothing of transformers is imported, and what needs it says how to install it."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config.exactness import exactness_text
+from nemo_rl_cpp.models.hf import library
+
+
+@pytest.fixture
+def no_transformers(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "transformers" else found(name, *more)
+    )
+    library.transformers.cache_clear()
+    yield
+    library.transformers.cache_clear()
+
+
+def test_a_missing_library_is_a_sentence(no_transformers):
+    with pytest.raises(
+        ConfigError, match=r"policy.backend is hf, but transformers is not installed: pip install 'nemo_rl_cpp\[hf\]'"
+    ):
+        load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf"])
+    with pytest.raises(library.MissingTransformersError, match=r"pip install 'nemo_rl_cpp\[hf\]'"):
+        library.transformers()
+    assert load_grpo_config("grpo_tiny.yaml").policy.backend == "native"
+
+
+def test_the_engine_follows_the_trainer():
+    native, hf = load_grpo_config("grpo_tiny.yaml"), load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf"])
+    assert (native.policy.generation.backend, hf.policy.generation.backend) == ("native", "hf")
+    assert native.loss_fn.use_importance_sampling_correction is False and "equal to the bit" in exactness_text(native)
+    assert hf.loss_fn.use_importance_sampling_correction is True and "was left open and is true" in exactness_text(hf)
+    off = load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf", "loss_fn.use_importance_sampling_correction=false"])
+    assert off.loss_fn.use_importance_sampling_correction is False and "left open" not in exactness_text(off)
+
+
+@pytest.mark.slow
+def test_the_modules_import_without_it():
+    modules = "models.policy.hf_policy", "models.value.hf_value", "models.generation.hf", "algorithms.build"
+    code = "; ".join(
+        ["import sys", *(f"import nemo_rl_cpp.{name}" for name in modules), "assert 'transformers' not in sys.modules"]
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

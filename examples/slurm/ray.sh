@@ -22,6 +22,7 @@ address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | a
 port=$((20000 + SLURM_JOB_ID % 20000))
 export RAY_ADDRESS="$address:$port"
 cpus=${SLURM_CPUS_PER_TASK:-1}
+export SRUN_CPUS_PER_TASK=$cpus    # srun does not take it from sbatch by itself
 
 # --block keeps ray in the foreground of its step, so that it ends with the job
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \

@@ -409,7 +409,8 @@ def make_collection(config: TrainMasterConfig, maker: RolloutMaker, state: Train
     if not beside.enabled:
         return StepByStep(maker, state)
     maker.failures_left = beside.failures_allowed
-    return BesideTraining(maker, state, beside.max_trajectory_age_steps, keeps=config.checkpointing.enabled)
+    groups = config.loop.num_prompts_per_step, config.loop.num_generations_per_prompt
+    return BesideTraining(maker, state, beside.max_trajectory_age_steps, config.checkpointing.enabled, groups)
 
 
 def length_penalty_of(

@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
+import torch
+
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.experience.batches import Rollouts
 from nemo_rl_cpp.files.plain_state import check_state
@@ -139,8 +141,8 @@ class Collection(Protocol):
     def load_state_dict(self, state: list[CollectedState]) -> None:
         """Goes on where `state_dict` was taken."""
 
-    def close(self) -> None:
-        """Begins nothing more. Safe to call twice."""
+    def close(self, wait: bool = False) -> None:
+        """Begins nothing more, and with `wait` waits for what has begun. Safe to call twice."""
 
 
 class StepByStep(Collection):
@@ -167,10 +169,13 @@ class StepByStep(Collection):
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
         """Batches of a run that generated beside its training: they are said and left out."""
+        for saved in state:
+            for _ in range(saved["finished_epochs"]):  # the data is past them
+                self._state.next_epoch()
         if state:
             print(f"{len(state)} batches that the checkpoint kept for later steps are left out: rollouts are made in their own step now.")  # fmt: skip
 
-    def close(self) -> None:
+    def close(self, wait: bool = False) -> None:
         """Nothing runs beside."""
 
 
@@ -185,16 +190,17 @@ class BesideTraining(Collection):
         age: A, at least 1 (`max_trajectory_age_steps`).
         keeps: whether checkpoints will hold batches. Then the first one is tried, so that a column which no checkpoint can hold
             is said in step 1.
+        groups: (prompts of a step, responses to each), which batches of a checkpoint must have; None: any.
         submit: starts a job beside and gives its future; None: in a thread. Jobs run one after the other.
     """
 
     def __init__(
-        self, maker: RolloutMaker, state: TrainState, age: int, keeps: bool = False,
+        self, maker: RolloutMaker, state: TrainState, age: int, keeps: bool = False, groups: tuple[int, int] | None = None,
         submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None,
     ) -> None:  # fmt: skip
-        self.maker, self._state, self._age, self._keeps = maker, state, age, keeps
-        self._threads = None if submit else ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._submit = submit or self._threads.submit
+        self.maker, self._state, self._age, self._keeps, self._groups = maker, state, age, keeps, groups
+        self._threads: ThreadPoolExecutor | None = None
+        self._submit = submit or self._in_thread
         self._batches: deque[Future[Collected | None]] = deque()  # of steps state.step, state.step + 1, ...
         self._epochs_drawn = state.current_epoch  # of the data, when all these batches are trained
         self._generates = False
@@ -220,6 +226,11 @@ class BesideTraining(Collection):
     def _begin(self, step: int, version: int) -> None:
         self._generates = True
         self._batches.append(self._submit(lambda: self._make(step, version)))
+
+    def _in_thread(self, job: Callable[[], Collected | None]) -> Future[Collected | None]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        return self._threads.submit(job)
 
     def _make(self, step: int, version: int) -> Collected | None:
         """The batch of a step, counted from 0; None where the run ends before it. Runs beside, in the order of steps."""
@@ -250,14 +261,25 @@ class BesideTraining(Collection):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """As `Collection`. Where the run now allows a smaller age, the batches are trained all the same, in their order."""
+        """As `Collection`. Where the run now allows a smaller age, the batches are trained all the same, in their order. Batches of
+        another size than this run's are said and left out."""
+        sizes = [
+            torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
+        ]
+        if self._groups is not None and any(size != [self._groups[1]] * self._groups[0] for size in sizes):
+            print(f"{len(state)} batches that the checkpoint kept for later steps are left out: they are not of {self._groups[0]} prompts with {self._groups[1]} responses each.")  # fmt: skip
+            self._epochs_drawn += sum(saved["finished_epochs"] for saved in state)
+            for _ in range(sum(saved["finished_epochs"] for saved in state)):
+                self._state.next_epoch()
+            return
         for saved in state:
             batch: Future[Collected | None] = Future()
             batch.set_result(Collected.from_state(saved))
             self._batches.append(batch)
             self._epochs_drawn += saved["finished_epochs"]
 
-    def close(self) -> None:
+    def close(self, wait: bool = False) -> None:
         """As `Collection`; what is being generated ends by itself, or with its workers."""
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.shutdown(wait=wait, cancel_futures=not wait)
+            self._threads = None

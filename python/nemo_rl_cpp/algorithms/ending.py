@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.step_metrics import Metrics
 
 
+AT_ONCE = "stopped at once, in the middle of a step"
+
+
 def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
     """`loop(run)` with Ctrl-C ending it at a step boundary; then the last page of the report, the end of the logs, and a
     summary table. An exception leaves the report saying what it was, and goes on to the caller; one from the user's own code
@@ -33,7 +36,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
             loop(run)
         status = "interrupted" if services.stop.requested else "finished"
     except KeyboardInterrupt:
-        status, message = "interrupted", "stopped at once, in the middle of a step"
+        status, message = "interrupted", AT_ONCE
         raise
     except BaseException as error:
         told = in_user_code(error)
@@ -42,6 +45,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
             raise
         raise told from error
     finally:
+        run.collection.close(wait=message != AT_ONCE)  # who goes on with the engine and the environments has them alone
         if services.report is not None:
             services.report.finish(status, message)
         if services.logger is not None:

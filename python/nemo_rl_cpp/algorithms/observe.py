@@ -51,6 +51,7 @@ def observe(run: TrainingRun, report: StepReport) -> None:
     services, state, loop = run.services, run.state, run.config.loop
     services.timeout.mark_iteration()
     interrupted, timed_out = services.stop.requested, services.timeout.check_save()
+    log_step(run, report)  # before what may wait for rollouts of later steps, which may have failed
     validation = None
     if run.validator is not None and not interrupted and run.validator.due(state.step, is_last=state.finished):
         validation = validate_now(run)
@@ -62,7 +63,6 @@ def observe(run: TrainingRun, report: StepReport) -> None:
         state.stop("checkpoint_must_save_by")
     elif target:
         state.stop(f"{loop.stop_at_validation_metric} reached {loop.stop_at_validation_threshold}")
-    log_step(run, report)
     if validation is not None:
         log_validation(run, validation)
     if services.checkpoints is not None:

@@ -56,6 +56,16 @@ def check_model(model: TrainedModelConfig, name: str, cluster: ClusterConfig, re
             f"is hf, which trains in one process, but cluster.executor is {cluster.executor}: set cluster.executor=auto, or {name}.backend=native",
             "cluster.executor",
         )
+    megatron = model.megatron_cfg
+    wanted = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_router_load_balancing_type": "none"}
+    for key, off in wanted.items():
+        given = getattr(megatron, key, off)
+        if megatron.enabled and given not in (off, None):
+            report.add(
+                f"{name}.megatron_cfg.{key}",
+                f"is {given}, which backend hf does not do: set it to {off}",
+                f"{name}.backend",
+            )
     if model.gradient_blocks is not None:
         report.add(
             f"{name}.gradient_blocks",

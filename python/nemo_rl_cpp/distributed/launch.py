@@ -24,9 +24,10 @@ from typing import NamedTuple, TypeVar
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.config.errors import ConfigError, Problem
+from nemo_rl_cpp.config.resources import engines_of
 
 TOKEN, FOLDER = "NEMO_RL_LAUNCH_TOKEN", "NEMO_RL_LAUNCH_DIR"
-MEETING_SECONDS = 300.0  # until all ranks must have come: they start at different times
+MEETING_SECONDS = 1800.0  # until all ranks must have come: rank 0 reads data and checkpoints before it opens its door
 HANDSHAKE_SECONDS = 10.0
 _PAUSE = 0.2
 C = TypeVar("C")
@@ -91,9 +92,26 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         raise ValueError(f"{name} is {environment.get(name)!r}: the launcher must set it to a whole number") from None
 
 
-def check_launch(cluster: ClusterConfig, launch: Launch) -> None:
-    """Raises ConfigError where the file asks for another number of workers than were launched, or for what a launcher does."""
+def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
+    """Raises ConfigError where the file asks for another number of workers than were launched, for what a launcher does, for
+    `engines` of their own, or for an executor that would let every rank be a run."""
     problems = []
+    if cluster.executor != "processes":
+        problems.append(
+            Problem(
+                "", "cluster.executor",
+                f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to processes, or start "
+                "one process",
+            )
+        )  # fmt: skip
+        raise ConfigError(problems)
+    if engines:
+        problems.append(
+            Problem(
+                "", "policy.generation.colocated.enabled",
+                "is false, but all ranks that a launcher has started train: set it to true, or let the run start its workers itself, or take ray",
+            )
+        )  # fmt: skip
     if cluster.processes != launch.size:
         problems.append(
             Problem(
@@ -119,9 +137,8 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
-        cluster = config.cluster
-        if cluster.executor == "processes" and "--dry-run" not in sys.argv and (launch := launched()) is not None:
-            check_launch(cluster, launch)
+        if "--dry-run" not in sys.argv and (launch := launched()) is not None:
+            check_launch(config.cluster, launch, engines_of(config))
             if launch.rank > 0:
                 serve(launch)
         return config

@@ -66,6 +66,11 @@ class LaunchedWorkers(ProcessWorkers):
                 f"{count} workers called {role} were asked for, but a launcher has started {1 if launch is None else launch.size} ranks, which "
                 "all train: engines of their own (policy.generation.colocated.enabled=false) need a run that starts its workers itself, or ray"
             )
+        if launch.rank > 0:
+            raise ValueError(
+                f"rank {launch.rank} of {launch.size} is a worker: start the run by a run script, or wrap what loads your configuration, "
+                "nemo_rl_cpp.distributed.launch.serving(load), in which this rank then serves"
+            )
         self._changed, self._silence = threading.Condition(), silence
         self._workers = []
         listening, door, file = open_door(launch)

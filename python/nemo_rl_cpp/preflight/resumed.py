@@ -235,6 +235,8 @@ def hf_architecture_refusals(saved: Saved, section: str, config: WholeConfig) ->
     except (OSError, ValueError):
         return  # said elsewhere
     for k, value in (config.hf_config_overrides or {}).items():
+        if isinstance(value, (dict, list)):  # transformers completes and moves these when it saves
+            continue
         if k in saved_config and saved_config[k] != value:
             yield (
                 f"{section}.hf_config_overrides.{k}",

@@ -38,8 +38,11 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     needed, memory = certain_bytes(config), machine_memory()
     machine = memory + swap_memory() if memory is not None else None
     if needed is not None and machine is not None and needed > machine:
+        exact = (
+            config.policy.backend == "native"
+        )  # else the sizes are those of a native model of the same configuration
         yield Finding(
-            "error",
+            "error" if exact else "warning",
             "policy.model_name",
             f"is {config.policy.model_name}, whose weights, gradients and optimizer alone take {size_text(needed)}, but this machine "
             f"has {size_text(machine)} of memory and swap; take a smaller model or a larger machine (--dry-run shows the forecast)",

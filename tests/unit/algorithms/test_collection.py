@@ -277,6 +277,30 @@ def test_a_lost_worker_is_not_asked_again():
     assert len(runner.given) == 1
 
 
+def test_batches_of_another_size_are_left_out(capsys):
+    state, groups = TrainState(max_num_epochs=3), torch.tensor([0, 0, 1, 1])
+    kept = Collected(Rollouts({"group_id": groups}), {}, {}, finished_epochs=1, weight_version=0).state_dict()
+    for wanted, number in (((2, 2), 1), ((1, 4), 0), ((2, 3), 0)):
+        collection = BesideTraining(None, state, age=1, groups=wanted)
+        collection.load_state_dict([kept])
+        assert len(collection.state_dict()) == number
+    assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
+
+
+def test_a_loop_that_ends_waits_for_what_is_generated():
+    ends, state = threading.Event(), TrainState(max_num_steps=9)
+    maker = Maker(None, state)
+    maker.refresh = lambda timer: {}
+    maker.make = lambda version, timer: ends.wait(60) and Collected(Rollouts({}), {}, {}, 0, version)
+    collection = BesideTraining(maker, state, age=1)
+    threading.Timer(0.05, ends.set).start()
+    collection.collect(Timer())
+    collection.close(wait=True)
+    assert len(collection.state_dict()) == 1, "the batch of the next step is whole"
+
+
 def test_batches_of_a_run_beside_training_are_left_out_in_step_by_step(capsys):
-    StepByStep(None, TrainState()).load_state_dict([{}, {}])
+    state = TrainState(current_epoch=1)
+    StepByStep(None, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
+    assert state.current_epoch == 2, "the data is past these batches"
     assert "2 batches that the checkpoint kept for later steps are left out" in capsys.readouterr().out

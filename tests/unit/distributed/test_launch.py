@@ -75,6 +75,17 @@ class Deadly:
         return (os.abort, ())
 
 
+def test_a_launcher_of_what_is_no_launched_run_is_an_error():
+    with pytest.raises(
+        ConfigError, match="cluster.executor.* is auto, but WORLD_SIZE is 2, so every rank would be a run of its own"
+    ):
+        check_launch(ClusterConfig(gpus_per_node=2), launched(TORCHRUN))
+    with pytest.raises(
+        ConfigError, match="colocated.enabled.* is false, but all ranks that a launcher has started train"
+    ):
+        check_launch(ClusterConfig(executor="processes", gpus_per_node=2), launched(TORCHRUN), engines=1)
+
+
 def test_nobody_is_let_in_without_the_secret(monkeypatch, tmp_path):
     monkeypatch.setenv("NEMO_RL_LAUNCH_DIR", str(tmp_path / "own"))
     monkeypatch.delenv("NEMO_RL_LAUNCH_TOKEN", raising=False)

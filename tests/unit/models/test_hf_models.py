@@ -13,6 +13,7 @@ from nemo_rl_cpp.algorithms.loss_functions import (
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.config.value import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.hf.folder import open_frozen
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.models.sources import ModelFolderError
@@ -287,6 +288,37 @@ def test_a_bad_batch_is_found_and_kept(tmp_path):
     with torch.no_grad():
         policy.model.module.model.norm.weight[3] = float("inf")
     assert policy.non_finite_parameters() == ["model.norm.weight"]
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path):
+    policy = hf_policy("gemma")
+    policy.keep_bad_batches(tmp_path)
+    before, backward = policy.weight_digest(), policy.trainer.backward
+
+    def overflow(*gradients):
+        backward(*gradients)
+        policy.trainer.grads[5] = float("inf")
+
+    policy.trainer.backward = overflow
+    with pytest.raises(NonFiniteError, match="the gradient norm is inf"):
+        policy.train(batch(), ClippedPGLossFn(ClippedPGLossConfig()))
+    assert (tmp_path / "nonfinite_policy_batch.pt").is_file() and policy.weight_digest() == before
+
+
+def test_a_model_that_only_generates_keeps_its_buffers(llama):
+    _, module = open_frozen(str(llama), "bfloat16", device="cpu")
+    assert module.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("model_type", ["phi", "gpt_neox"])
+def test_a_critic_begins_with_the_body_of_a_language_model(model_type, tmp_path):
+    hf_policy(model_type).save_checkpoint(tmp_path / "weights")
+    critic = hf_value(model_name=str(tmp_path / "weights"))
+    policy = hf_policy(model_name=str(tmp_path / "weights"))
+    body = next(name for name in policy.state_dict() if "layers.1" in name and name.endswith("weight"))
+    tensors = {name.rpartition("layers.")[2]: tensor for name, tensor in critic.state_dict().items()}
+    assert torch.equal(tensors[body.rpartition("layers.")[2]], policy.state_dict()[body])
 
 
 def test_weights_that_are_missing_or_left_over_are_errors(llama, tmp_path):

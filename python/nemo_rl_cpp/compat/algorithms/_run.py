@@ -26,7 +26,9 @@ def parts_of(
 ) -> Parts:  # fmt: skip
     """What NeMo RL's `setup` makes: everything but the environments."""
     refuse_processor(processor)
-    return make_parts(config, tokenizer, RunData(dataset, val_dataset, environments({}, {})), policy_factory or Policy)
+    if policy_factory is None and not config.cluster.has_workers:
+        policy_factory = Policy
+    return make_parts(config, tokenizer, RunData(dataset, val_dataset, environments({}, {})), policy_factory)
 
 
 def require_beside_training(config: TrainMasterConfig, max_trajectory_age_steps: int | None = None) -> None:

@@ -57,7 +57,7 @@ class FlatModel:
             view = self.compute[offset : offset + size].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
-            parameter.requires_grad_(trainable)
+            parameter.requires_grad_(trainable and parameter.requires_grad)
             self.layout.append((name, list(parameter.shape), offset))
             offset += size
 
@@ -90,6 +90,8 @@ class FlatModel:
             return add
 
         for (_, _, offset), parameter in zip(self.layout, self.module.parameters()):
+            if not parameter.requires_grad:  # frozen by its architecture
+                continue
             parameter.register_post_accumulate_grad_hook(adder(offset, parameter.numel()))
 
     def release_workspace(self) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.hf.flat_model import FlatModel
 from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.value_net import ValueNet
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
@@ -102,7 +103,7 @@ class HfFolder:
             )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelFolderError(f"{folder}: transformers cannot load this model ({_first_line(error)})") from error
-        head = ("score.weight", "lm_head.weight")
+        head = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")
         left = [name for name in told["unexpected_keys"] if not (self.value_head and str(name).endswith(head))]
         for what, names in (("are missing", told["missing_keys"]), ("belong to no parameter", left)):
             if names:
@@ -160,8 +161,10 @@ def open_frozen(
         raise ModelFolderError(
             f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
         )
-    module = folder.build().to(device=device, dtype={"bfloat16": torch.bfloat16, "float32": torch.float32}[precision])
-    return folder, module.requires_grad_(False)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[precision]
+    return folder, FlatModel(
+        folder.build(), dtype, False, device
+    ).module  # buffers, as rotary frequencies, stay float32
 
 
 def _remarks(raw: Mapping[str, Json], key: str, name: str) -> Iterator[str]:
@@ -189,10 +192,12 @@ def _config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: 
     try:
         with quietly():
             if settings.trust_remote_code and path is not None and raw.get("auto_map"):
-                return library.AutoConfig.from_pretrained(path, trust_remote_code=True)
+                saved = read_config_file(path)
+                changed = {k: v for k, v in raw.items() if k not in saved or saved[k] != v}
+                return library.AutoConfig.from_pretrained(path, trust_remote_code=True, **changed)
             if kind not in library.CONFIG_MAPPING:
                 hint = (
-                    "; its folder names code of its own (auto_map): set hf_cfg.trust_remote_code=true to run it"
+                    "; its folder names code of its own (auto_map), which a training runs with hf_cfg.trust_remote_code=true"
                     if raw.get("auto_map")
                     else ""
                 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_rl_cpp.data.boundaries import save_generation_config
 from nemo_rl_cpp.models.hf.flat_model import FlatModel
@@ -43,10 +43,24 @@ class HfTrainedModel(TrainedModel):
         return Slices(self.ranks, [layout], layout)
 
     def _load(self, folder: HfFolder, *, trainable: bool) -> FlatModel:
-        return FlatModel(folder.build(), DTYPES[self.config.precision], trainable, self.device)
+        return FlatModel(
+            self._without_frozen_router(folder.build()), DTYPES[self.config.precision], trainable, self.device
+        )
 
     def _load_from(self, weights_path: str | Path) -> FlatModel:
-        return FlatModel(self.folder.build(Path(weights_path)), DTYPES[self.config.precision], True, self.device)
+        module = self._without_frozen_router(self.folder.build(Path(weights_path)))
+        return FlatModel(module, DTYPES[self.config.precision], True, self.device)
+
+    def _without_frozen_router(self, module: nn.Module) -> nn.Module:
+        """ValueError where megatron_cfg asks for a router that is not trained."""
+        megatron = self.config.megatron_cfg
+        routed = [
+            name for name, _ in module.named_modules() if name.endswith(("router", "mlp.gate", "block_sparse_moe.gate"))
+        ]
+        if megatron.enabled and megatron.freeze_moe_router and routed:
+            key = f"{self.section}.megatron_cfg.freeze_moe_router"
+            raise ValueError(f"{key} is true, but backend hf trains every parameter, {routed[0]} too: set it to false")
+        return module
 
     def _trainer_of(self, model: FlatModel) -> HfTrainer:
         if model is not self.model:  # the reference is of the same architecture
@@ -61,7 +75,10 @@ class HfTrainedModel(TrainedModel):
         return HfTrainer(model, packed)
 
     def _batching(self, kind: str, micro_batch_size: int | None = None) -> MicroBatching:
-        return replace(super()._batching(kind, micro_batch_size), share_prefix=False)
+        made = replace(super()._batching(kind, micro_batch_size), share_prefix=False)
+        if made.max_tokens and not made.length_round and not self.trainer.packed:
+            made = replace(made, length_round=1)  # rows are padded, so that padding counts
+        return made
 
     def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
         save_module(self.model.module, weights_path)

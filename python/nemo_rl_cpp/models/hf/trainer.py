@@ -62,6 +62,7 @@ class HfTrainer:
             keep: a `backward` will follow.
             more: `top_p`, `top_k`, and `unfiltered` [T], which gets the log-probabilities without filters.
         """
+        self._kept = None  # the tape of a micro-batch without a gradient, which no `backward` has taken
         if share_prefix:
             raise ValueError("transformers computes the prompt of each sample: share_prefix must be False")
         scoring = Scoring(temperature, float(more.get("top_p", 1.0)), int(more.get("top_k", 0)))
@@ -95,7 +96,10 @@ class HfTrainer:
             enable({"use_reentrant": False})
             self._recomputing = [layer for layer in base.modules() if getattr(layer, "gradient_checkpointing", False)]
             for layer in self._recomputing:
-                for name in [n for n, value in vars(layer).items() if "dropout" in n and isinstance(value, float)]:
+                chances = ("dropout", "layerdrop")
+                for name in [
+                    n for n, v in vars(layer).items() if isinstance(v, float) and any(c in n for c in chances)
+                ]:
                     setattr(layer, name, 0.0)
         for layer in self._recomputing:
             layer.gradient_checkpointing = layer.training = wanted
@@ -146,6 +150,10 @@ class HfTrainer:
     def exp_avg_sq(self) -> Tensor:
         """AdamW's second moment, float32 [n]."""
         return self._both_moments()[1]
+
+    def grads_are_finite(self) -> bool:
+        """Whether no gradient is infinite or NaN."""
+        return all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in self.grads.split(_BLOCK))
 
     def _both_moments(self) -> tuple[Tensor, Tensor]:
         if self._moments is None:

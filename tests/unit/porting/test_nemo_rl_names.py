@@ -81,12 +81,18 @@ def differences(function, signature):
     return problems
 
 
+FOLLOWS = {"use_importance_sampling_correction"}
+"""Keys whose null follows from others, and is NeMo RL's default where these are at theirs."""
+
+
 def field_problem(cls, field):
     name, given, default = field.partition("=")
     known = getattr(cls, "model_fields", {})
     if name in known:
         info = known[name]
         value = info.default_factory() if info.default_factory is not None else info.default
+        if name in FOLLOWS and value is None:
+            return None
         # a section whose default is an absent mapping may be filled with what an absent one means
         return (
             f"{name}: {value!r} instead of {default}"

@@ -21,6 +21,7 @@ from nemo_rl_cpp.config.document import document
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.keys import fields_of, section_type, status_of
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.environments.ray_environment import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
 from nemo_rl_cpp.loggers.backends import TrackerLogger
 
@@ -176,6 +177,7 @@ def reads(tmp_path_factory):
                 with run:
                     run.train()
         make_tokenizer(watch.root(load_grpo_config("grpo_arithmetic_smollm2.yaml")).policy)
+        ActorSettings.of(watch.root(load_grpo_config("grpo_tiny.yaml")).cluster)  # as a run with Ray does
     finally:
         patch.undo()
     return watch

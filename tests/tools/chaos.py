@@ -35,7 +35,7 @@ WORKERS = (
 )  # fmt: skip
 
 
-BY_RAY = ("cluster.executor=ray", "cluster.gpus_per_node=2", "policy.generation.colocated.enabled=true")
+BY_RAY = ("cluster.executor=ray", "cluster.gpus_per_node=2")
 
 
 def sizes(engines: int) -> tuple[str, ...]:
@@ -146,22 +146,32 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=1, help="workers that only generate")
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
+    victims = [victim for victim in arguments.victims if arguments.engines or not victim.startswith("engine")]
+    groups = (
+        [victim for victim in victims if victim != "environment"],
+        [victim for victim in victims if victim == "environment"],
+    )
+    status = 0
+    for several, executor in zip(groups, (sizes(arguments.engines), BY_RAY)):
+        if several:
+            status |= campaign(arguments, several, [*WORKERS, *executor, *overrides])
+    return status
+
+
+def campaign(arguments: argparse.Namespace, victims: list[str], overrides: list[str]) -> int:
+    """Strikes these victims of one kind of run; 1 if anything was wrong."""
     dice, failed = random.Random(arguments.seed), 0
-    overrides = [*WORKERS, *sizes(arguments.engines), *overrides]
-    if arguments.engines == 0:
-        arguments.victims = [victim for victim in arguments.victims if not victim.startswith("engine")]
     with tempfile.TemporaryDirectory() as scratch:
         whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
         began = time.monotonic()
         run_to_end(command(arguments.config, whole, arguments.steps, overrides), dict(os.environ))
         length, expected = time.monotonic() - began, fingerprint(whole)
         for turn in range(arguments.each):
-            for victim in arguments.victims:
+            for victim in victims:
                 number = signal.SIGSTOP if turn % 2 else signal.SIGKILL
                 delay = dice.uniform(0.3, 0.9) * length
-                more = [*overrides, *(BY_RAY if victim == "environment" else ())]
                 happened, problems = blow(
-                    command(arguments.config, broken, arguments.steps, more), victim, number, delay
+                    command(arguments.config, broken, arguments.steps, overrides), victim, number, delay
                 )
                 failed += bool(problems)
                 print(f"{victim} {number.name} after {delay:.1f} s: {happened}{'; '.join(['', *problems])}", flush=True)

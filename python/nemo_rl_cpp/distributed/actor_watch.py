@@ -79,7 +79,7 @@ class ActorWatch:
             if each.asked is not None and self._ray.wait([each.asked], timeout=0)[0]:
                 self._hear(i, each)
             if each.asked is None and not each.gone:
-                each.asked = each.actor.beat.options(concurrency_group="beat").remote()
+                each.asked = each.actor.beat.options(concurrency_group="beat", max_task_retries=0).remote()
             limit = self._silence if each.place is not None else max(self._silence, START_SECONDS)
             if self._clock.silence(i) > limit:
                 self._clock.heard(i)

@@ -270,7 +270,8 @@ def ray_environment(cls: type, args: tuple, kwargs: dict[str, object], settings:
         made = {
             "num_cpus": 0,
             "max_restarts": settings.restarts if again else 0,
-            "max_task_retries": settings.restarts if again else 0,
+            # restarts are what is counted: of a node that dies, Ray tries a call several times before it starts the actor elsewhere
+            "max_task_retries": -1 if again else 0,
             "runtime_env": {"env_vars": worker_environment(1)},
             "scheduling_strategy": "SPREAD" if count > 1 else "DEFAULT",
         }

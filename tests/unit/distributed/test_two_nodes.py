@@ -26,7 +26,9 @@ def test_a_node_dies(monkeypatch):
     ray = ray_module()
     from ray.cluster_utils import Cluster
 
-    both = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
+    both = Cluster(initialize_head=True, head_node_args=head)
     try:
         second = both.add_node(num_cpus=1)
         both.wait_for_nodes(60)

@@ -9,6 +9,7 @@ from nemo_rl_cpp.compat.data.utils import setup_response_data
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
 from nemo_rl_cpp.data.utils import get_train_dataset_name, load_dataloader_state, save_dataloader_state
+from nemo_rl_cpp.environments.remote import shut_down
 
 ARITHMETIC = {"dataset_name": "arithmetic", "num_samples": 12, "env_name": "math"}
 REVERSE = {"dataset_name": "reverse_digits", "num_samples": 8, "env_name": "digits"}
@@ -32,7 +33,7 @@ def environments(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments", types.ModuleType("nemo_rl_cpp.environments"))
     module = types.ModuleType("nemo_rl_cpp.environments.utils")
-    module.create_env = create_env
+    module.create_env, module.shut_down = create_env, shut_down
     monkeypatch.setitem(sys.modules, "nemo_rl_cpp.environments.utils", module)
     return log
 

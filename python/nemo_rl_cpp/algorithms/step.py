@@ -88,7 +88,8 @@ def report_step(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
         groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=run.config.loop.leave_one_out
     )
     metrics = metrics | rollout_metrics | batch_metrics(samples, batch) | baseline_metrics(baseline)
-    metrics = collected.sampler_metrics | metrics | run.advantages.metrics  # `stale_samples` by the weights that train
+    stale = {"stale_samples": metrics["stale_samples"]}  # by the weights that train, not those that have generated
+    metrics |= collected.sampler_metrics | stale | run.advantages.metrics
     trained = batch.is_valid
     histograms = {"baseline_reward": baseline.tolist()}
     names = [name for name in ("advantages", "values", "returns") if name in batch]

@@ -149,7 +149,10 @@ class MegatronConfig(Section):
     dynamic_context_parallel: dict[str, object] | None = no_effect(None, _ONE_DEVICE)
     pipeline_dtype: str | None = no_effect(None)
     sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
-    freeze_moe_router: bool = no_effect(True, "no mixture of experts")
+    freeze_moe_router: bool = key(
+        True,
+        "must be false for backend hf and a model with experts, whose router is trained; the native core has no experts",
+    )
     moe_router_dtype: str | None = no_effect("fp64", _NO_EXPERTS)
     moe_router_load_balancing_type: str = no_effect("none", _NO_EXPERTS)
     moe_router_bias_update_rate: Real = no_effect(0.0, _NO_EXPERTS)

@@ -151,7 +151,7 @@ class MegatronConfig(Section):
     sequence_parallel: bool = no_effect(False, _ONE_DEVICE)
     freeze_moe_router: bool = key(
         True,
-        "must be false for backend hf and a model with experts, whose router is trained; the native core has no experts",
+        "backend hf trains the router of a model with experts all the same, and says so; the native core has no experts",
     )
     moe_router_dtype: str | None = no_effect("fp64", _NO_EXPERTS)
     moe_router_load_balancing_type: str = no_effect("none", _NO_EXPERTS)

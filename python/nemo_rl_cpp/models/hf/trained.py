@@ -16,6 +16,7 @@ from nemo_rl_cpp.models.hf.folder import HfFolder, open_hf_folder
 from nemo_rl_cpp.models.hf.outputs import keeps_packed_samples_apart
 from nemo_rl_cpp.models.hf.saving import save_module
 from nemo_rl_cpp.models.hf.trainer import HfTrainer
+from nemo_rl_cpp.models.model_folder import note_as_said, was_said
 from nemo_rl_cpp.models.slices import Slices
 from nemo_rl_cpp.models.trained_model import DTYPES, TrainedModel
 
@@ -43,23 +44,26 @@ class HfTrainedModel(TrainedModel):
         return Slices(self.ranks, [layout], layout)
 
     def _load(self, folder: HfFolder, *, trainable: bool) -> FlatModel:
-        return FlatModel(
-            self._without_frozen_router(folder.build()), DTYPES[self.config.precision], trainable, self.device
-        )
+        return FlatModel(self._with_router(folder.build()), DTYPES[self.config.precision], trainable, self.device)
 
     def _load_from(self, weights_path: str | Path) -> FlatModel:
-        module = self._without_frozen_router(self.folder.build(Path(weights_path)))
+        module = self._with_router(self.folder.build(Path(weights_path)))
         return FlatModel(module, DTYPES[self.config.precision], True, self.device)
 
-    def _without_frozen_router(self, module: nn.Module) -> nn.Module:
-        """ValueError where megatron_cfg asks for a router that is not trained."""
+    def _with_router(self, module: nn.Module) -> nn.Module:
+        """Says once where megatron_cfg asks for a router that is not trained, as NeMo RL's files do: here it is."""
         megatron = self.config.megatron_cfg
+        frozen = megatron.enabled and megatron.freeze_moe_router
         routed = [
             name for name, _ in module.named_modules() if name.endswith(("router", "mlp.gate", "block_sparse_moe.gate"))
         ]
-        if megatron.enabled and megatron.freeze_moe_router and routed:
-            key = f"{self.section}.megatron_cfg.freeze_moe_router"
-            raise ValueError(f"{key} is true, but backend hf trains every parameter, {routed[0]} too: set it to false")
+        if frozen and routed:
+            key, what = (
+                f"{self.section}.megatron_cfg.freeze_moe_router",
+                f"backend hf trains every parameter, {routed[0]} too",
+            )
+            if not was_said(what):
+                print(f"note: {note_as_said(what)} ({key} is true, and is not done)", file=sys.stderr, flush=True)
         return module
 
     def _trainer_of(self, model: FlatModel) -> HfTrainer:

@@ -1,9 +1,9 @@
 # AddressSanitizer and UndefinedBehaviorSanitizer with gcc, and fuzz targets with clang (libFuzzer; with gcc a program that replays the
 # corpus). Nothing here is installed; `.ci/checks` runs it.
 #   sanitized_tests      all C++ tests on a core whose common, batching, configuration, generation and kernels of every CPU capability are
-#                        sanitized; what is bound to torch (runtime, ops, distributed, model, trainer) is taken from an ordinary build (NEMO_RL_ORDINARY_BUILD)
+#                        sanitized; what is bound to torch (runtime, ops, distributed, refit, model, trainer) is taken from an ordinary build (NEMO_RL_ORDINARY_BUILD)
 #   fuzz_<target>        tests/fuzz/fuzz_<target>.cpp
-set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of runtime, ops, distributed, model and trainer are taken")
+set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of runtime, ops, distributed, refit, model and trainer are taken")
 set(NEMO_KERNEL_OPTIMIZATION -O1 CACHE STRING "of the CPU kernels")     # NRL_SANITIZED keeps that to seconds a file
 set(_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 set(CMAKE_BUILD_TYPE "")
@@ -22,7 +22,7 @@ if(GTest_FOUND AND NEMO_RL_ORDINARY_BUILD)
   file(GLOB_RECURSE _tests CONFIGURE_DEPENDS tests/cpp/*.cpp)
   file(GLOB _core_sources CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/generation/*.cpp)
   set(_objects "")
-  foreach(_folder runtime ops distributed model trainer)
+  foreach(_folder runtime ops distributed refit model trainer)
     file(GLOB _found "${NEMO_RL_ORDINARY_BUILD}/CMakeFiles/nemo_rl_core.dir/csrc/${_folder}/*.o")
     list(APPEND _objects ${_found})
   endforeach()

@@ -35,7 +35,7 @@ from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
@@ -94,9 +94,7 @@ class Parts:
 
     def release(self) -> None:
         """Ends the workers and gives logs and checkpoint folder free, of parts that become no run."""
-        for cluster in (self.engine_cluster, self.cluster):
-            if cluster is not None:
-                cluster.shutdown()
+        shut_down(self.engine_cluster, self.cluster)
         if self.logger is not None:
             self.logger.finish()
         if self.checkpoints is not None:
@@ -173,9 +171,7 @@ def make_parts(
                 engine_cluster=engine_cluster,
             )
         except BaseException:
-            if engine_cluster is not None:
-                engine_cluster.shutdown()
-            cluster.shutdown()
+            shut_down(engine_cluster, cluster)
             raise
 
 
@@ -214,11 +210,7 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
         environments=environments,
         policy=policy,
         critic=NoCritic() if parts.value is None else Critic(parts.value, parts.value_loss_fn),
-        generation=generation,
-        refit=refit,
-        prompts=prompts,
-        rollouts=rollouts,
-        sampler=sampler,
+        maker=maker,
         collection=make_collection(config, maker, state),
         advantages=algorithm.make_advantages(config),
         loss_fn=parts.loss_fn,
@@ -240,8 +232,6 @@ def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
     """One device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
-    if config.policy.backend == "hf" and (text := exactness_text(config)) is not None:
-        print(f"note: {text}", file=sys.stderr, flush=True)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return RayVirtualCluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
 
@@ -276,6 +266,8 @@ def make_policy(
 
     The reference model is built only when the KL weight is not 0.
     """
+    if config.policy.backend == "hf" and (text := exactness_text(config)) is not None:
+        print(f"note: {text}", file=sys.stderr, flush=True)
     if factory is None:
         factory = _hf_policy() if config.policy.backend == "hf" else Policy if cluster.in_process else DistributedPolicy
     weights, optimizer = resume.model_paths("policy")

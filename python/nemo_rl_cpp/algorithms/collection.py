@@ -126,6 +126,13 @@ class RolloutMaker:
         return metrics
 
 
+def _leave_out(batches: list[CollectedState], state: TrainState, why: str) -> None:
+    """Says that a checkpoint's batches are not trained. The data is past them, so their epochs count."""
+    print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
+    for _ in range(sum(saved["finished_epochs"] for saved in batches)):
+        state.next_epoch()
+
+
 class Collection(Protocol):
     """Where the rollouts of a step come from."""
 
@@ -169,11 +176,8 @@ class StepByStep(Collection):
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
         """Batches of a run that generated beside its training: they are said and left out."""
-        for saved in state:
-            for _ in range(saved["finished_epochs"]):  # the data is past them
-                self._state.next_epoch()
         if state:
-            print(f"{len(state)} batches that the checkpoint kept for later steps are left out: rollouts are made in their own step now.")  # fmt: skip
+            _leave_out(state, self._state, "rollouts are made in their own step now")
 
     def close(self, wait: bool = False) -> None:
         """Nothing runs beside."""
@@ -267,10 +271,10 @@ class BesideTraining(Collection):
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]
         if self._groups is not None and any(size != [self._groups[1]] * self._groups[0] for size in sizes):
-            print(f"{len(state)} batches that the checkpoint kept for later steps are left out: they are not of {self._groups[0]} prompts with {self._groups[1]} responses each.")  # fmt: skip
-            self._epochs_drawn += sum(saved["finished_epochs"] for saved in state)
-            for _ in range(sum(saved["finished_epochs"] for saved in state)):
-                self._state.next_epoch()
+            _leave_out(
+                state, self._state, f"they are not of {self._groups[0]} prompts with {self._groups[1]} responses each"
+            )
+            self._epochs_drawn = self._state.current_epoch
             return
         for saved in state:
             batch: Future[Collected | None] = Future()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl_cpp.algorithms.collection import Collection
+from nemo_rl_cpp.algorithms.collection import Collection, RolloutMaker
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.ending import run_to_end
@@ -17,7 +17,7 @@ from nemo_rl_cpp.algorithms.services import RunServices
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.prompt_source import PromptSource
@@ -72,11 +72,8 @@ class TrainingRun:
         state: the counters that a resumed run goes on from.
         environments: what scores the answers, for training and for validation.
         critic: values for the advantages and their training (`Critic`, or `NoCritic`).
-        refit: brings the policy's weights to the engine.
-        prompts: the next prompts, each G times.
-        rollouts: lets the engine answer them and the environments score the answers.
-        sampler: collects rollouts until there are enough to train on.
-        collection: makes a step's rollouts by the four above, in the step or beside the training of earlier ones.
+        maker: what makes the rollouts of a step; its components are the run's `generation`, `refit`, `prompts`, `rollouts` and `sampler`.
+        collection: lets it make them, in the step or beside the training of earlier ones.
         validator: None when there is nothing to validate on.
         cluster: the workers of policy, critic and engine, which `close` ends.
         engine_cluster: the workers of engines with weights of their own, likewise; None where there are none.
@@ -89,11 +86,7 @@ class TrainingRun:
     environments: Environments
     policy: PolicyInterface
     critic: Critic | NoCritic
-    generation: GenerationInterface
-    refit: WeightSynchronizer
-    prompts: PromptSource
-    rollouts: RolloutRunner
-    sampler: GroupSampler
+    maker: RolloutMaker
     collection: Collection
     advantages: Advantages
     loss_fn: LossFunction
@@ -101,6 +94,31 @@ class TrainingRun:
     services: RunServices
     cluster: RayVirtualCluster | None = None
     engine_cluster: RayVirtualCluster | None = None
+
+    @property
+    def generation(self) -> GenerationInterface:
+        """The engine."""
+        return self.maker.generation
+
+    @property
+    def refit(self) -> WeightSynchronizer:
+        """Brings the policy's weights to the engine."""
+        return self.maker.refit
+
+    @property
+    def prompts(self) -> PromptSource:
+        """The next prompts, each G times."""
+        return self.maker.prompts
+
+    @property
+    def rollouts(self) -> RolloutRunner:
+        """Lets the engine answer them and the environments score the answers."""
+        return self.maker.rollouts
+
+    @property
+    def sampler(self) -> GroupSampler:
+        """Collects rollouts until there are enough to train on."""
+        return self.maker.sampler
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
@@ -140,9 +158,7 @@ class TrainingRun:
         does not answer for `patience` seconds is left behind; None: waits."""
         self.collection.close()
         self.environments.close(patience)
-        for cluster in (self.engine_cluster, self.cluster):
-            if cluster is not None:
-                cluster.shutdown()
+        shut_down(self.engine_cluster, self.cluster)
         if self.services.logger is not None:
             self.services.logger.finish()
         if self.services.checkpoints is not None:

@@ -51,7 +51,8 @@ def exactness_text(config: WholeConfig) -> str | None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
     text = f"generation ({engine_name(config.policy)}) and training ({config.policy.backend}) are {how}: {row.text}"
-    return f"{text}; {correction_text(config)}" if correction_text(config) else text
+    correction = correction_text(config)
+    return text if correction is None else f"{text}; {correction}"
 
 
 def correction_text(config: TrainMasterConfig) -> str | None:

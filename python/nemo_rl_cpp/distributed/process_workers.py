@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed import worker_calls
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
+from nemo_rl_cpp.distributed.worker_objects import worker_environment
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -145,12 +146,11 @@ class ProcessWorker(SocketPeer):
 
     def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nemo_rl_cpp.distributed.worker", str(theirs.fileno()), role, json.dumps(join)],
                 pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(join["threads"])},
+                env={**os.environ, **worker_environment(join["threads"])},
             )  # fmt: skip
         super().__init__(join["rank"], join["size"], Connection(ours.detach()), changed, role)
         self.begin()

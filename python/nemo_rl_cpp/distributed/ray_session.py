@@ -62,12 +62,6 @@ def let_ray_go() -> None:
             ray_module().shutdown()
 
 
-def worker_environment(threads: int) -> dict[str, str]:
-    """Environment variables of an actor: it finds the modules that this process finds, and computes on so many threads."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-
-
 def enter_folder(folder: str) -> None:
     """Makes `folder`, the working folder of the run, an actor's own, so that relative paths mean the same there. On a node
     without that folder it says so and stays where it is."""
@@ -81,4 +75,4 @@ def enter_folder(folder: str) -> None:
         )
 
 
-__all__ = ["enter_folder", "hold_ray", "let_ray_go", "ray_in_use", "ray_module", "start_ray", "worker_environment"]
+__all__ = ["enter_folder", "hold_ray", "let_ray_go", "ray_in_use", "ray_module", "start_ray"]

@@ -11,9 +11,9 @@ from types import ModuleType
 
 from nemo_rl_cpp.distributed.actor_watch import Clock
 from nemo_rl_cpp.distributed.process_workers import meeting_place
-from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go, worker_environment
+from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go
 from nemo_rl_cpp.distributed.worker_calls import Patience, WorkerCall, WorkerLostError, Workers, values_of
-from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects
+from nemo_rl_cpp.distributed.worker_objects import Answer, WorkerObjects, worker_environment
 
 _SLICE = 0.5  # seconds of one wait
 _BEAT_SECONDS = 2.0  # between two questions whether an actor lives

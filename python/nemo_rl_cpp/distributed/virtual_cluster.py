@@ -10,7 +10,7 @@ from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.worker_calls import Workers
 
-__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable"]
+__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable", "shut_down"]
 
 
 def cuda_usable() -> bool:
@@ -41,6 +41,13 @@ def _why_no_cuda() -> str:
             return f"torch {torch.__version__} was built without CUDA: install a torch with CUDA"
         return "torch sees no GPU: run on a machine with one (nvidia-smi lists them)"
     return "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on"
+
+
+def shut_down(*clusters: "RayVirtualCluster | None") -> None:
+    """Ends the processes of those that there are."""
+    for cluster in clusters:
+        if cluster is not None:
+            cluster.shutdown()
 
 
 class RayVirtualCluster:

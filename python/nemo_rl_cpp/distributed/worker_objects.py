@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,6 +67,12 @@ class WorkerObjects:
             told = in_user_code(error)  # the place in the user's code is known here alone
             trace = "".join(traceback.format_exception(error))
             return Answer(None, picklable(error), trace, None if told is None else str(told))
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment variables of a worker: it finds the modules that this process finds, and computes on so many threads."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
 
 
 def picklable(error: BaseException) -> BaseException:

@@ -17,8 +17,8 @@ from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.actor_watch import START_SECONDS, ActorWatch, Beat
 from nemo_rl_cpp.distributed.futures import as_raised
-from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go, ray_in_use, worker_environment
-from nemo_rl_cpp.distributed.worker_objects import picklable
+from nemo_rl_cpp.distributed.ray_session import enter_folder, hold_ray, let_ray_go, ray_in_use
+from nemo_rl_cpp.distributed.worker_objects import picklable, worker_environment
 from nemo_rl_cpp.errors import in_user_code
 
 if TYPE_CHECKING:

@@ -162,10 +162,10 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
     say_fold(config)
-    if config.generation.backend == "hf":
-        return _hf_generation(config, tokenizer)
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
+    if config.generation.backend == "hf":
+        return _hf_generation(config, tokenizer, given)
     folder = open_model_folder(
         find_policy_weights(config.generation.model_name),
         max_length=given,
@@ -186,12 +186,11 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     )
 
 
-def _hf_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
+def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | None) -> Engine:
     from nemo_rl_cpp.models.generation.hf import HfGeneration
     from nemo_rl_cpp.models.hf.folder import open_frozen
 
     engine = config.generation.vllm_cfg
-    given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
     name, precision = find_policy_weights(config.generation.model_name), engine.precision
     folder, module = open_frozen(name, precision, device=check_device(config.cluster.device), longest=given)
     if given is None and folder.positions is not None:

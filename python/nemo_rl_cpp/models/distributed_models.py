@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.models.policy.interfaces import TrainingResult
     from nemo_rl_cpp.models.policy.train_step import Loss
     from nemo_rl_cpp.telemetry.timer import Timer
+
+
+ModelConfig = TypeVar("ModelConfig", bound="TrainedModelConfig")
 
 
 class PolicyWorker(Policy, EngineHost):  # whose create_generation is the policy's
@@ -74,8 +77,7 @@ class DistributedModel:
         self, model: type[Policy] | type[Value], cluster: RayVirtualCluster, config: TrainedModelConfig, tokenizer: TokenizerType | None,
         **options: object,
     ) -> None:  # fmt: skip
-        if Path(config.model_name).expanduser().exists():
-            config = config.model_copy(update={"model_name": str(absolute(config.model_name))})
+        config = for_workers(config)
         paths = {name: absolute(options.get(name)) for name in ("weights_path", "optimizer_path")}
         self.cluster, self.config, self.tokenizer = cluster, config, tokenizer
         count, options = (
@@ -241,6 +243,13 @@ def plain_batch(data: Mapping[str, object] | RaggedBatch) -> RaggedBatch:
 def _travels(value: object) -> bool:
     plain = (Tensor, str, int, float, NoneType)
     return isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
+
+
+def for_workers(config: ModelConfig) -> ModelConfig:
+    """The section of a model whose folder, if it is one, is named as workers find it."""
+    if not Path(config.model_name).expanduser().exists():
+        return config
+    return config.model_copy(update={"model_name": str(absolute(config.model_name))})
 
 
 def absolute(path: object) -> object:

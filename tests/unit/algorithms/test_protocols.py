@@ -98,10 +98,9 @@ def asked(tmp_path_factory):
 
 def watch(run, names):
     """Puts recorders before what is made while a run is built."""
-    run.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
+    run.maker.generation = run.rollouts._generation = Recorder(run.generation, names[GenerationInterface])
     run.refit._generation = run.generation
-    run.refit = Recorder(run.refit, names[WeightSynchronizer])
-    run.collection.maker.generation, run.collection.maker.refit = run.generation, run.refit
+    run.maker.refit = Recorder(run.refit, names[WeightSynchronizer])
     if "value" in run.models:
         run.critic.model = Recorder(run.critic.model, names[ValueInterface])
         run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `assemble` has done before

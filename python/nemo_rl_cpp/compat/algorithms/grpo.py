@@ -11,7 +11,7 @@ from nemo_rl_cpp.algorithms.advantage_estimator import (
     OPDAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
-from nemo_rl_cpp.algorithms.build import Parts, make_cluster
+from nemo_rl_cpp.algorithms.build import Parts
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.grpo import GRPOSaveState, MasterConfig, make_advantages
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping
@@ -91,9 +91,9 @@ def setup(
     """
     config = checked(master_config, MasterConfig)
     made = parts_of(config, tokenizer, dataset, val_dataset, processor, policy_factory)
-    cluster = make_cluster(config)
+    clusters = made.cluster, made.engine_cluster or made.cluster
     return (
-        made.policy, made.generation, None, (cluster, cluster), made.loader, made.val_loader, made.loss_fn, made.logger,
+        made.policy, made.generation, None, clusters, made.loader, made.val_loader, made.loss_fn, made.logger,
         made.checkpoints, made.state, config, {}, {},
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any
 
 from nemo_rl_cpp.algorithms.advantage_estimator import RawRewardAdvantageEstimator
-from nemo_rl_cpp.algorithms.build import Parts, make_cluster
+from nemo_rl_cpp.algorithms.build import Parts
 from nemo_rl_cpp.algorithms.critic import critic_metrics as _compute_critic_metrics
 from nemo_rl_cpp.algorithms.dynamic_sampling import dynamic_sampling
 from nemo_rl_cpp.algorithms.loss import MseValueLossFn
@@ -53,9 +53,9 @@ def setup(
     """
     config = checked(master_config, MasterConfig)
     made = parts_of(config, tokenizer, dataset, val_dataset, processor, policy_factory)
-    cluster = make_cluster(config)
+    clusters = made.cluster, made.engine_cluster or made.cluster
     return (
-        made.policy, made.generation, made.value, (cluster, cluster), made.loader, made.val_loader, made.loss_fn,
+        made.policy, made.generation, made.value, clusters, made.loader, made.val_loader, made.loss_fn,
         made.value_loss_fn or MseValueLossFn(config.value_loss_fn), made.logger, made.checkpoints, made.state, config,
     )  # fmt: skip
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
+from nemo_rl_cpp.models.distributed_models import for_workers
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
 from nemo_rl_cpp.models.generation.engine_host import EngineHost
 from nemo_rl_cpp.models.generation.interfaces import Responses
@@ -103,8 +103,7 @@ class DedicatedGeneration(DistributedGeneration):
     def __init__(
         self, cluster: RayVirtualCluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int
     ) -> None:
-        if Path(config.model_name).expanduser().exists():
-            config = config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
+        config = for_workers(config)
         self.cluster = cluster
         self.weight_version: int | None = None
         self._mean_response = float(config.generation.max_new_tokens or 0) / 2

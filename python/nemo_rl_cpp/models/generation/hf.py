@@ -15,24 +15,22 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
 from nemo_rl_cpp.models.generation.settings import (
+    DEFAULT_CHUNK,
     STREAMS,
     EngineSettings,
     get_setting,
     ragged_prompts,
     row_integers,
-    strings_of,
     the_stream,
 )
 from nemo_rl_cpp.models.hf.decoding import Decoder, bytes_per_token, decoder_of
 from nemo_rl_cpp.models.hf.library import quietly
-from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
 
 Finished = Callable[[list[int], list[list[int]]], None]
-_DEFAULT_CHUNK = 2048
 _SHRINK = 4  # a batch gives the room of ended rows back once they are a quarter of it
 
 
@@ -86,7 +84,7 @@ class HfGeneration(EngineSettings, GenerationInterface):
         work = _Work(
             prompts, room.tolist(), self.draw_ids(data.get("draw_ids"), batch.size).tolist(),
             row_integers("sample_index", data.get("sample_index", torch.zeros(batch.size)), batch.size).tolist(),
-            self._stop_texts(data.get("stop_strings"), batch.size), self.seed, STREAMS[stream], self.sampling_rule(greedy, stream),
+            self._stop_bytes(data.get("stop_strings"), batch.size), self.seed, STREAMS[stream], self.sampling_rule(greedy, stream),
         )  # fmt: skip
         with quietly(), torch.no_grad():
             for rows in self._batches(work):
@@ -94,12 +92,8 @@ class HfGeneration(EngineSettings, GenerationInterface):
         responses = work.responses()
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
-    def _stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[bytes, ...]]:
-        per_row = [None] * rows if per_row is None else list(per_row)
-        if len(per_row) != rows:
-            raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
-        common = strings_of(get_setting(self.config, "stop_strings"))
-        texts = [tuple(text.encode() for text in dict.fromkeys(common + strings_of(row))) for row in per_row]
+    def _stop_bytes(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[bytes, ...]]:
+        texts = [tuple(text.encode() for text in row) for row in self.stop_texts(per_row, rows)]
         if any(b"" in row for row in texts):
             raise ValueError("stop_strings: an empty text is in every text; leave it out")
         if any(texts) and self._token_bytes is None:
@@ -110,8 +104,8 @@ class HfGeneration(EngineSettings, GenerationInterface):
         """Rows that are generated at the same time: neighbours, so that those of one prompt meet; no more than max_batch_size, than the
         memory for keys and values holds, and, of several different prompts, than prefill_chunk_tokens lets be computed at once."""
         at_once = get_setting(self.config, "max_batch_size") or len(work.prompts)
-        chunk = get_setting(self.config, "prefill_chunk_tokens") or _DEFAULT_CHUNK
-        memory = self._cache_bytes()
+        chunk = get_setting(self.config, "prefill_chunk_tokens") or DEFAULT_CHUNK
+        memory = self._cache_tokens()
         batches: list[list[int]] = []
         longest = total = distinct = 0
         last: Tensor | None = None
@@ -132,15 +126,14 @@ class HfGeneration(EngineSettings, GenerationInterface):
             last = prompt
         return batches
 
-    def _cache_bytes(self) -> float:
-        """How many tokens' keys and values may lie in memory: kv_cache_gb, or half of the memory that is free."""
+    def _cache_tokens(self) -> float:
+        """How many tokens' keys and values may lie in memory."""
         if self._bytes_per_token is None:
             self._bytes_per_token = bytes_per_token(self.module)
         if not self._bytes_per_token:
             return float("inf")
-        gigabytes = get_setting(self.config, "kv_cache_gb")
-        free = gigabytes * 1e9 if gigabytes else _free_bytes(self.module) * self._memory_share / 2
-        return free / self._bytes_per_token
+        device = next(self.module.parameters()).device
+        return self.cache_bytes(device, self._memory_share) / self._bytes_per_token
 
     def _answer(self, work: _Work, rows: list[int], on_finished: Finished | None) -> None:
         """The responses of `rows`, all at the same time."""
@@ -250,11 +243,3 @@ class _Work:
             torch.tensor(flat, dtype=torch.int64), offsets_of(lengths), torch.tensor(logprobs, dtype=torch.float32),
             torch.tensor(self.truncated),
         )  # fmt: skip
-
-
-def _free_bytes(module: nn.Module) -> int:
-    device = next(module.parameters()).device
-    if device.type != "cuda":
-        return available_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -16,22 +16,20 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, Responses
 from nemo_rl_cpp.models.generation.settings import (
+    DEFAULT_CHUNK,
     STREAMS,
     EngineSettings,
     get_setting,
     ragged_prompts,
     row_integers,
-    strings_of,
     the_stream,
 )
-from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.models.generation.interfaces import GenerationOutputSpec
 
 _UNLIMITED_SLOTS = 1 << 20
-_DEFAULT_CHUNK = 2048
 
 
 def native_runner(model: C.DecoderModel, config: EvalGenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
@@ -89,7 +87,7 @@ class NativeGeneration(EngineSettings, GenerationInterface):
         self._engine = C.Engine(
             runner,
             max_batch_size=get_setting(config, "max_batch_size") or _UNLIMITED_SLOTS,
-            prefill_chunk_tokens=get_setting(config, "prefill_chunk_tokens") or _DEFAULT_CHUNK,
+            prefill_chunk_tokens=get_setting(config, "prefill_chunk_tokens") or DEFAULT_CHUNK,
             max_model_len=self.max_model_len,
         )
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
@@ -159,12 +157,8 @@ class NativeGeneration(EngineSettings, GenerationInterface):
         self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int
     ) -> tuple[list[list[bytes]], Tensor]:
         """The different sets of stop strings, and which one each row has."""
-        per_row = [None] * rows if per_row is None else list(per_row)
-        if len(per_row) != rows:
-            raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
-        common = strings_of(get_setting(self.config, "stop_strings"))
         index: dict[tuple[str, ...], int] = {}
-        chosen = [index.setdefault(tuple(dict.fromkeys(common + strings_of(row))), len(index)) for row in per_row]
+        chosen = [index.setdefault(texts, len(index)) for texts in self.stop_texts(per_row, rows)]
         if any(index) and not self._knows_bytes:
             self._engine.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True
@@ -198,18 +192,9 @@ class NativeGeneration(EngineSettings, GenerationInterface):
         self._limit_cache()
 
     def _limit_cache(self) -> None:
-        """kv_cache_gb, or half of the memory that is free; of this the engine takes what its requests can use."""
-        gigabytes = get_setting(self.config, "kv_cache_gb")
-        limit = int(gigabytes * 1e9) if gigabytes else max(int(self._free_bytes() * self._memory_share) // 2, 1)
+        """Of `cache_bytes` the engine takes what its requests can use."""
+        limit = self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")), self._memory_share)
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
-
-    def _free_bytes(self) -> int:
-        """Memory that can still be taken where the keys and values lie: the GPU's, or this machine's."""
-        device = torch.device(getattr(self._runner, "device", "cpu"))
-        if device.type != "cuda":
-            return available_bytes()
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def weight_digest(self) -> str:
         """Digest of the weights that the engine reads. RuntimeError when it was made without one."""

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.models.model_folder import ModelFolder
 
 
+def engine_options(policy: PolicyConfig, config: EvalGenerationConfig, options: dict[str, object]) -> dict[str, object]:
+    """`options` with the longest sequence of an engine on a policy's weights: the policy's, or a shorter one of `config`."""
+    longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
+    engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
+    return {"max_model_len": min(getattr(engine, "max_model_len", None) or longest, longest), **options}
+
+
 def generation_on(
     model: C.DecoderModel, folder: ModelFolder, policy: PolicyConfig, tokenizer: TokenizerType | None, digest: Callable[[], str],
     config: EvalGenerationConfig | None = None, **options: object,
@@ -28,8 +35,6 @@ def generation_on(
         options: for `NativeGeneration`.
     """
     config = config or policy.generation
-    longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-    engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
-    options.setdefault("max_model_len", min(getattr(engine, "max_model_len", None) or longest, longest))
+    options = engine_options(policy, config, options)
     options.setdefault("end_token_ids", end_token_ids(folder.path, folder.config, tokenizer))
     return NativeGeneration(native_runner(model, config), config, tokenizer, digest=digest, **options)

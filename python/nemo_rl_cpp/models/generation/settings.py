@@ -13,10 +13,13 @@ from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.sections import check_keys
 from nemo_rl_cpp.data.boundaries import end_token_ids_of_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.telemetry.memory import available_bytes
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
 
+DEFAULT_CHUNK = 2048
+"""Tokens of prompts that are computed at once without `prefill_chunk_tokens`."""
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
 
@@ -82,13 +85,34 @@ class EngineSettings:
         self._next_draw_id += rows
         return torch.arange(first, first + rows)
 
+    def stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
+        """[B]: the different stop strings of each row, those of the configuration first. ValueError for another number of rows."""
+        per_row = [None] * rows if per_row is None else list(per_row)
+        if len(per_row) != rows:
+            raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
+        common = _strings_of(get_setting(self.config, "stop_strings"))
+        return [tuple(dict.fromkeys(common + _strings_of(row))) for row in per_row]
+
+    def cache_bytes(self, device: torch.device, memory_share: float) -> int:
+        """What keys and values may take: kv_cache_gb, or half of the share of the memory that is free where they lie."""
+        gigabytes = get_setting(self.config, "kv_cache_gb")
+        return int(gigabytes * 1e9) if gigabytes else max(int(_free_bytes(device) * memory_share) // 2, 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken: the GPU's, or this machine's."""
+    if device.type != "cuda":
+        return available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
 
 def get_setting(config: object, key: str) -> object:
     """config[key] or config.key; None where it is absent."""
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
-def strings_of(value: str | Sequence[str] | None) -> list[str]:
+def _strings_of(value: str | Sequence[str] | None) -> list[str]:
     """One string, several, or none, as a list."""
     if value is None:
         return []

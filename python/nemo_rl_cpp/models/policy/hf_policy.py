@@ -37,11 +37,10 @@ class HfPolicy(HfTrainedModel, Policy):
     ) -> HfGeneration:
         """An engine on this very module: no copy, no refit."""
         from nemo_rl_cpp.models.generation.hf import HfGeneration
+        from nemo_rl_cpp.models.generation.on_model import engine_options
 
         config = generation_config or self.config.generation
-        longest = self.config.generation.effective_max_model_len(self.config.max_total_sequence_length)
-        engine = getattr(config, "vllm_cfg", None)  # an evaluation's may be shorter
-        options.setdefault("max_model_len", min(getattr(engine, "max_model_len", None) or longest, longest))
+        options = engine_options(self.config, config, options)
         options.setdefault("end_token_ids", end_token_ids(self.folder.path, self.folder.raw, self.tokenizer))
         return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
 

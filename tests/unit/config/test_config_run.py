@@ -46,10 +46,10 @@ def test_check_command(capsys):
 @pytest.mark.parametrize("script", ["run_grpo_math.py", "run_ppo.py"])
 def test_examples_are_thin_wrappers(script):
     run = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, "policy.backend=hf"], capture_output=True, text=True
+        [sys.executable, ROOT / "examples" / script, "policy.backend=vllm"], capture_output=True, text=True
     )
     assert run.returncode == 2
-    assert "policy.backend hf is not available yet; use native" in run.stderr
+    assert "policy.backend must be one of native, hf, not 'vllm'" in run.stderr
 
 
 @pytest.mark.slow

@@ -199,7 +199,9 @@ def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
     os.kill(int(victim), number)
     rest = run.communicate(timeout=180)[0]
     assert run.returncode != 0 and time.monotonic() - began < 90
-    assert f"rank 1 of 2 (process {victim})" in "".join(lines) + rest
+    # torchrun sees a process that ends as soon as rank 0 does, and may end rank 0 first: then its own report names the process
+    told = [f"rank 1 of 2 (process {victim})"] + [f"received by PID {victim}"] * (number == signal.SIGKILL)
+    assert any(text in "".join(lines) + rest for text in told), "".join(lines) + rest
     assert not wait_until_gone(everyone) and not any(map(alive, everyone))
 
 

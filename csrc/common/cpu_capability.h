@@ -10,6 +10,21 @@ enum class CpuCapability { base = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
 /// NEMO_RL_CPU_CAPABILITY=base|avx2|avx512|avx512_bf16.
 CpuCapability cpu_capability();
 
+/// What forms the forward products of bfloat16 where it is not the vector unit: tiles of 16 by 16 sums whose order is
+/// that of the instruction TDPBF16PS (kernels/tiles/). A process uses one of them for all rows, in generation and
+/// training.
+enum class TileProducts { none, software, amx };
+
+/// amx: NEMO_RL_CPU_CAPABILITY=amx on a machine that has it and whose system permits it; otherwise as avx512_bf16.
+/// software: NEMO_RL_CPU_CAPABILITY=software_tiles, for tests of the tiles' arithmetic on any machine with AVX2, which
+/// the other kernels then use.
+TileProducts tile_products();
+
+/// Whether the processor has AMX's tiles of bfloat16 and the system lets this process use them. The system grants them
+/// for the whole process, once. It refuses where it does not know them or where a thread's signal stack is too small.
+bool amx_is_granted();
+
+/// "avx2", ..., or "amx", "software_tiles".
 const char* cpu_capability_name();
 
 }  // namespace nemo_rl
@@ -46,6 +61,36 @@ const char* cpu_capability_name();
   inline auto* const name = base::name
 #endif
 
+// NRL_DECLARE_TILE_KERNEL(name, Signature): as NRL_DECLARE_CPU_KERNEL, and csrc/kernels/tiles/*.cpp define it as well.
+#if defined(NRL_CAPABILITY)
+#define NRL_DECLARE_TILE_KERNEL NRL_DECLARE_CPU_KERNEL
+#elif defined(__x86_64__)
+#define NRL_DECLARE_TILE_KERNEL(name, ...)                                                                     \
+  namespace base {                                                                                             \
+  __VA_ARGS__ name;                                                                                            \
+  }                                                                                                            \
+  namespace avx2 {                                                                                             \
+  __VA_ARGS__ name;                                                                                            \
+  }                                                                                                            \
+  namespace avx512 {                                                                                           \
+  __VA_ARGS__ name;                                                                                            \
+  }                                                                                                            \
+  namespace avx512_bf16 {                                                                                      \
+  __VA_ARGS__ name;                                                                                            \
+  }                                                                                                            \
+  namespace software_tiles {                                                                                   \
+  __VA_ARGS__ name;                                                                                            \
+  }                                                                                                            \
+  namespace amx {                                                                                              \
+  __VA_ARGS__ name;                                                                                            \
+  }                                                                                                            \
+  inline auto* const name = ::nemo_rl::kernels::select_tile_kernel<__VA_ARGS__>(                               \
+      ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(base::name, avx2::name, avx512::name, avx512_bf16::name), \
+      software_tiles::name, amx::name)
+#else
+#define NRL_DECLARE_TILE_KERNEL NRL_DECLARE_CPU_KERNEL
+#endif
+
 namespace nemo_rl::kernels {
 
 template <class F>
@@ -59,6 +104,18 @@ F* select_kernel(F* base, F* avx2, F* avx512, F* avx512_bf16) {
       return avx2;
     default:
       return base;
+  }
+}
+
+template <class F>
+F* select_tile_kernel(F* vectors, F* software, F* amx) {
+  switch (tile_products()) {
+    case TileProducts::amx:
+      return amx;
+    case TileProducts::software:
+      return software;
+    default:
+      return vectors;
   }
 }
 

@@ -33,7 +33,7 @@ struct GemmInput {
 /// the ends of panels.
 inline std::int64_t gemm_packed_bytes(std::int64_t lines, std::int64_t K, std::int64_t size) {
   const std::int64_t terms = K < kGemmTerms ? K : kGemmTerms,
-                     bytes = (lines + kGemmTileN) * (terms + 8) * (size < 4 ? 4 : size);
+                     bytes = (lines + kGemmTileN) * (terms + 16) * (size < 4 ? 4 : size);
   return (bytes + 63) / 64 * 64;
 }
 
@@ -42,7 +42,7 @@ template <class T>
 using GemmPack = void(const GemmInput<T>& input, std::int64_t k0, std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(gemm_pack_f32, GemmPack<float>);
 NRL_DECLARE_CPU_KERNEL(gemm_pack_f64, GemmPack<double>);
-NRL_DECLARE_CPU_KERNEL(gemm_pack_bf16, GemmPack<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(gemm_pack_bf16, GemmPack<bfloat16>);
 
 /// c[M, N] (+)= a[M, K] · b[K, N].
 template <class T, class O>
@@ -65,7 +65,7 @@ template <class T, class O>
 using Gemm = void(const GemmArgs<T, O>& args, const GemmTile& tile);
 NRL_DECLARE_CPU_KERNEL(gemm_f32, Gemm<float, float>);
 NRL_DECLARE_CPU_KERNEL(gemm_f64, Gemm<double, double>);
-NRL_DECLARE_CPU_KERNEL(gemm_bf16, Gemm<bfloat16, bfloat16>);
-NRL_DECLARE_CPU_KERNEL(gemm_bf16_f32, Gemm<bfloat16, float>);
+NRL_DECLARE_TILE_KERNEL(gemm_bf16, Gemm<bfloat16, bfloat16>);
+NRL_DECLARE_TILE_KERNEL(gemm_bf16_f32, Gemm<bfloat16, float>);
 
 }  // namespace nemo_rl::kernels

@@ -16,9 +16,9 @@ struct LinearInput {
   const T* x;
   std::int64_t ldx;
   std::int64_t M, K;
-  void* packed;              ///< linear_packed_bytes(M, K, sizeof(T)), 64-byte aligned
-  float* widened = nullptr;  ///< room of this thread alone, linear_widened_floats(M, K, columns of a tile); nullptr: w
-                             ///< is read as it lies
+  void* packed;                 ///< linear_packed_bytes(M, K, sizeof(T)), 64-byte aligned
+  float* strip_room = nullptr;  ///< room of this thread alone for a strip of w in another layout: linear_strip_floats;
+                                ///< nullptr: w is read as it lies
 };
 
 inline constexpr std::int64_t kLinearTileM = 64;  ///< rows: whole panels of packed x in every capability
@@ -70,7 +70,7 @@ struct LinearWide {
 };
 using LinearWideOf = LinearWide(std::int64_t K);
 NRL_DECLARE_CPU_KERNEL(linear_wide_f32, LinearWideOf);
-NRL_DECLARE_CPU_KERNEL(linear_wide_bf16, LinearWideOf);
+NRL_DECLARE_TILE_KERNEL(linear_wide_bf16, LinearWideOf);
 
 /// Words that so many rows, or columns, take: with the step that is read beyond the last.
 inline std::int64_t linear_wide_packed(std::int64_t lines, std::int64_t words) {
@@ -83,17 +83,17 @@ using LinearPackWeights = void(const T* w, std::int64_t ldw, std::int64_t rows, 
 NRL_DECLARE_CPU_KERNEL(linear_pack_weights_f32, LinearPackWeights<float>);
 NRL_DECLARE_CPU_KERNEL(linear_pack_weights_bf16, LinearPackWeights<bfloat16>);
 
-/// Floats of room for a strip of w that is widened to float32 before the rows meet it; 0 where so many rows are
-/// multiplied with w as it lies. The same bits either way.
-using LinearWidenedFloats = std::int64_t(std::int64_t M, std::int64_t K, std::int64_t tile_n);
-NRL_DECLARE_CPU_KERNEL(linear_widened_floats_bf16, LinearWidenedFloats);
+/// Floats of room for a strip of w that is widened to float32, or laid out as tiles, before the rows meet it; 0 where
+/// so many rows are multiplied with w as it lies. The same bits either way.
+using LinearStripFloats = std::int64_t(std::int64_t M, std::int64_t K, std::int64_t tile_n);
+NRL_DECLARE_TILE_KERNEL(linear_strip_floats_bf16, LinearStripFloats);
 
 /// Packs rows [kLinearTileM * begin, kLinearTileM * end) of x.
 template <class T>
 using LinearPack = void(const LinearInput<T>& input, std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(linear_pack_f32, LinearPack<float>);
 NRL_DECLARE_CPU_KERNEL(linear_pack_f64, LinearPack<double>);
-NRL_DECLARE_CPU_KERNEL(linear_pack_bf16, LinearPack<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_pack_bf16, LinearPack<bfloat16>);
 
 /// y[M, N] (+)= x[M, K] · w[N, K]^T + bias[N]; w row-major with unit stride along K.
 /// Work is cut into tiles: LinearTiles(M, N, K).count() of them, any range may be computed at a time; `more` says that
@@ -115,8 +115,8 @@ using LinearForward = void(const LinearForwardArgs<T, O>& args, std::int64_t til
                            bool more);
 NRL_DECLARE_CPU_KERNEL(linear_forward_f32, LinearForward<float, float>);
 NRL_DECLARE_CPU_KERNEL(linear_forward_f64, LinearForward<double, double>);
-NRL_DECLARE_CPU_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
-NRL_DECLARE_CPU_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
+NRL_DECLARE_TILE_KERNEL(linear_forward_bf16, LinearForward<bfloat16, bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_forward_bf16_f32, LinearForward<bfloat16, float>);
 
 /// The same sums, wide; args.input.packed is not used.
 template <class T, class O>
@@ -143,7 +143,7 @@ template <class T>
 using LinearSwiglu = void(const LinearSwigluArgs<T>& args, std::int64_t tile_begin, std::int64_t tile_end, bool more);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f32, LinearSwiglu<float>);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_f64, LinearSwiglu<double>);
-NRL_DECLARE_CPU_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_swiglu_bf16, LinearSwiglu<bfloat16>);
 template <class T>
 using LinearSwigluWide = void(const LinearSwigluArgs<T>& args, const LinearWideTile& tile);
 NRL_DECLARE_CPU_KERNEL(linear_swiglu_wide_f32, LinearSwigluWide<float>);

@@ -41,7 +41,7 @@ NRL_DECLARE_CPU_KERNEL(packed_weights_pack, PackedWeightsPack);
 
 /// The most rows of x for which packed weights are faster on this capability. 0: it has no such kernels.
 using PackedWeightsRows = std::int64_t();
-NRL_DECLARE_CPU_KERNEL(packed_weights_rows, PackedWeightsRows);
+NRL_DECLARE_TILE_KERNEL(packed_weights_rows, PackedWeightsRows);
 
 /// linear_forward of columns of strips [begin, end); args.w is not read.
 template <class O>

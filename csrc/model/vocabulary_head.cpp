@@ -78,7 +78,7 @@ void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::
                  std::int64_t columns, float* out) {
   const std::int64_t D = x.size(1), packed = kernels::linear_packed_bytes(rows, D, sizeof(S));
   const std::int64_t floats =
-      std::is_same_v<S, bfloat16> ? kernels::linear_widened_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
+      std::is_same_v<S, bfloat16> ? kernels::linear_strip_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
   std::byte* const memory =
       runtime::thread_workspace(static_cast<std::size_t>(packed) + static_cast<std::size_t>(floats) * sizeof(float));
   const kernels::LinearInput<S> input{ops::ptr<S>(x) + r * x.stride(0),

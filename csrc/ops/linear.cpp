@@ -33,8 +33,8 @@ constexpr std::int64_t kOwnRows = kernels::kLinearTileM;
 
 /// Room for a strip of so many columns, widened; 0 where w is multiplied as it lies.
 template <class T>
-std::int64_t widened_floats(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
-  if constexpr (std::is_same_v<T, bfloat16>) return kernels::linear_widened_floats_bf16(M, K, tile_n);
+std::int64_t strip_floats(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
+  if constexpr (std::is_same_v<T, bfloat16>) return kernels::linear_strip_floats_bf16(M, K, tile_n);
   return 0;
 }
 
@@ -48,7 +48,7 @@ float* thread_strip(std::int64_t floats) {
 template <class T, class ArgsOf, class Kernel>
 void run_packed_each(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t N, std::int64_t tile_n,
                      const ArgsOf& args_of, Kernel* kernel) {
-  const std::int64_t M = x.size(0), K = x.size(1), floats = widened_floats<T>(M, K, tile_n);
+  const std::int64_t M = x.size(0), K = x.size(1), floats = strip_floats<T>(M, K, tile_n);
   const auto bytes = static_cast<std::size_t>(kernels::linear_packed_bytes(M, K, sizeof(T)));
   const std::int64_t tiles = kernels::LinearTiles(M, N, K, tile_n).count();
   parallel_chunks(1, tiles, runtime::tiles_at_least(K * tile_n * M), bytes, [&](const ChunkTile& t) {
@@ -77,12 +77,12 @@ void run_packed(kernels::LinearPack<T>* pack, const at::Tensor& x, std::int64_t 
     at::parallel_for(0, steps, std::max<std::int64_t>(1, 1'000'000 / tile),
                      [&](std::int64_t begin, std::int64_t end) { pack(input, begin, end); });
     const kernels::LinearTiles tiles(input.M, N, K, tile_n);
-    const std::int64_t floats = widened_floats<T>(input.M, K, tile_n),
+    const std::int64_t floats = strip_floats<T>(input.M, K, tile_n),
                        at_least = runtime::tiles_at_least(K * tile_n * std::min(input.M, kernels::kLinearTileM));
     runtime::parallel_tiles(tiles.count(), floats > 0 ? std::max(tiles.steps, at_least) : at_least,
                             [&](std::int64_t begin, std::int64_t end, bool more) {
                               auto of_thread = input;
-                              of_thread.widened = thread_strip(floats);
+                              of_thread.strip_room = thread_strip(floats);
                               kernel(args_of(of_thread, m), begin, end, more);
                             });
   }

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPABILITIES = ("base", "avx2", "avx512", "avx512_bf16")
+CAPABILITIES = {  # the folder of csrc/kernels whose files are compiled for it
+    "base": "cpu", "avx2": "cpu", "avx512": "cpu", "avx512_bf16": "cpu", "software_tiles": "tiles", "amx": "tiles",
+}  # fmt: skip
 # headers whose functions are no templates, or leave nothing behind once inlined
 HARMLESS = {"cfloat", "cmath", "cstddef", "cstdint", "cstdlib", "cstring", "immintrin.h", "type_traits", "utility"}
 MERGEABLE = re.compile(r"^[0-9a-f]* *([WwVvu]) (.*)$")
@@ -35,7 +37,7 @@ def mergeable_symbols(path: Path) -> list[str]:
 def test_kernels_leave_no_mergeable_symbol(capability):
     if shutil.which("nm") is None:
         pytest.skip("nm (binutils) is not installed")
-    sources = {p.name for p in (ROOT / "csrc/kernels/cpu").glob("*.cpp")}
+    sources = {p.name for p in (ROOT / "csrc/kernels" / CAPABILITIES[capability]).glob("*.cpp")}
     objects = [p for p in built_objects(capability) if p.name.removesuffix(".o") in sources]
     assert len(objects) == len(sources)
     assert {p.name: symbols for p in objects if (symbols := mergeable_symbols(p))} == {}
@@ -51,6 +53,6 @@ def test_the_check_sees_a_mergeable_symbol(tmp_path):
 
 
 def test_kernel_files_include_no_standard_templates():
-    for path in sorted((ROOT / "csrc/kernels/cpu").iterdir()):
+    for path in sorted(p for folder in ("cpu", "tiles") for p in (ROOT / "csrc/kernels" / folder).iterdir()):
         included = set(re.findall(r"#include <([\w.]+)>", path.read_text()))
         assert included <= HARMLESS, f"{path.name} includes {sorted(included - HARMLESS)}; see csrc/kernels/cpu/plain.h"

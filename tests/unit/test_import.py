@@ -16,4 +16,4 @@ def test_import_loads_no_heavy_module():
 def test_native_core_loads():
     from nemo_rl_cpp._native import C
 
-    assert C.cpu_capability() in {"base", "avx2", "avx512", "avx512_bf16"}
+    assert C.cpu_capability() in {"base", "avx2", "avx512", "avx512_bf16", "amx", "software_tiles"}

@@ -1,49 +1,11 @@
 // y (+)= x · w^T (+ bias), tile by tile; the arithmetic is in linear_panel.h, of many rows in linear_wide.h, of few
 // with packed weights in packed_strip.h.
+#include "kernels/cpu/linear_store.h"
 #include "kernels/cpu/linear_wide.h"
 #include "kernels/cpu/packed_strip.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
-
-/// y[0, cols) = sums (+ bias) (+ y), in this order for every output.
-template <class A, class T, class O>
-[[gnu::always_inline]] inline void store_row(const A* sums, const T* __restrict bias, bool accumulate, O* __restrict y,
-                                             int cols) {
-  if (!bias && !accumulate) {
-    for (int j = 0; j < cols; ++j) y[j] = static_cast<O>(sums[j]);
-  } else if (!bias) {
-    for (int j = 0; j < cols; ++j) y[j] = static_cast<O>(sums[j] + static_cast<A>(y[j]));
-  } else {
-    for (int j = 0; j < cols; ++j) {
-      A sum = sums[j] + static_cast<A>(bias[j]);
-      if (accumulate) sum += static_cast<A>(y[j]);
-      y[j] = static_cast<O>(sum);
-    }
-  }
-}
-
-template <class T, class O>
-struct StoreColumns {
-  const LinearForwardArgs<T, O>& p;
-  std::int64_t n0;
-  int count;
-  [[gnu::always_inline]] void ask_ahead(std::int64_t m) const { ask_for_writing(p.y + m * p.ldy + n0, count); }
-  [[gnu::always_inline]] void operator()(std::int64_t m, const accumulate_t<T>* sums) const {
-    const T* bias = p.bias ? p.bias + n0 : nullptr;
-    O* y = p.y + m * p.ldy + n0;
-    if (count == kLinearTileN) {
-      store_row(sums, bias, p.accumulate, y, kLinearTileN);  // a known length: whole vectors
-    } else {
-      store_row(sums, bias, p.accumulate, y, count);
-    }
-  }
-};
-
-template <class T, class O>
-StoreColumns<T, O> store_strip(const LinearForwardArgs<T, O>& p, std::int64_t strip) {
-  return {p, strip * kLinearTileN, static_cast<int>(smaller(kLinearTileN, p.N - strip * kLinearTileN))};
-}
 
 template <class T, class O>
 void linear_forward(const LinearForwardArgs<T, O>& p, std::int64_t tile_begin, std::int64_t tile_end, bool more) {

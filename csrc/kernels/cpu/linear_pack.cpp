@@ -1,6 +1,6 @@
 // Packing for the forward product. x: panels with their rows side by side, or, for few rows, rows as words. w, where
 // rows are many: strips.
-#include "kernels/cpu/linear_wide.h"
+#include "kernels/cpu/product_table.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -69,13 +69,9 @@ void pack_weights(const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t 
   }
 }
 
-/// Packing w, for one call, takes as long as multiplying some thirty rows. Against that stands that a strip is widened
-/// once (bfloat16), and that long rows go through the near caches block by block.
 template <class T>
 LinearWide wide(std::int64_t K) {
-  if (!kHasWide<T>) return {};
-  const bool widens = sizeof(T) < sizeof(float) && Terms<T>::kPerWord == 1;
-  return {widens ? kLinearWideRows : (words_of<T>(K) > 2048 ? 2 : 4) * kLinearWideRows, words_of<T>(K)};
+  return {ProductTable<T>::wide_from(words_of<T>(K)), words_of<T>(K)};
 }
 
 }  // namespace
@@ -88,7 +84,7 @@ void linear_pack_weights_bf16(const bfloat16* w, std::int64_t ldw, std::int64_t 
 }
 LinearWide linear_wide_f32(std::int64_t K) { return wide<float>(K); }
 LinearWide linear_wide_bf16(std::int64_t K) { return wide<bfloat16>(K); }
-std::int64_t linear_widened_floats_bf16(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
+std::int64_t linear_strip_floats_bf16(std::int64_t M, std::int64_t K, std::int64_t tile_n) {
   return kWidensStrips<bfloat16> && M > kLinearFewRows ? tile_n * widened_stride(K) : 0;
 }
 void linear_pack_f32(const LinearInput<float>& p, std::int64_t b, std::int64_t e) { pack(p, b, e); }

@@ -246,8 +246,8 @@ void run_tiles(const LinearInput<T>& p, const LinearTiles& tiles, std::int64_t l
       continue;
     }
     if constexpr (kWidensStrips<T>) {
-      if (p.widened != nullptr) {
-        if (t == begin || t % tiles.steps == 0) wide = widened(columns, p.K, p.widened);
+      if (p.strip_room != nullptr) {
+        if (t == begin || t % tiles.steps == 0) wide = widened(columns, p.K, p.strip_room);
         const auto ahead_of = [&](int j, int n) {
           return Ahead{reinterpret_cast<const char*>(after.w[j]), prefetch ? 4 * n * std::int64_t{sizeof(T)} : 0};
         };

@@ -5,6 +5,7 @@
 #include "kernels/cpu/plain.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/transpose.h"
+#include "kernels/sum_order.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -17,6 +18,7 @@ struct SingleTerms {
   using S = simd_t<T>;
   using V = typename S::V;
   using Word = typename S::Scalar;
+  static constexpr SumOrder kOrder = SumOrder::terms;
   static constexpr int kPerWord = 1;
   static constexpr int kPerColumn = 1;  // words
   /// Up to kLanes consecutive words from x; terms [terms, ...) are zero.
@@ -39,6 +41,7 @@ struct Terms<bfloat16> {
   using S = F32;
   using V = S::V;
   using Word = float;  // the bits of a pair
+  static constexpr SumOrder kOrder = SumOrder::pairs;
   static constexpr int kPerWord = 2, kPerColumn = 1;
   static V words(const bfloat16* x, int terms) {
     const __mmask32 mask = terms >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((1u << terms) - 1);

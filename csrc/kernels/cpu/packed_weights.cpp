@@ -1,5 +1,5 @@
 // Packs bfloat16 weights into twelve bits each; their products are in linear_forward.cpp and linear_swiglu.cpp.
-#include "kernels/cpu/packed_strip.h"
+#include "kernels/cpu/product_table.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -70,10 +70,6 @@ bool pack_strip(const bfloat16*, std::int64_t, const PackedMatrix&, std::int64_t
 bool packed_weights_pack(const bfloat16* w, std::int64_t ldw, const PackedMatrix& packed, std::int64_t strip) {
   return pack_strip(w, ldw, packed, strip);
 }
-std::int64_t packed_weights_rows() {
-  if (!kHasPackedWeights) return 0;
-  return Terms<bfloat16>::kPerWord > 1 ? kPackedMostRows
-                                       : 2;  // where pairs must be taken apart, more rows have work enough
-}
+std::int64_t packed_weights_rows() { return ProductTable<bfloat16>::packed.to; }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "kernels/cpu/simd.h"
+#include "kernels/sum_order.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
@@ -24,12 +25,14 @@ constexpr bool kHasRegisterTile = true;
 /// A step of register_tile multiplies one float32 of each operand.
 struct MultiplyFloats {
   static constexpr bool kPairs = false;
+  static constexpr SumOrder kOrder = SumOrder::terms;
   static __m512 add(__m512 a, __m512 b, __m512 sum) { return _mm512_fmadd_ps(a, b, sum); }
 };
 #if defined(__AVX512BF16__)
 /// A step of register_tile multiplies a pair of bfloat16 of each operand.
 struct MultiplyPairs {
   static constexpr bool kPairs = true;
+  static constexpr SumOrder kOrder = SumOrder::pairs;
   static __m512 add(__m512 a, __m512 b, __m512 sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }

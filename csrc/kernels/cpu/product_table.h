@@ -1,0 +1,63 @@
+// The ways of a forward product: from how many rows of x to how many each is taken, and in which order it adds up. All
+// of a type have one order, or this does not compile. The switch points are measured; a way that a capability lacks has
+// no rows.
+//
+//   way       rows of x           what lies in the lanes, and what is packed
+//   few       1 to 8              rows of w, turned in registers; x as rows of words
+//   panels    9 and more          rows of x, packed as panels; w is read where it lies, on AVX2 widened strip by strip
+//   wide      hundreds            both packed, sums by register_tile (AVX-512)
+//   packed    1 to 12             w from its copy of 12 bits a weight, where the engine has made one (AVX-512)
+//
+// Where tiles multiply bfloat16 (kernels/tiles/), they take all rows, and nothing of this table is used.
+#pragma once
+#include "kernels/cpu/linear_wide.h"
+#include "kernels/cpu/packed_strip.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+struct ProductWay {
+  SumOrder order;
+  std::int64_t from, to;  ///< rows of x; none if from > to
+  constexpr bool is_taken() const { return from <= to; }
+};
+
+template <class T>
+struct ProductTable {
+  static constexpr SumOrder kOrder = Terms<T>::kOrder;
+
+  /// Packing w takes as long as multiplying some thirty rows. A strip of bfloat16 that is widened is widened once
+  /// instead of for each panel, which pays early; rows of more than 2,048 words go through the near caches block by
+  /// block, which pays earlier than for short ones.
+  static constexpr bool kWidens = sizeof(T) < sizeof(float) && Terms<T>::kPerWord == 1;
+  static constexpr std::int64_t wide_from(std::int64_t words) {
+    if (!kHasWide<T>) return INT64_MAX;
+    if (kWidens) return kLinearWideRows;
+    return (words > 2048 ? 2 : 4) * kLinearWideRows;
+  }
+  static constexpr std::int64_t kEarliestWide = smaller(wide_from(0), wide_from(4096));
+
+  static constexpr ProductWay few{kOrder, 1, kLinearFewRows};
+  static constexpr ProductWay panels{kWidensStrips<T> ? Terms<float>::kOrder : kOrder, kLinearFewRows + 1,
+                                     larger(wide_from(0), wide_from(4096))};
+#if defined(__AVX512F__)
+  static constexpr ProductWay wide{kHasWide<T> ? WideMultiply<T>::kOrder : kOrder, kEarliestWide,
+                                   kHasWide<T> ? INT64_MAX : 0};
+#else
+  static constexpr ProductWay wide{kOrder, kEarliestWide, 0};
+#endif
+  /// Where pairs must be taken apart, more than two rows have work enough without fewer bytes to read.
+  static constexpr ProductWay packed{
+      Terms<bfloat16>::kOrder, 1,
+      sizeof(T) == 2 && kHasPackedWeights ? (Terms<T>::kPerWord > 1 ? kPackedMostRows : 2) : 0};
+
+  static constexpr bool has_one_order() {
+    for (const ProductWay& way : {few, panels, wide, packed})
+      if (way.is_taken() && way.order != kOrder) return false;
+    return true;
+  }
+  static_assert(has_one_order(), "a row would have other bits among other rows");
+};
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -1,0 +1,145 @@
+// Forward products of bfloat16 by tiles. 16 rows of w are operand A, 16 rows of x operand B, so the result is y turned.
+// w is read as the trainer stores it; x is packed as pairs. An output depends on its row of w and its row of x alone:
+// the number of rows, the tiling and threads change no bit, because terms always come in steps of 32 from the first on.
+#pragma once
+#include "kernels/cpu/linear_panel.h"
+#if defined(NRL_HARDWARE_TILES)
+#include "kernels/tiles/amx_tiles.h"
+#else
+#include "kernels/tiles/software_tiles.h"
+#endif
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+#if defined(NRL_HARDWARE_TILES)
+using Tiles = AmxTiles;
+#else
+using Tiles = SoftwareTiles;
+#endif
+static_assert(Tiles::kOrder == SumOrder::tiles);
+
+/// 32-bit words of 16 packed rows of x: [pairs][16 rows].
+constexpr std::int64_t packed_group_words(std::int64_t K) { return tile_steps(K) * kTilePairs * kTileRows; }
+
+/// out[j][i] = square[i][j], 16 by 16 words.
+inline void turn_words(const std::uint32_t (&square)[kTileRows][kTilePairs], std::uint32_t* out) {
+  if constexpr (F32::kLanes == kTileRows) {
+    F32::V v[F32::kLanes];
+    for (int i = 0; i < kTileRows; ++i) v[i] = F32::load(reinterpret_cast<const float*>(square[i]));
+    turn<F32>(v);
+    for (int i = 0; i < kTileRows; ++i) F32::store(reinterpret_cast<float*>(out + i * kTileRows), v[i]);
+  } else {
+    for (int j = 0; j < kTilePairs; ++j)
+      for (int i = 0; i < kTileRows; ++i) out[j * kTileRows + i] = square[i][j];
+  }
+}
+
+/// 16 rows of operand A: the tile of step s lies at rows + s * step, its rows `stride` apart; both in bytes.
+struct OperandRows {
+  const char* rows;
+  std::int64_t stride, step;
+};
+
+/// Lays out 16 rows of w, of which `have` exist, tile after tile; what does not exist is zero.
+inline OperandRows lay_out(const bfloat16* w, std::int64_t ldw, std::int64_t have, std::int64_t K, char* out) {
+  for (std::int64_t s = 0; s < tile_steps(K); ++s)
+    for (int i = 0; i < kTileRows; ++i) {
+      char* const row = out + (s * kTileRows + i) * kTileBytes;
+      const std::int64_t terms = i < have ? smaller(kTileTerms, K - s * kTileTerms) : 0;
+      __builtin_memset(row, 0, kTileBytes);
+      __builtin_memcpy(row, w + (terms > 0 ? i * ldw + s * kTileTerms : 0),
+                       static_cast<std::size_t>(terms) * sizeof(*w));
+    }
+  return {out, kTileBytes, kTileRows * kTileBytes};
+}
+
+/// sums[16 * kA][stride] = kA times 16 rows of A (of the forward product: of w, so a row of sums is a column of y) with
+/// kB groups of 16 packed columns of B. Tiles 0 to 3 hold sums, 4 and 5 A, 6 and 7 B.
+template <int kA, int kB>
+[[gnu::always_inline]] inline void tile_block(Tiles& tiles, const OperandRows* w, const std::uint32_t* x,
+                                              std::int64_t K, float* sums, std::int64_t stride) {
+  static_assert(kA <= 2 && kB <= 2);
+  const std::int64_t group = packed_group_words(K), bytes = stride * static_cast<std::int64_t>(sizeof(float));
+  tiles.template zero<0>();
+  if constexpr (kB > 1) tiles.template zero<1>();
+  if constexpr (kA > 1) tiles.template zero<2>();
+  if constexpr (kA > 1 && kB > 1) tiles.template zero<3>();
+  for (std::int64_t s = 0; s < tile_steps(K); ++s, x += kTilePairs * kTileRows) {
+    tiles.template load<4>(w[0].rows + s * w[0].step, w[0].stride);
+    tiles.template load<6>(x, kTileBytes);
+    tiles.template multiply<0, 4, 6>();
+    if constexpr (kB > 1) {
+      tiles.template load<7>(x + group, kTileBytes);
+      tiles.template multiply<1, 4, 7>();
+    }
+    if constexpr (kA > 1) {
+      tiles.template load<5>(w[1].rows + s * w[1].step, w[1].stride);
+      tiles.template multiply<2, 5, 6>();
+    }
+    if constexpr (kA > 1 && kB > 1) tiles.template multiply<3, 5, 7>();
+  }
+  tiles.template store<0>(sums, bytes);
+  if constexpr (kB > 1) tiles.template store<1>(sums + kTileRows, bytes);
+  if constexpr (kA > 1) tiles.template store<2>(sums + kTileRows * stride, bytes);
+  if constexpr (kA > 1 && kB > 1) tiles.template store<3>(sums + kTileRows * stride + kTileRows, bytes);
+}
+
+/// kWidth columns with up to kLinearTileM rows from row m on; a row's sums go to store(m, sums).
+template <std::int64_t kWidth, class Store>
+void tile_rows_by_columns(Tiles& tiles, const LinearInput<bfloat16>& p, std::int64_t m0, const OperandRows* w,
+                          const Store& store) {
+  using S = F32;
+  constexpr std::int64_t kRows = kLinearTileM;
+  constexpr int kStrips = static_cast<int>(kWidth) / kTileRows;
+  alignas(64) float by_column[kWidth * kRows], sums[S::kLanes * kWidth];
+  const std::int64_t rows = smaller(kRows, p.M - m0), groups = (rows + kTileRows - 1) / kTileRows;
+  const auto* const x = static_cast<const std::uint32_t*>(p.packed) + m0 / kTileRows * packed_group_words(p.K);
+  for (int strip = 0; strip < kStrips; strip += 2)
+    for (std::int64_t g = 0; g < groups; g += 2) {
+      const auto* const at = x + g * packed_group_words(p.K);
+      float* const out = by_column + strip * kTileRows * kRows + g * kTileRows;
+      with_constant<2>(strip + 1 < kStrips ? 2 : 1, [&](auto a) {
+        with_constant<2>(g + 1 < groups ? 2 : 1,
+                         [&](auto b) { tile_block<a(), b()>(tiles, w + strip, at, p.K, out, kRows); });
+      });
+    }
+  for (std::int64_t first = 0; first < rows; first += S::kLanes) {
+    turn_sums<S>(by_column, static_cast<int>(kRows), static_cast<int>(first), static_cast<int>(kWidth), kWidth, sums);
+    for (int i = 0; i < S::kLanes && first + i < rows; ++i) store(m0 + first + i, sums + i * kWidth);
+  }
+}
+
+/// Whether rows of w are multiplied where they lie. Rows that lie a multiple of 4 KiB apart share the sets of the
+/// caches, and with many rows of x a strip is read often enough to be laid out first.
+inline bool reads_in_place(const LinearInput<bfloat16>& p, std::int64_t ldw) {
+  return p.K % kTileTerms == 0 && p.M <= kLinearTileM && ldw * static_cast<std::int64_t>(sizeof(bfloat16)) % 4096 != 0;
+}
+
+/// Computes tiles [begin, end) of p. rows_of(strip, i) gives the i-th 16 rows of w of a strip of kWidth columns and how
+/// many of them exist; store_of(strip) takes the sums.
+template <std::int64_t kWidth, class RowsOf, class StoreOf>
+void run_tile_products(const LinearInput<bfloat16>& p, std::int64_t ldw, const LinearTiles& cut, std::int64_t begin,
+                       std::int64_t end, const RowsOf& rows_of, const StoreOf& store_of) {
+  constexpr int kStrips = static_cast<int>(kWidth) / kTileRows;
+  const bool in_place = reads_in_place(p, ldw);
+  Tiles tiles;
+  OperandRows w[kStrips];
+  for (std::int64_t t = begin; t < end; ++t) {
+    const std::int64_t strip = cut.strip(t);
+    if (t == begin || t % cut.steps == 0)
+      for (int i = 0; i < kStrips; ++i) {
+        const auto [rows, have] = rows_of(strip, i);
+        if (in_place && have >= kTileRows) {
+          w[i] = {reinterpret_cast<const char*>(rows), ldw * static_cast<std::int64_t>(sizeof(bfloat16)), kTileBytes};
+        } else {
+          w[i] = lay_out(rows, ldw, have, p.K,
+                         reinterpret_cast<char*>(p.strip_room) + i * tile_steps(p.K) * kTileRows * kTileBytes);
+        }
+      }
+    tile_rows_by_columns<kWidth>(tiles, p, cut.row(t), w, store_of(strip));
+  }
+}
+
+}  // namespace
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -1,0 +1,214 @@
+// The forward products by tiles (kernels/tiles/) give the bits of the instruction's rules, written down here once more
+// as a plain loop over one output: by the tile in software on every machine with AVX2, and by AMX's where it can be
+// had.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "common/cpu_capability.h"
+#include "kernels/gemm.h"
+#include "kernels/linear.h"
+
+namespace nemo_rl::kernels {
+namespace {
+
+float without_denormals(float v) { return std::fpclassify(v) == FP_SUBNORMAL ? std::copysign(0.0f, v) : v; }
+
+float term(const std::vector<bfloat16>& values, std::int64_t at, bool exists) {
+  return exists ? without_denormals(static_cast<float>(values[static_cast<std::size_t>(at)])) : 0.0f;
+}
+
+/// One output: steps of 32 terms; in a step a chain of the even and one of the odd terms.
+float by_the_rules(const std::vector<bfloat16>& x, std::int64_t row, const std::vector<bfloat16>& w,
+                   std::int64_t column, std::int64_t K) {
+  float sum = 0;
+  for (std::int64_t k0 = 0; k0 < K; k0 += 32) {
+    float chains[2] = {0, 0};
+    for (std::int64_t k = k0; k < k0 + 32; ++k)
+      chains[k % 2] =
+          without_denormals(std::fma(term(w, column * K + k, k < K), term(x, row * K + k, k < K), chains[k % 2]));
+    sum = without_denormals(sum + without_denormals(chains[0] + chains[1]));
+  }
+  return sum;
+}
+
+struct TileKernels {
+  const char* name;
+  LinearPack<bfloat16>* pack;
+  LinearForward<bfloat16, float>* forward;
+  LinearSwiglu<bfloat16>* swiglu;
+  LinearStripFloats* strip_floats;
+  GemmPack<bfloat16>* gemm_pack;
+  Gemm<bfloat16, float>* gemm;
+};
+
+std::vector<TileKernels> kernels_of_this_machine() {
+  std::vector<TileKernels> all;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    all.push_back({"software", software_tiles::linear_pack_bf16, software_tiles::linear_forward_bf16_f32,
+                   software_tiles::linear_swiglu_bf16, software_tiles::linear_strip_floats_bf16,
+                   software_tiles::gemm_pack_bf16, software_tiles::gemm_bf16_f32});
+  if (__builtin_cpu_supports("avx512bf16") && amx_is_granted())
+    all.push_back({"amx", amx::linear_pack_bf16, amx::linear_forward_bf16_f32, amx::linear_swiglu_bf16,
+                   amx::linear_strip_floats_bf16, amx::gemm_pack_bf16, amx::gemm_bf16_f32});
+#endif
+  return all;
+}
+
+/// Memory at addresses that are multiples of 64.
+struct Room {
+  explicit Room(std::int64_t bytes) : memory(static_cast<std::size_t>(bytes + 64)) {}
+  void* get() {
+    void* at = memory.data();
+    std::size_t space = memory.size();
+    return std::align(64, memory.size() - 64, at, space);
+  }
+  std::vector<std::byte> memory;
+};
+
+enum class Values { normal, spread, any_bits };
+
+std::vector<bfloat16> drawn(std::int64_t count, Values values, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::uniform_int_distribution<int> exponent(-30, 30);
+  std::vector<bfloat16> out(static_cast<std::size_t>(count));
+  for (auto& v : out) {
+    if (values == Values::any_bits) {
+      v.bits = static_cast<std::uint16_t>(random());
+    } else {
+      v = bfloat16(std::ldexp(normal(random), values == Values::spread ? exponent(random) : 0));
+    }
+  }
+  return out;
+}
+
+std::vector<float> product(const TileKernels& with, const std::vector<bfloat16>& x, const std::vector<bfloat16>& w,
+                           std::int64_t M, std::int64_t N, std::int64_t K) {
+  Room packed(linear_packed_bytes(M, K, 2)), room(with.strip_floats(M, K, kLinearTileN) * 4);
+  const LinearInput<bfloat16> input{x.data(), K, M, K, packed.get(), static_cast<float*>(room.get())};
+  with.pack(input, 0, (M + kLinearTileM - 1) / kLinearTileM);
+  std::vector<float> y(static_cast<std::size_t>(M * N), NAN);
+  with.forward({input, w.data(), K, nullptr, y.data(), N, N, false}, 0, LinearTiles(M, N, K).count(), false);
+  return y;
+}
+
+void expect_bits(float got, float expected, const char* kernels, std::int64_t at) {
+  if (std::isnan(expected)) {
+    EXPECT_TRUE(std::isnan(got)) << kernels << " at " << at;
+  } else {
+    EXPECT_EQ(std::memcmp(&got, &expected, sizeof(got)), 0)
+        << kernels << " at " << at << ": " << got << ", not " << expected;
+  }
+}
+
+}  // namespace
+
+TEST(TileProducts, HaveTheBitsOfTheRules) {
+  struct Shape {
+    std::int64_t M, N, K;
+  };
+  for (const auto& with : kernels_of_this_machine())
+    for (const Shape& s : {Shape{1, 16, 32},
+                           {1, 48, 96},
+                           {3, 50, 40},
+                           {16, 17, 31},
+                           {17, 96, 64},
+                           {33, 100, 65},
+                           {64, 48, 2048},
+                           {70, 47, 96},
+                           {130, 49, 33}})
+      for (const Values values : {Values::normal, Values::spread, Values::any_bits}) {
+        const auto x = drawn(s.M * s.K, values, 1), w = drawn(s.N * s.K, values, 2);
+        const auto y = product(with, x, w, s.M, s.N, s.K);
+        for (std::int64_t i = 0; i < s.M * s.N; ++i)
+          expect_bits(y[static_cast<std::size_t>(i)], by_the_rules(x, i / s.N, w, i % s.N, s.K), with.name, i);
+      }
+}
+
+TEST(TileProducts, RowsDoNotDependOnTheirNumber) {
+  constexpr std::int64_t kMost = 300, N = 53, K = 104;
+  const auto x = drawn(kMost * K, Values::spread, 3), w = drawn(N * K, Values::spread, 4);
+  for (const auto& with : kernels_of_this_machine()) {
+    const auto all = product(with, x, w, kMost, N, K);
+    for (std::int64_t M = 1; M < kMost; ++M) {
+      const auto some = product(with, x, w, M, N, K);
+      ASSERT_EQ(std::memcmp(some.data(), all.data(), some.size() * sizeof(float)), 0)
+          << with.name << ", " << M << " rows";
+    }
+  }
+}
+
+TEST(TileProducts, TheGatedProductHasTheSameSums) {
+  constexpr std::int64_t M = 37, I = 61, K = 72;
+  const auto x = drawn(M * K, Values::normal, 5), w = drawn(2 * I * K, Values::normal, 6);
+  for (const auto& with : kernels_of_this_machine()) {
+    const auto sums = product(with, x, w, M, 2 * I, K);
+    Room packed(linear_packed_bytes(M, K, 2)), room(with.strip_floats(M, K, kSwigluTileN) * 4);
+    const LinearInput<bfloat16> input{x.data(), K, M, K, packed.get(), static_cast<float*>(room.get())};
+    with.pack(input, 0, 1);
+    std::vector<bfloat16> gate_up(static_cast<std::size_t>(M * 2 * I)), act(static_cast<std::size_t>(M * I));
+    with.swiglu({input, w.data(), K, nullptr, gate_up.data(), act.data(), I}, 0,
+                LinearTiles(M, 2 * I, K, kSwigluTileN).count(), false);
+    for (std::size_t i = 0; i < gate_up.size(); ++i)
+      ASSERT_EQ(gate_up[i].bits, bfloat16(sums[i]).bits) << with.name << " " << i;
+    for (std::int64_t m = 0; m < M; ++m)
+      for (std::int64_t i = 0; i < I; ++i) {
+        const auto gate = static_cast<double>(static_cast<float>(gate_up[static_cast<std::size_t>(m * 2 * I + i)])),
+                   up = static_cast<double>(static_cast<float>(gate_up[static_cast<std::size_t>(m * 2 * I + I + i)]));
+        const double expected = gate / (1 + std::exp(-gate)) * up;
+        EXPECT_NEAR(static_cast<double>(static_cast<float>(act[static_cast<std::size_t>(m * I + i)])), expected,
+                    0.005 * std::abs(expected) + 1e-6);
+      }
+  }
+}
+
+TEST(TileProducts, BackwardProductsHaveTheBitsOfTheRules) {
+  struct Shape {
+    std::int64_t M, N, K;
+  };
+  for (const auto& with : kernels_of_this_machine())
+    for (const Shape& s : {Shape{1, 1, 1}, {5, 40, 3}, {97, 33, 70}, {40, 130, 1100}, {33, 17, 2049}})
+      for (const bool transposed : {false, true})
+        for (const bool accumulate : {false, true}) {
+          const auto a = drawn(s.M * s.K, Values::spread, 7), b = drawn(s.K * s.N, Values::normal, 8);
+          // as rows of terms, which is how by_the_rules reads them
+          std::vector<bfloat16> rows(a.size()), columns(b.size());
+          for (std::int64_t k = 0; k < s.K; ++k) {
+            for (std::int64_t m = 0; m < s.M; ++m)
+              rows[static_cast<std::size_t>(m * s.K + k)] =
+                  a[static_cast<std::size_t>(transposed ? k * s.M + m : m * s.K + k)];
+            for (std::int64_t n = 0; n < s.N; ++n)
+              columns[static_cast<std::size_t>(n * s.K + k)] = b[static_cast<std::size_t>(k * s.N + n)];
+          }
+          Room packed_a(gemm_packed_bytes(kGemmTileM, s.K, 2)), packed_b(gemm_packed_bytes(s.N, s.K, 2));
+          GemmInput<bfloat16> input{a.data(), transposed ? 1 : s.K, transposed ? s.M : 1, b.data(), s.N, s.M, s.N, s.K};
+          input.packed_b = packed_b.get();
+          std::vector<float> c(static_cast<std::size_t>(s.M * s.N), 0.5f);
+          for (std::int64_t k0 = 0; k0 < s.K; k0 += kGemmTerms) {
+            with.gemm_pack(input, k0, 0, (std::min(kGemmTerms, s.K - k0) + kGemmPackTerms - 1) / kGemmPackTerms);
+            for (std::int64_t m0 = 0; m0 < s.M; m0 += kGemmTileM)
+              with.gemm({input, c.data(), s.N, accumulate}, {m0, 0, s.N, k0, packed_a.get(), false});
+          }
+          const auto block = [&](const std::vector<bfloat16>& of, std::int64_t line, std::int64_t k0) {
+            const auto begin = of.begin() + line * s.K + k0;
+            return std::vector<bfloat16>(begin, begin + std::min(kGemmTerms, s.K - k0));
+          };
+          for (std::int64_t i = 0; i < s.M * s.N; ++i) {
+            float expected = accumulate ? 0.5f : 0.0f;
+            for (std::int64_t k0 = 0; k0 < s.K; k0 += kGemmTerms) {
+              const auto x = block(columns, i % s.N, k0), w = block(rows, i / s.N, k0);
+              const float sum = by_the_rules(x, 0, w, 0, static_cast<std::int64_t>(x.size()));
+              expected = k0 == 0 && !accumulate ? sum : expected + sum;
+            }
+            expect_bits(c[static_cast<std::size_t>(i)], expected, with.name, i);
+          }
+        }
+}
+
+}  // namespace nemo_rl::kernels

@@ -19,6 +19,7 @@ _OURS = {  # arguments of vllm.LLM that follow from elsewhere -> where
     "max_num_seqs": "policy.generation.max_batch_size", "kv_cache_memory_bytes": "policy.generation.kv_cache_gb",
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager", "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
     "logprobs_mode": None, "generation_config": None, "weight_transfer_config": None, "distributed_executor_backend": None,
+    "enable_chunked_prefill": None,
     "async_scheduling": None, "tensor_parallel_size": None, "pipeline_parallel_size": None, "data_parallel_size": None, "worker_cls": None,
     "worker_extension_cls": None, "hf_overrides": "policy.hf_config_overrides",
 }  # fmt: skip

@@ -42,6 +42,7 @@ def engine_arguments(policy: PolicyConfig, model: Model) -> dict[str, object]:
         "enforce_eager": vllm.enforce_eager, "seed": 0, "load_format": "dummy", "skip_tokenizer_init": True,
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
         "distributed_executor_backend": "uni", "async_scheduling": False,
+        "enable_chunked_prefill": False,  # a prompt in two parts takes its seed's generator back by a step, which those of CPUs cannot
     }  # fmt: skip
     if vllm.enable_prefix_caching is not None:
         arguments["enable_prefix_caching"] = vllm.enable_prefix_caching
@@ -57,8 +58,8 @@ def _cache_bytes(gigabytes: float | None, model: Model, rows: int, element: int)
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
     of_token = 2 * (config.get("num_hidden_layers") or 0) * kv_heads * head_dim * element
-    blocks = -(-model.longest // _BLOCK) + 1
-    wanted = max(rows * blocks * _BLOCK * of_token, _LEAST_CACHE)
+    blocks = rows * -(-model.longest // _BLOCK) + 1  # one of them is vLLM's own
+    wanted = max(blocks * _BLOCK * of_token, _LEAST_CACHE)
     return max(min(wanted, available_bytes() // 2), 1)
 
 

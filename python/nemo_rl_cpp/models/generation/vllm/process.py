@@ -115,13 +115,9 @@ class VllmProcess:
         """Its process."""
         return self._process.pid
 
-    @property
-    def alive(self) -> bool:
-        """Whether it can still be asked."""
-        return self._finalizer.alive
-
     def begin(self, message: Mapping[str, object]) -> None:
         """Asks it to load vLLM, and does not wait: the next call does."""
+        self._must_be_alive()
         self._send({"call": "start", **message}, b"")
         self._starting = True
 
@@ -132,6 +128,7 @@ class VllmProcess:
 
         Raises VllmError where vLLM cannot do it, WorkerLostError where the process has ended or gives no sign of life.
         """
+        self._must_be_alive()
         if self._starting:
             self._answer("loading vLLM", self.start_timeout, None)
             self._starting = False
@@ -142,9 +139,11 @@ class VllmProcess:
         """Ends it and whatever it started, and collects it. May be called again."""
         self._finalizer()
 
-    def _send(self, message: dict, payload: bytes) -> None:
-        if not self.alive:
+    def _must_be_alive(self) -> None:
+        if not self._finalizer.alive:
             raise WorkerLostError("vLLM has been ended, and cannot be asked any more")
+
+    def _send(self, message: dict, payload: bytes) -> None:
         self._connection.settimeout(self._timeout)
         try:
             send_frame(self._connection, message, payload)

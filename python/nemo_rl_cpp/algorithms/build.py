@@ -44,6 +44,9 @@ from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
+from nemo_rl_cpp.models.generation.interfaces import end_engine
+from nemo_rl_cpp.models.generation.vllm.process import check_interpreter
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
 from nemo_rl_cpp.report import ReportWriter
@@ -95,6 +98,7 @@ class Parts:
     def release(self) -> None:
         """Ends the workers and gives logs and checkpoint folder free, of parts that become no run."""
         shut_down(self.engine_cluster, self.cluster)
+        end_engine(self.generation)
         if self.logger is not None:
             self.logger.finish()
         if self.checkpoints is not None:
@@ -150,13 +154,17 @@ def make_parts(
     with opened(config, tokenizer, data.train, data.validation) as (checkpoints, resume):
         loader = make_dataloader(config.data, data.train, loop.prompts_per_round, loop.seed)
         resume.load_data_position(loader, config.data)
+        if config.policy.generation.runs_vllm:
+            check_interpreter(config.policy.generation.vllm_cfg.python)  # before a model is loaded
         cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
+        generation = None
         try:
             policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
+            generation = make_generation(config, policy, tokenizer, engine_cluster)
             value = make_value(config, tokenizer, resume, cluster) if isinstance(config, PPOMasterConfig) else None
             return Parts(
                 policy=policy,
-                generation=make_generation(config, policy, tokenizer, engine_cluster),
+                generation=generation,
                 value=value,
                 tokenizer=tokenizer,
                 loader=loader,
@@ -172,6 +180,7 @@ def make_parts(
             )
         except BaseException:
             shut_down(engine_cluster, cluster)
+            end_engine(generation)
             raise
 
 
@@ -249,7 +258,9 @@ def make_engine_cluster(config: TrainMasterConfig) -> RayVirtualCluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: RayVirtualCluster | None
 ) -> GenerationInterface:
-    """Engines on the policy's weights, or in workers of their own."""
+    """Engines on the policy's weights, in workers of their own, or vLLM."""
+    if config.policy.generation.runs_vllm:
+        return vllm_of(policy, config.policy, tokenizer, config.loop.seed)
     if cluster is None:
         return policy.create_generation(config.policy.generation, seed=config.loop.seed)
     return DedicatedGeneration(cluster, config.policy, tokenizer, seed=config.loop.seed)
@@ -266,7 +277,8 @@ def make_policy(
 
     The reference model is built only when the KL weight is not 0.
     """
-    if config.policy.backend == "hf" and (text := exactness_text(config)) is not None:
+    runs_vllm = config.policy.generation.runs_vllm
+    if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)
     if factory is None:
         factory = _hf_policy() if config.policy.backend == "hf" else Policy if cluster.in_process else DistributedPolicy
@@ -274,6 +286,8 @@ def make_policy(
     policy = config.policy
     if engines_of(config):  # whose activations are in other processes
         policy = policy.model_copy(update={"kept_activations_gb": 0.0})
+    if runs_vllm:  # whose log-probabilities are not those of training
+        policy = policy.model_copy(update={"kept_activations_gb": 0.0, "reuse_generation_logprobs": "never"})
     return factory(
         cluster=cluster,
         config=policy,

@@ -23,6 +23,7 @@ from nemo_rl_cpp.experience.batches import TrainBatch
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
+from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.policy.interfaces import TrainedModelInterface
 from nemo_rl_cpp.weight_sync.interfaces import WeightSynchronizer
@@ -154,11 +155,12 @@ class TrainingRun:
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def close(self, patience: float | None = None) -> None:
-        """Ends the environments' and the cluster's processes and gives logs and checkpoint folder free; may be called again. An environment that
+        """Ends the environments', the cluster's and the engine's processes and gives logs and checkpoint folder free; may be called again. An environment that
         does not answer for `patience` seconds is left behind; None: waits."""
         self.collection.close()
         self.environments.close(patience)
         shut_down(self.engine_cluster, self.cluster)
+        end_engine(self.generation)
         if self.services.logger is not None:
             self.services.logger.finish()
         if self.services.checkpoints is not None:

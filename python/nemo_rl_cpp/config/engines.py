@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
 
 from .base import Int, Positive, Real, Section, key, no_effect, only, section
 
@@ -14,14 +16,33 @@ _NO_QUANTISATION = "quantised generation is not supported, it changes results"
 
 
 class VllmConfig(Section):
-    """Settings of vLLM. The native engine reads max_model_len and enforce_eager."""
+    """Settings of vLLM. With `python`, and backend vllm, vLLM itself generates (docs/vllm.md); else the trainer's own engine stands in
+    for it, and reads max_model_len and enforce_eager."""
+
+    python: str | None = key(
+        None,
+        "the interpreter of an environment that has vLLM: with backend vllm, vLLM itself generates, in a process of that interpreter; null: "
+        "the trainer's own engine stands in for vLLM",
+    )
+    server_url: str | None = only(
+        None,
+        why="weights reach only a vLLM that the run starts itself: set policy.generation.vllm_cfg.python to its interpreter",
+    )
+    start_timeout_s: Annotated[float, Field(gt=0)] = key(
+        600.0, "with python: seconds that vLLM may take to load, after which the run ends"
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = key(
+        300.0, "with python: seconds that a step of vLLM or a refit may take, after which the run ends"
+    )
 
     max_model_len: Positive | None = key(
         None, "longest sequence; null: policy.max_total_sequence_length (alias: policy.generation.max_model_len)"
     )
     async_engine: bool = no_effect(False)
     precision: str | None = key(
-        None, "the engine computes in policy.precision; fp8 and other quantised values are errors"
+        None,
+        "with python: what vLLM computes in (null: policy.precision); else the engine computes in policy.precision; fp8 and other quantised "
+        "values are errors",
     )
     kv_cache_dtype: str = key(
         "auto", "keys and values are kept in policy.precision; fp8 and other quantised values are errors"
@@ -36,7 +57,9 @@ class VllmConfig(Section):
     enable_expert_parallel: bool = no_effect(False)
     gpu_memory_utilization: Real = no_effect(0.6)
     enforce_eager: bool = key(
-        False, "on a GPU: true launches a decode step kernel by kernel instead of as a CUDA graph; the same results"
+        False,
+        "on a GPU: true launches a decode step kernel by kernel instead of as a CUDA graph; the same results. With python: handed to vLLM, "
+        "which compiles the model where it is false",
     )
     use_tqdm: bool = no_effect(True)
     use_deep_gemm: bool = no_effect(False)
@@ -53,8 +76,13 @@ class VllmConfig(Section):
     http_refit_api_key_env_var: str | None = no_effect(None)
     reset_encoder_cache_after_weight_update: bool = no_effect(False)
     http_refit_server_port: Int | None = no_effect(None)
-    enable_prefix_caching: bool | None = no_effect(None, "a prompt is always computed once for its group")
-    env_vars: dict[str, object] | None = no_effect(None)
+    enable_prefix_caching: bool | None = key(
+        None,
+        "with python: handed to vLLM (null: vLLM's own default); else a prompt is always computed once for its group",
+    )
+    env_vars: dict[str, object] | None = key(
+        None, "with python: environment variables of vLLM's process; else not read"
+    )
     expose_http_server: bool = only(False, why="there is no HTTP server of the policy")
     http_server_serving_chat_kwargs: dict[str, object] | None = no_effect(None)
     reasoning_parser_plugin: str | None = no_effect(None)

@@ -1,4 +1,4 @@
-"""How far generation and training are apart, by the code that does them. docs/transformers.md measures it."""
+"""How far generation and training are apart, by the code that does them. docs/transformers.md and docs/vllm.md measure it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ class Exactness(NamedTuple):
     text: str
 
 
+_VLLM = Exactness(
+    False,
+    "another engine with weights of its own, whose digest is compared at each refit: the trainer scores each batch before it trains on it, "
+    "and token_mult_prob_error and gen_kl_error say how far apart they were (about 1e-6 in float32, 0.01 and more in bfloat16)",
+)
 EXACTNESS: dict[tuple[str, str], Exactness] = {
     ("native", "native"): Exactness(True, "one computation: token_mult_prob_error is 1 and max_logprob_gap 0"),
     ("hf", "hf"): Exactness(
@@ -30,13 +35,17 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
         "two computations on the same weights: the trainer scores each batch before it trains on it, and token_mult_prob_error and "
         "gen_kl_error say how far apart they were",
     ),
+    ("native", "vllm"): _VLLM,
+    ("hf", "vllm"): _VLLM,
 }
 """(trainer, generator) -> what is to be expected."""
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """The engine that generates: the one of the trainer stands in for NeMo RL's."""
+    """The engine that generates: the one of the trainer stands in for NeMo RL's, but for a vLLM that is there."""
     backend = policy.generation.backend
+    if policy.generation.runs_vllm:
+        return "vllm"
     return policy.backend if backend is None or backend in FOREIGN_ENGINES else backend
 
 

@@ -66,8 +66,8 @@ def devices_of(config: WholeConfig) -> int:
 
 def engine_of(config: WholeConfig) -> str | None:
     """The engine of NeMo RL that the trainer's own stands in for; None for that one."""
-    backend = _generation(config)[1].backend
-    return backend if backend in FOREIGN_ENGINES else None
+    generation = _generation(config)[1]
+    return generation.backend if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm else None
 
 
 def is_apart(config: WholeConfig) -> bool:
@@ -89,7 +89,7 @@ def fold_text(config: WholeConfig) -> str | None:
     if not written:
         return None
     count = config.cluster.processes
-    own = "transformers" if hasattr(config, "policy") and config.policy.backend == "hf" else "the native engine"
+    own = _own_engine(config)
     here = (
         f"on {f'{count} processes' if count > 1 else '1 device'} ({config.cluster.device}) with {own}"
         if devices > 1 or apart
@@ -102,6 +102,13 @@ def fold_text(config: WholeConfig) -> str | None:
         if (summary := forecast_summary(config)) is not None:
             text += f"; memory forecast: {summary}"
     return text
+
+
+def _own_engine(config: WholeConfig) -> str:
+    """What generates, for people."""
+    if _generation(config)[1].runs_vllm:
+        return "vLLM"
+    return "transformers" if hasattr(config, "policy") and config.policy.backend == "hf" else "the native engine"
 
 
 _SAID: set[str] = set()  # without the forecast, which follows from the rest

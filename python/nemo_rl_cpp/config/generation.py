@@ -28,7 +28,7 @@ class GenerationConfig(Section):
 
     backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
         None,
-        "native: the C++ engine; hf: transformers; each reads the weights of a trainer of its name; null: that of policy.backend; the names of NeMo RL's engines mean the same, with a notice",
+        "native: the C++ engine; hf: transformers; each reads the weights of a trainer of its name; vllm with vllm_cfg.python: vLLM itself; null: that of policy.backend, and so are the names of NeMo RL's engines, with a notice",
     )
     max_new_tokens: Positive | None = key(None, "longest response in tokens; null: policy.max_total_sequence_length")
     temperature: Temperature = key(
@@ -66,7 +66,10 @@ class GenerationConfig(Section):
     trtllm_cfg: dict[str, object] | None = no_effect(None, "TensorRT-LLM's settings, not used here")
     dynamo_cfg: dict[str, object] | None = no_effect(None, "Dynamo's settings, not used here")
     mcore_generation_config: McoreGenerationConfig = section(McoreGenerationConfig, "Megatron's engine, not used here")
-    vllm_kwargs: dict[str, object] = no_effect({})
+    vllm_kwargs: dict[str, object] = key(
+        {},
+        "with vllm_cfg.python: further arguments of vllm.LLM; else not read, but what would change results is refused",
+    )
     port_range_low: Int = no_effect(3000)
     port_range_high: Int = no_effect(4999)
     refit_transport: str | None = no_effect(None, "weights are shared, nothing is transported")
@@ -79,6 +82,11 @@ class GenerationConfig(Section):
     _debug_payload_metrics: bool | None = PrivateAttr(None)
     bad_words: list[str] | None = only(None, why="forbidden words are not supported")
     use_async_rollouts: bool = no_effect(False)
+
+    @property
+    def runs_vllm(self) -> bool:
+        """Whether vLLM itself generates, and no engine of ours stands in for it."""
+        return self.backend == "vllm" and self.vllm_cfg.python is not None
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
         """Longest sequence that generation may make: the smaller of vllm_cfg.max_model_len and the trainer's limit."""

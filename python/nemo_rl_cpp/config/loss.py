@@ -34,7 +34,7 @@ class ClippedPGLossConfig(Section):
     use_on_policy_kl_approximation: bool = key(False, "importance weight on the KL term")
     use_importance_sampling_correction: bool | None = key(
         None,
-        "weight tokens by training over generation probability; null: where the two are not equal to the bit (docs/transformers.md)",
+        "weight tokens by training over generation probability; null: where the two are not equal to the bit (docs/vllm.md)",
     )
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = key(
         None, "tis: clamp weights; icepop: zero weights out of bounds; seq-mask-tis: drop sequences out of bounds"

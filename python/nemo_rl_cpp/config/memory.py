@@ -384,6 +384,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
         kept != 0
         and not engines_of(config)
         and config.policy.reuse_generation_logprobs != "never"
+        and not config.policy.generation.runs_vllm
         and not config.policy.activation_checkpointing
     ):
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"

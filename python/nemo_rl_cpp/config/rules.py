@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import in_a_line
 
-from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model
+from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model, rules_vllm
 from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
@@ -125,6 +125,7 @@ def check_eval(config: EvalMasterConfig, report: Report) -> None:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
     rules_engine.check_engine(generation, "generation", report)
     rules_hf.check_evaluation(generation, report)
+    rules_vllm.check_vllm_evaluation(generation, report)
     rules_engine.check_sizes(config, report)
     rules_model.check_tokenizer(config.tokenizer, "tokenizer", report)
     rules_model.check_cluster(config.cluster, report)
@@ -165,6 +166,7 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
         count = trainers_of(config)
         rules_model.check_blocks(section, model, count // section.tensor_parallel(count), report)
         rules_hf.check_model(section, model, config.cluster, report)
+    rules_vllm.check_vllm_run(config, report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
     _check_checkpointing(config, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from . import rules_engine, rules_hf
+from . import rules_engine, rules_hf, rules_vllm
 from .cluster import ClusterConfig
 from .errors import Report
 from .generation import GenerationConfig
@@ -14,6 +14,7 @@ from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig
 
 def check_policy(policy: PolicyConfig, report: Report) -> None:
     rules_hf.check_pair(policy, report)
+    rules_vllm.check_vllm(policy, report)
     check_trained_model(policy, "policy", report)
     rules_engine.check_engine(policy.generation, "policy.generation", report, policy.hf_config_overrides)
     _check_sampling(policy.generation, report)

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import tiny
+import vllm_stand_in
 from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms.run_data import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
@@ -57,6 +58,7 @@ ONLY_PPO = [
     ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0"),
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
 ]  # fmt: skip
+WITH_VLLM = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.python={python}")
 CHECKS = (
     "/config/rules",
     "/config/python_values.py",
@@ -176,6 +178,10 @@ def reads(tmp_path_factory):
                 )  # fmt: skip
                 with run:
                     run.train()
+        python = vllm_stand_in.interpreter(tmp_path_factory.mktemp("vllm"))
+        options = [override.format(python=python) for override in WITH_VLLM]
+        with tiny.make(tmp_path_factory.mktemp("grpo"), *small["grpo"], *options, "grpo.max_num_steps=1") as run:
+            run.train()
         make_tokenizer(watch.root(load_grpo_config("grpo_arithmetic_smollm2.yaml")).policy)
         ActorSettings.of(watch.root(load_grpo_config("grpo_tiny.yaml")).cluster)  # as a run with Ray does
     finally:

@@ -119,6 +119,8 @@ class GenerationInterface(Protocol):
 
     reports_finished: bool = False
     """Whether `generate` takes `on_finished`, a callable `(rows, token ids of each)` that is told of responses as they end."""
+    owns_process: bool = False
+    """Whether the engine has a process that its `shutdown` ends; the end of a run calls it then."""
 
     def prepare_for_generation(self) -> bool:
         """Called before `generate`: makes room and wakes up what generation needs."""
@@ -143,3 +145,9 @@ class GenerationInterface(Protocol):
 
     def weight_digest(self) -> str:
         """The digest of the weights that the engine reads, comparable with `PolicyInterface.weight_digest`."""
+
+
+def end_engine(generation: GenerationInterface | None) -> None:
+    """Ends the process of an engine that has one of its own."""
+    if getattr(generation, "owns_process", False):
+        generation.shutdown()

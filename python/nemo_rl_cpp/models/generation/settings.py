@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ DEFAULT_CHUNK = 2048
 """Tokens of prompts that are computed at once without `prefill_chunk_tokens`."""
 STREAMS = {"train": 0, "val": 1, "eval": 2}
 """Streams of random draws, by their number in csrc/common/random.h."""
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn; top_k 0: no limit."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    greedy: bool
 
 
 class EngineSettings:
@@ -49,7 +58,7 @@ class EngineSettings:
         self._stop_token_ids = _stop_token_ids(config, tokenizer, end_token_ids)
         self._next_draw_id = 0
 
-    def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
+    def sampling(self, greedy: bool, stream: str) -> Sampling:
         """How tokens of this stream are drawn. Greedy decoding reports log-probabilities at temperature 1 without a filter."""
 
         def setting(name: str, default: float) -> float:
@@ -59,12 +68,16 @@ class EngineSettings:
 
         temperature = setting("temperature", 1.0)
         greedy = greedy or temperature == 0
-        return C.SamplingRule(
+        return Sampling(
             temperature=1.0 if greedy else temperature,
             top_p=setting("top_p", 1.0),
             top_k=max(int(setting("top_k", 0)), 0),
             greedy=greedy,
         )
+
+    def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
+        """`sampling` for the native sampler."""
+        return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def max_new_tokens(self, lengths: Tensor) -> Tensor:
         """int64 [B]: the longest response to prompts of these lengths [B]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from nemo_rl_cpp.models.slices import Slices
 from nemo_rl_cpp.models.trained_model import DTYPES, TrainedModel
 
 if TYPE_CHECKING:
+    from nemo_rl_cpp.models.json_values import JsonObject
     from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 
 
@@ -83,6 +85,12 @@ class HfTrainedModel(TrainedModel):
         if made.max_tokens and not made.length_round and not self.trainer.packed:
             made = replace(made, length_round=1)  # rows are padded, so that padding counts
         return made
+
+    def saved_config(self) -> JsonObject:
+        """config.json of a checkpoint."""
+        module = self.model.module
+        made = json.loads(module.config.to_json_string(use_diff=False))
+        return {**made, "architectures": [type(module).__name__]}
 
     def _save_weights(self, whole: dict[str, Tensor], weights_path: Path, tokenizer_path: str | Path | None) -> None:
         save_module(self.model.module, weights_path)

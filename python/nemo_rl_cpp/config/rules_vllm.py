@@ -1,0 +1,94 @@
+"""Rules of vLLM as the generator (`policy.generation.vllm_cfg.python`): what it needs, and what cannot be beside it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from .errors import Report
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.generation import GenerationConfig
+    from nemo_rl_cpp.config.master import TrainMasterConfig
+    from nemo_rl_cpp.config.policy import PolicyConfig
+
+_PYTHON = "policy.generation.vllm_cfg.python"
+_OURS = {  # arguments of vllm.LLM that follow from elsewhere -> where
+    "model": "policy.model_name", "tokenizer": "policy.tokenizer", "skip_tokenizer_init": None, "load_format": None, "seed": None,
+    "dtype": "policy.generation.vllm_cfg.precision", "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+    "max_num_seqs": "policy.generation.max_batch_size", "kv_cache_memory_bytes": "policy.generation.kv_cache_gb",
+    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager", "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
+    "logprobs_mode": None, "generation_config": None, "weight_transfer_config": None, "distributed_executor_backend": None,
+    "enable_chunked_prefill": None,
+    "async_scheduling": None, "tensor_parallel_size": None, "pipeline_parallel_size": None, "data_parallel_size": None, "worker_cls": None,
+    "worker_extension_cls": None, "hf_overrides": "policy.hf_config_overrides",
+}  # fmt: skip
+
+
+def check_vllm(policy: PolicyConfig, report: Report) -> None:
+    """The section's own rules, of a policy alone."""
+    generation = policy.generation
+    python = generation.vllm_cfg.python
+    if python is None:
+        return
+    if generation.backend != "vllm":
+        report.add(
+            _PYTHON,
+            f"names an interpreter with vLLM, but policy.generation.backend is {generation.backend or 'null'}: set it to vllm, or python to null",
+            "policy.generation.backend",
+        )
+        return
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        report.add(
+            _PYTHON,
+            f"is {python}, which is no program that can be run: name the Python interpreter of an environment that has vLLM (docs/vllm.md)",
+        )
+    for key in generation.vllm_kwargs:
+        if key in _OURS:
+            elsewhere = _OURS[key]
+            report.add(
+                f"policy.generation.vllm_kwargs.{key}",
+                "is given by the run itself: leave it out" + (f", and set {elsewhere}" if elsewhere else ""),
+                _PYTHON,
+            )
+    if policy.reuse_generation_logprobs == "always":
+        report.add(
+            "policy.reuse_generation_logprobs",
+            "cannot be always with vLLM: its log-probabilities are not those of training to the bit; set it to auto",
+            _PYTHON,
+        )
+    if policy.kept_activations_gb:
+        report.add(
+            "policy.kept_activations_gb",
+            f"is {policy.kept_activations_gb:g}, but vLLM keeps no activations for training: set it to null or 0",
+            _PYTHON,
+        )
+
+
+def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
+    """What a run with vLLM needs of its cluster: one training process on the CPU of this machine."""
+    if not config.policy.generation.runs_vllm:
+        return
+    cluster = config.cluster
+    if cluster.has_workers:
+        report.add(
+            "cluster.executor",
+            f"is {cluster.executor}, but vLLM gets its weights from one training process: set it to auto, or {_PYTHON} to null",
+            _PYTHON,
+        )
+    if cluster.device != "cpu":
+        report.add(
+            "cluster.device",
+            f"is {cluster.device}, but vLLM gets its weights through the memory of a machine without GPUs: set it to cpu, or {_PYTHON} to null",
+            _PYTHON,
+        )
+
+
+def check_vllm_evaluation(generation: GenerationConfig, report: Report) -> None:
+    """An evaluation has no trainer that sends weights."""
+    if generation.vllm_cfg.python is not None:
+        report.add(
+            "generation.vllm_cfg.python",
+            "is for training: an evaluation generates with native or hf; set it to null",
+            "generation.backend",
+        )

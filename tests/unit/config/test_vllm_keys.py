@@ -1,0 +1,70 @@
+"""vLLM itself as the generator: how it is asked for, what is refused beside it, and what is said."""
+
+import sys
+
+import pytest
+from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config
+from nemo_rl_cpp.config.exactness import EXACTNESS, exactness_of, exactness_text
+from nemo_rl_cpp.config.fold import fold_text
+
+VLLM = ["policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={sys.executable}"]
+
+
+def mistakes(*overrides):
+    with pytest.raises(ConfigError) as error:
+        load_grpo_config("grpo_tiny.yaml", list(overrides))
+    return str(error.value)
+
+
+def test_the_interpreter_is_what_asks_for_vllm():
+    config = load_grpo_config("grpo_tiny.yaml", VLLM)
+    assert config.policy.generation.runs_vllm and fold_text(config) is None
+    folded = load_grpo_config("grpo_tiny.yaml", VLLM[:1])
+    assert not folded.policy.generation.runs_vllm and "the engine vllm" in fold_text(folded)
+
+
+def test_sizes_fold_onto_vllm():
+    text = fold_text(load_grpo_config("grpo_tiny.yaml", [*VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=4"]))
+    assert "with vLLM; same mathematics" in text and "the engine vllm" not in text
+
+
+@pytest.mark.parametrize("trainer", ["native", "hf"])
+def test_the_row_and_the_correction(trainer):
+    config = load_grpo_config("grpo_tiny.yaml", [*VLLM, f"policy.backend={trainer}"])
+    assert not exactness_of(config.policy).equal
+    assert config.loss_fn.use_importance_sampling_correction is True
+    text = exactness_text(config)
+    assert f"generation (vllm) and training ({trainer}) are equal up to rounding" in text
+    assert "use_importance_sampling_correction was left open and is true because of that" in text
+    given = load_grpo_config("grpo_tiny.yaml", [*VLLM, "loss_fn.use_importance_sampling_correction=false"])
+    assert given.loss_fn.use_importance_sampling_correction is False and "left open" not in exactness_text(given)
+
+
+def test_every_pair_that_can_be_has_a_row():
+    assert set(EXACTNESS) == {("native", "native"), ("hf", "hf"), ("native", "vllm"), ("hf", "vllm")}
+    assert [pair for pair, row in EXACTNESS.items() if row.equal] == [("native", "native")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["policy.generation.vllm_cfg.server_url=http://localhost:8000"], "weights reach only a vLLM that the run starts itself: set policy.generation.vllm_cfg.python"),
+        (["policy.generation.vllm_cfg.python=/nowhere/python"], "is /nowhere/python, which is no program that can be run"),
+        (["policy.generation.backend=native"], "names an interpreter with vLLM, but policy.generation.backend is native"),
+        (["cluster.executor=processes", "cluster.gpus_per_node=2"], "vLLM gets its weights from one training process: set it to auto"),
+        (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
+        (["policy.kept_activations_gb=1"], "vLLM keeps no activations for training"),
+        (["++policy.generation.vllm_kwargs.dtype=float32"], "vllm_kwargs.dtype is given by the run itself: leave it out, and set policy.generation.vllm_cfg.precision"),
+        (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
+        (["++policy.generation.vllm_kwargs.quantization=fp8"], "quantised generation changes results"),
+        (["policy.generation.vllm_cfg.precision=fp8"], "quantised generation changes results"),
+        (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_beside_it(overrides, text):
+    assert text in mistakes(*VLLM, *overrides)
+
+
+def test_an_evaluation_refuses_it():
+    with pytest.raises(ConfigError, match="is for training: an evaluation generates with native or hf"):
+        load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.python={sys.executable}"])

@@ -16,18 +16,21 @@ COMMANDS: dict[str, str] = {
     "train": "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says",
     "eval": "evaluate a model or a checkpoint",
     "generate": "write text with a model or a checkpoint",
+    "chat": "talk to a model or a checkpoint",
     "check": "check a configuration with its overrides, without loading anything else",
     "configs": "list the shipped configurations, each with what it is",
     "models": "list the supported models with the memory that they need",
     "report": "write report.html of a log folder again",
     "compare": "compare runs: results, timings, keys that differ, curves over one another",
     "doctor": "look at this machine and this installation, and train three tiny steps",
+    "completion": "print the shell's completion: bash, zsh or fish",
 }
 """Name of a command -> what it does; the module commands/NAME.py runs it."""
 _EXAMPLES = """examples:
   nemo-rl-cpp train --config grpo_tiny.yaml
   nemo-rl-cpp train --config my.yaml policy.optimizer.kwargs.lr=1e-5
   nemo-rl-cpp compare logs/a/exp_001 logs/b/exp_001 --out compare.html
+  nemo-rl-cpp chat --model results/grpo_arithmetic_smollm2
 
 nemo-rl-cpp COMMAND --help says more about one of them."""
 

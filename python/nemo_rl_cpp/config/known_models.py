@@ -20,11 +20,6 @@ class KnownModel(NamedTuple):
     vocab_size: int
     tie_word_embeddings: bool
 
-    @property
-    def short_name(self) -> str:
-        """The name without its owner."""
-        return self.name.rpartition("/")[2]
-
     def as_config(self) -> dict[str, object]:
         """The sizes under the names of config.json."""
         return {name: value for name, value in self._asdict().items() if name not in ("name", "model_type")}

@@ -26,7 +26,7 @@ class Browser:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._number, self._loaded, self._waiting = 0, 0, b""
-        self._profile = tempfile.TemporaryDirectory(prefix="browser")
+        self._profile = tempfile.TemporaryDirectory(prefix="browser", ignore_cleanup_errors=True)
         to_browser, self._to = os.pipe()
         self._from, from_browser = os.pipe()
         os.set_blocking(self._from, False)
@@ -140,7 +140,11 @@ class Browser:
 
     def close(self) -> None:
         """Ends the browser."""
-        self._process.terminate()
+        self._session = None
+        try:
+            self.send("Browser.close")
+        except AssertionError:  # it was gone before it answered
+            pass
         self._process.wait(timeout=DEADLINE)
         os.close(self._to)
         os.close(self._from)

@@ -8,7 +8,7 @@ from nemo_rl_cpp.report.chart_data import metric_data
 from nemo_rl_cpp.report.compare import Comparison, Row
 from nemo_rl_cpp.report.page import METRICS, curves_section
 from nemo_rl_cpp.report.panels import panels_of
-from nemo_rl_cpp.report.shell import PageSection, document
+from nemo_rl_cpp.report.shell import PageSection, breakable, document
 
 
 def render_comparison(comparison: Comparison, now: float | None = None) -> str:
@@ -51,7 +51,7 @@ def _heads(names: Sequence[str]) -> str:
 
 def _table(names: Sequence[str], rows: Sequence[Row], code: bool = False) -> str:
     body = "".join(
-        f"<tr><td>{f'<code>{escape(row.name)}</code>' if code else escape(row.name)}</td>"
+        f"<tr><td>{f'<code>{breakable(row.name)}</code>' if code else breakable(row.name)}</td>"
         + "".join(f"<td>{escape(value)}</td>" for value in row.values)
         + "</tr>"
         for row in rows
@@ -71,7 +71,7 @@ def _timings(comparison: Comparison) -> str:
     if most <= 0:
         return ""
     rows = "".join(
-        f"<li{'' if number else ' class=next'}><span>{escape(label if number == 0 else '')}</span>"
+        f"<li{'' if number else ' class=next'}><span>{breakable(label if number == 0 else '')}</span>"
         f'<i><b class="b{number}" style="width:{100 * seconds / most:.1f}%"></b></i><em>{seconds:.3g}</em></li>'
         for label, means in timings
         for number, seconds in enumerate(means)

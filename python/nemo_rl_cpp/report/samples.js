@@ -48,7 +48,7 @@ function showSamples(steps) {
     const meta = make("div", "score", make("b", "", row.r === null ? "–" : number(row.r)));
     if (row.a !== null) meta.append(make("span", row.a > 0 ? "up" : row.a < 0 ? "down" : "", (row.a > 0 ? "+" : "") + number(row.a)));
     const notes = [];
-    if (row.n !== null) notes.push(row.n + " tokens");
+    if (row.n !== null) notes.push(row.n + (row.n === 1 ? " token" : " tokens"));
     if (row.cut) notes.push("cut off");
     for (const part in row.parts || {}) notes.push(`${part} ${short(row.parts[part])}`);
     const text = make("pre", "");

@@ -233,8 +233,8 @@ def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
     }
     means = {i: math.fsum(known) / len(known) for i, known in rewards.items()}
     add("highest reward", means)
-    add("lowest reward", {i: -mean for i, mean in means.items()})
     add("most different", {i: gap for i, known in rewards.items() if (gap := max(known) - min(known)) > 0})
+    add("lowest reward", {i: -mean for i, mean in means.items()})
     add(
         "longest answer",
         {
@@ -245,7 +245,7 @@ def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
     )
     if not tags and groups:
         tags[0] = ["first"]
-    return [Picked(tags[i], [*groups[i]]) for i in sorted(tags)]
+    return [Picked(why, [*groups[i]]) for i, why in tags.items()]
 
 
 def clip(text: str) -> str:

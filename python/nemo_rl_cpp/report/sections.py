@@ -8,6 +8,7 @@ from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
 from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.shell import breakable
 
 _STAGES = (
     "generation",
@@ -91,7 +92,7 @@ def memory_section(history: MetricHistory) -> str:
         if peaks and max(peaks.values()) > 0:
             most = max(peaks.values())
             rows = "".join(
-                f'<li><span>{escape(name)}</span><i><b class="b0" style="width:{100 * peak / most:.1f}%"></b></i><em>{peak:.2f}</em></li>'
+                f'<li><span>{breakable(name)}</span><i><b class="b0" style="width:{100 * peak / most:.1f}%"></b></i><em>{peak:.2f}</em></li>'
                 for name, peak in sorted(peaks.items(), key=lambda item: -item[1])
             )
             cards.append(

@@ -1,5 +1,6 @@
 """The frame of every page: one HTML text without any reference outside itself."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -41,6 +42,11 @@ def document(
         f"<footer>Written {utc(written)} by nemo_rl_cpp{footer}</footer>"
         f"{blocks}<script>{scripts}</script></body></html>\n"
     )
+
+
+def breakable(name: str) -> str:
+    """A metric's or stage's name as HTML that may be broken behind its underscores, slashes and dots."""
+    return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(name))
 
 
 def _asset(name: str) -> str:

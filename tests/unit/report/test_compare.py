@@ -47,7 +47,7 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     assert [run["name"] for run in data["runs"]] == ["a/exp_001", "b/exp_001"] and data["panels"][0][
         "title"
     ] == "Reward"
-    assert "policy.lr" in " ".join(checker.text)
+    assert "policy.lr" in "".join(checker.text)
 
 
 def test_validations_that_do_not_tell_runs_apart(tmp_path):
@@ -96,5 +96,5 @@ def test_a_page_of_more_runs_of_different_lengths(tmp_path):
     synthetic_run.write_run(tmp_path / "short", steps=12, seed=1)
     write_log(tmp_path / "other", 0.4)
     comparison = Comparison.of([tmp_path / name for name in ("long", "short", "other")])
-    text = " ".join(check(render_comparison(comparison)).text)
+    text = "".join(check(render_comparison(comparison)).text)
     assert "3 runs" in text and "grpo.max_num_steps" in text

@@ -23,7 +23,7 @@ from nemo_rl_cpp.report.sections import differences
 from nemo_rl_cpp.report.shell import duration
 from pydantic import BaseModel, Field
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
+VOID = {"wbr", "meta", "link", "br", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):

@@ -58,7 +58,7 @@ def test_prompts_are_picked_for_a_reason():
     ]
     tags = {group.answers[0].reward: group.tags for group in pick(groups[:3])}
     assert tags[1.0] == ["highest reward"] and tags[0.0] == ["lowest reward"] and tags[0.5] == ["longest answer"]
-    assert [g.tags for g in pick(groups)][-1] == ["most different", "longest answer"]
+    assert ["most different", "longest answer"] in [g.tags for g in pick(groups)]
     assert pick([]) == [] and pick([[answer(None, None)]])[0].tags == ["first"]
 
 

@@ -66,6 +66,8 @@ def _main(argv: Sequence[str] | None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"error: unknown {kind} {name}; {hint}", file=sys.stderr)
         return 2
+    if argv is None:
+        sys.argv[0] = f"nemo-rl-cpp {name}"  # what argparse calls the program
     return own_the_process(argv, import_module(f"nemo_rl_cpp.commands.{name}").main(words[1:]))
 
 

@@ -54,7 +54,7 @@ _OPTIONS = {
     "chat": ["--model", "--system", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--precision", "--threads"],
     "models": ["--responses", "--tokens"],
     "compare": ["--out"],
-    "doctor": ["--no-train"],
+    "doctor": ["--no-train", "--seconds"],
 }  # fmt: skip
 _WITH_KEYS = ("train", "eval", "check")
 _WITH_FILES = ("report", "compare")

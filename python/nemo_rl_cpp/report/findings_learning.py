@@ -45,12 +45,20 @@ def validation_trend(h: MetricHistory) -> Finding | None:
     at = curve.steps[curve.values.index(best)]
     name = f"Validation {validation_word(h)}"
     text = f"from {fmt(first)} (step {curve.steps[0]}) to {fmt(last)} (step {curve.steps[-1]})"
+    note = f"The best was {fmt(best)} at step {at}."
     if last > first:
-        note = f"The best was {fmt(best)} at step {at}."
+        if _intervals_meet(h, curve.steps[0], curve.steps[-1]):
+            return Finding("info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap.", ACCURACY)
         return Finding("good", f"{name} rose {text}", note, ACCURACY)
     level = "warn" if last < first else "info"
     word = "fell" if last < first else "is unchanged"
     return Finding(level, f"{name} {word} {text}", f"The best was {fmt(best)} at step {at}.", ACCURACY)
+
+
+def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
+    """Whether the intervals of two validations overlap; False where they are not known."""
+    low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite(), strict=True)) for end in ("low", "high"))
+    return first in high and last in low and low[last] <= high[first]
 
 
 @rule

@@ -41,13 +41,14 @@ function follow() {
   if (document.body.dataset.status !== "running" || !button || location.protocol === "about:") return;
   let last = Date.now();
   button.hidden = false;
-  const say = () => { button.textContent = memory.values.paused ? "▶ follow" : "❚❚ live"; button.className = memory.values.paused ? "" : "on"; };
+  const say = () => { button.textContent = memory.values.paused ? "▶ follow" : "❚❚ live"; button.className = memory.values.paused ? "" : "on"; button.title = memory.values.paused ? "load the page anew while the run goes" : "stop loading the page anew"; };
   say();
   button.addEventListener("click", () => { memory.values.paused = !memory.values.paused; memory.save(); say(); });
   for (const kind of ["input", "pointerdown", "keydown"]) addEventListener(kind, () => { last = Math.max(last, Date.now() - (settings.reloadSeconds - 3) * 1000); }, true);
-  setInterval(() => {
+  const timer = setInterval(() => {
     const old = Date.now() / 1000 - Number(document.body.dataset.written) > 1800, wait = (old ? 6 : 1) * settings.reloadSeconds * 1000;
     if (memory.values.paused || document.hidden || Date.now() - last < wait || String(getSelection())) return;
+    clearInterval(timer);  // one reload, however long it takes
     rememberPlace();
     location.reload();
   }, 500);

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +50,9 @@ def breakable(name: str) -> str:
     return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(name))
 
 
+@cache
 def _asset(name: str) -> str:
+    """A file of this folder, read once: a package that is installed anew during a run does not mix two versions on a page."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 

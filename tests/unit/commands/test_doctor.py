@@ -39,6 +39,8 @@ def test_too_many_threads_and_another_torch_are_seen(monkeypatch):
         ([Exactness(3, 0.0, 0, ["a", "b"], 5.0)] * 2, 0, "the same weights, bit for bit"),
         ([Exactness(3, 0.0, 0, ["a"], 5.0), Exactness(3, 0.0, 0, ["b"], 5.0)], 1, "other weights"),
         ([Exactness(3, 1e-6, 2, ["a"], 5.0)], 1, "tokens that differ 2"),
+        ([None], 1, "no end within the 60 s"),
+        ([Exactness(3, 0.0, 0, ["a"], 5.0), None], 0, "! 2 threads: no end within"),
         (["it ended with status 1: no memory"], 1, "it ended with status 1: no memory"),
     ],
 )
@@ -46,6 +48,7 @@ def test_the_self_test_tells_what_it_found(results, status, words, monkeypatch, 
     left = list(results)
     monkeypatch.setattr(doctor, "train_tiny", lambda threads, seconds: left.pop(0))
     monkeypatch.setattr(machine, "facts", dict)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     assert doctor.main([]) == status and words in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -27,6 +27,24 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
     )
     parser.add_argument("--version", action="version", version=f"nemo_rl_cpp {__version__}")
+
+
+def command_parser(name: str, description: str, examples: str) -> OneLineParser:
+    """The parser of `nemo-rl-cpp NAME`, with --debug and --version and examples below its options."""
+    parser = OneLineParser(
+        prog=f"nemo-rl-cpp {name}", description=description, epilog=examples, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_common_options(parser)
+    return parser
+
+
+def run_guarded(work: Callable[[], int], arguments: argparse.Namespace) -> int:
+    """The exit status of `work()`; an error of it is one sentence, and a traceback, too, after --debug."""
+    from nemo_rl_cpp.errors import guarded
+
+    with plain_warnings():
+        return guarded(work, arguments.debug)
 
 
 def unknown_option(words: Sequence[str]) -> str | None:

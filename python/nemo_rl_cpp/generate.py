@@ -158,6 +158,10 @@ class TextGenerator:
         )  # fmt: skip
         return GeneratedText("".join(pieces), tokens, reason)
 
+    def count_tokens(self, prompt: str | Sequence[Mapping[str, object]]) -> int:
+        """How many tokens a text, or messages in the model's chat template, have before the answer."""
+        return len(self._encode(prompt))
+
     def _encode(self, prompt: str | Sequence[Mapping[str, object]]) -> list[int]:
         from nemo_rl_cpp.data.boundaries import prompt_ids
 

@@ -35,6 +35,7 @@ from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
+from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
@@ -386,7 +387,10 @@ def make_services(config: TrainMasterConfig, parts: Parts) -> RunServices:
     if logger is not None and config.logger.chrome_trace:
         trace = ChromeTrace(Path(logger.log_dir) / f"trace_from_step_{state.step + 1}.json", config.title)
     if logger is not None and config.logger.report:
-        report = ReportWriter(logger.log_dir, config, schema_defaults(config), total_steps=steps, title=config.title)
+        report = ReportWriter(
+            logger.log_dir, config, schema_defaults(config), total_steps=steps, title=config.title,
+            token_bytes=bytes_of_token(parts.tokenizer),
+        )  # fmt: skip
     return RunServices(
         logger=logger,
         checkpoints=parts.checkpoints,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.algorithms.validation import mean_word
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.report.page import duration
@@ -94,7 +95,7 @@ def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]
 
 
 def _validation_text(row: Metrics) -> str:
-    text = f"accuracy {row['accuracy']:.3f}"
+    text = f"{mean_word(row)} {row['accuracy']:.3f}"
     if "accuracy_ci95_low" in row:
         text += f" (95 % interval {row['accuracy_ci95_low']:.3f} to {row['accuracy_ci95_high']:.3f})"
     if "well_formed" in row and "accuracy_of_well_formed" in row:

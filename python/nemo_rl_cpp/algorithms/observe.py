@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.checkpointing import check_metric_name, check_weights, metric_of, save_if_due
-from nemo_rl_cpp.algorithms.validation import ValidationResult, reached_target
+from nemo_rl_cpp.algorithms.validation import ValidationResult, mean_word, reached_target
 from nemo_rl_cpp.telemetry.performance import performance_metrics
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def log_validation(run: TrainingRun, result: ValidationResult) -> None:
         if "accuracy_ci95_low" in result.metrics:
             interval = f" (95 % interval {result.metrics['accuracy_ci95_low']:.3f} to {result.metrics['accuracy_ci95_high']:.3f})"
         services.progress.print(
-            f"validation after step {state.step}: accuracy {accuracy:.3f}{interval} on {count} prompts"
+            f"validation after step {state.step}: {mean_word(result.metrics)} {accuracy:.3f}{interval} on {count} prompts"
         )
 
 

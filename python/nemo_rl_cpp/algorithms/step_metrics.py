@@ -153,7 +153,15 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
     for name, key in columns.items():
         if key in batch:
             table[name] = [row.tolist() for row in batch.rows(batch.tokens[key])]
-    for key in ("group_id", "filtered_reward"):
+    parts = [key for key in samples.keys() if str(key).startswith("reward/")]
+    for key in ("group_id", "filtered_reward", *parts):
         if key in samples:
             table[key] = torch.as_tensor(samples[key]).tolist()
-    return table
+    return table | truths(samples)
+
+
+def truths(samples: Rollouts) -> dict[str, list[object]]:
+    """The column `ground_truth` of a rollout file: the right answers, where any prompt has one."""
+    found = [(info or {}).get("ground_truth") for info in samples.get("extra_env_info") or ()]
+    shown = [truth if truth is None or isinstance(truth, (str, int, float)) else str(truth) for truth in found]
+    return {"ground_truth": shown} if any(truth is not None for truth in shown) else {}

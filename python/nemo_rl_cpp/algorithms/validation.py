@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nemo_rl_cpp.algorithms.step_metrics import truths
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.evals.metrics import wilson_interval
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
@@ -33,7 +34,15 @@ class ValidationResult(NamedTuple):
     timings: dict[str, float]
 
 
-OWN_METRICS = ("accuracy", "avg_length", "num_samples", "accuracy_ci95_low", "accuracy_ci95_high", "pass_k")
+OWN_METRICS = (
+    "accuracy",
+    "avg_length",
+    "num_samples",
+    "right_or_wrong",
+    "accuracy_ci95_low",
+    "accuracy_ci95_high",
+    "pass_k",
+)
 """what every validation may give, whatever its environments give besides"""
 
 
@@ -82,14 +91,15 @@ class Validator:
         """Validates and writes val_data_step<step>.jsonl.
 
         Metrics: `accuracy`, the mean raw reward, with `accuracy_ci95_low` and `accuracy_ci95_high` (Wilson, one trial a
-        prompt; rewards in [0, 1] only); `avg_length`, mean tokens of a response; `num_samples`, prompts; with several
-        generations a prompt `pass_k`, the share of prompts with a positive reward among them; rollout and environment
+        prompt; rewards in [0, 1] only); `avg_length`, mean tokens of a response; `num_samples`, prompts; `right_or_wrong`, 1 where every reward was 0
+        or 1, so that `accuracy` is one in the word's sense (elsewhere reports say "reward"); with several generations a prompt `pass_k`, the share of prompts with a positive reward among them; rollout and environment
         metrics.
         """
         start = time.perf_counter()
         self._generation.prepare_for_generation()
         logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
+        right: list[object] = []
         rounds = []
         for prompts in self._prompts():
             rollouts, metrics = run_multi_turn_rollout(
@@ -99,10 +109,14 @@ class Validator:
             rounds.append((rollouts.size, metrics))
             rewards += rollouts["total_reward"].tolist()
             logs += [[{key: m[key] for key in ("role", "content")} for m in log] for log in rollouts["message_log"]]
+            right += truths(rollouts).get("ground_truth", [None] * rollouts.size)
         self._generation.finish_generation()
         metrics = self._metrics(rewards, combine_rollout_metrics(rounds))
         if self._logger is not None:
-            self._logger.log_batched_dict_as_jsonl({"content": logs, "rewards": rewards}, f"val_data_step{step}.jsonl")
+            table: dict[str, object] = {"content": logs, "rewards": rewards}
+            if any(truth is not None for truth in right):
+                table["ground_truth"] = right
+            self._logger.log_batched_dict_as_jsonl(table, f"val_data_step{step}.jsonl")
         if self._num_samples_to_print:
             print_message_log_samples(logs, rewards, self._num_samples_to_print, step)
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
@@ -130,6 +144,7 @@ class Validator:
             "accuracy": accuracy,
             "avg_length": rollout_metrics["mean_gen_tokens_per_sample"],
             "num_samples": len(per_prompt),
+            "right_or_wrong": float(all(reward in (0.0, 1.0) for reward in rewards)),
         }
         if all(0.0 <= reward <= 1.0 for reward in rewards):
             interval = wilson_interval(accuracy, len(per_prompt))
@@ -137,6 +152,11 @@ class Validator:
         if self._num_generations > 1:
             metrics["pass_k"] = sum(max(group) > 0 for group in per_prompt) / len(per_prompt)
         return metrics
+
+
+def mean_word(metrics: Mapping[str, object]) -> str:
+    """What the mean of a validation's rewards is called: accuracy where they are right or wrong, else reward."""
+    return "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:

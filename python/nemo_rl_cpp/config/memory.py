@@ -12,6 +12,7 @@ from nemo_rl_cpp.models.hf_config import read_config_file
 from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
+from .known_models import known_model
 from .master import TrainMasterConfig
 from .policy import PolicyConfig, TrainedModelConfig
 from .resources import engines_of, trainers_of
@@ -105,6 +106,28 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     heads = sizes["num_attention_heads"]
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
     return ModelSizes(**derived | sizes, tie_word_embeddings=bool(known.get("tie_word_embeddings", False)))
+
+
+def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
+    """The configuration, or, where its models are not on this machine but popular, a copy whose hf_config_overrides hold their
+    sizes, for a forecast before anything is downloaded."""
+    changed: dict[str, object] = {}
+    for name in ("policy", "value") if config.has_critic else ("policy",):
+        model: TrainedModelConfig = getattr(config, name)
+        known = known_model(model.model_name)
+        if known is not None and model_sizes(model.model_name, model.hf_config_overrides) is None:
+            sizes = known.as_config() | (model.hf_config_overrides or {})
+            changed[name] = model.model_copy(update={"hf_config_overrides": sizes})
+    return config.model_copy(update=changed) if changed else config
+
+
+def generation_bytes(model: PolicyConfig) -> float | None:
+    """Bytes of the weights that text alone needs: those in the precision of the run, and the copy for fast decoding. None where
+    the sizes are not known."""
+    sizes = model_sizes(model.model_name, model.hf_config_overrides)
+    if sizes is None:
+        return None
+    return float(sizes.parameters * _width(model)) + sum(size for _, size in _packed_weights(model, sizes))
 
 
 def _is_size(value: object) -> TypeGuard[int]:
@@ -281,6 +304,7 @@ def forecast_summary(config: WholeConfig) -> str | None:
     """The forecast's peak against this machine's memory, in a few words; None for an evaluation."""
     if not hasattr(config, "policy"):
         return None
+    config = with_known_sizes(config)
     machine = machine_memory() if config.cluster.device == "cpu" else None
     has = f", this machine has {size_text(machine)}" if machine else ""
     phases = forecast(config)
@@ -368,6 +392,7 @@ def _parameters_by_name(model_name: str) -> float | None:
 
 def forecast_text(config: TrainMasterConfig) -> str:
     """The forecast as a table for the terminal."""
+    config = with_known_sizes(config)
     phases = forecast(config)
     if phases is None:
         return (
@@ -396,7 +421,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
 
 def size_text(size: float) -> str:
     """Bytes in the unit that suits them: "1.8 GB", "300 kB"."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size:.0f} B"

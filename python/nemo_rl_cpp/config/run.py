@@ -71,8 +71,8 @@ def _help(default_config: str) -> str:
     return (
         "Everything else is an override in Hydra's words: section.key=value changes a key, +section.key=value\n"
         "adds one, ~section.key deletes one.\n\n"
-        f"examples:\n  --config {shown[0]}\n  --config {shown[-1]} --dry-run\n"
-        f"  --config my.yaml {'generation' if kind == 'evals' else 'policy.generation'}.temperature=0.7\n\n"
+        f"examples:\n  %(prog)s --config {shown[0]}\n  %(prog)s --config {shown[-1]} --dry-run\n"
+        f"  %(prog)s --config my.yaml {'generation' if kind == 'evals' else 'policy.generation'}.temperature=0.7\n\n"
         "shipped configurations:\n  " + "\n  ".join(shown)
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,14 @@ class TokenBytes:
         for mark, content in self._replacements:
             token = token.replace(mark, content)
         return token.encode("utf-8")
+
+
+def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
+    """A function from an id to the bytes of its token, of our tokenizer or of a transformers tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return TokenBytes(backend)
+    return lambda token_id: tokenizer.decode([token_id]).encode("utf-8")
 
 
 def token_bytes_table(

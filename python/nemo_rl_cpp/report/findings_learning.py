@@ -6,6 +6,7 @@ from nemo_rl_cpp.report.finding import Finding, percent, rule
 from nemo_rl_cpp.report.findings_causes import cause_of_no_signal, context_advice, context_is_full, cut_costs_nothing
 from nemo_rl_cpp.report.history import MetricHistory
 from nemo_rl_cpp.report.svg import format_number as fmt
+from nemo_rl_cpp.report.words import validation_word
 
 REWARD = "train/reward"
 ACCURACY = "validation/accuracy"
@@ -36,19 +37,28 @@ def reward_trend(h: MetricHistory) -> Finding | None:
 
 @rule
 def validation_trend(h: MetricHistory) -> Finding | None:
-    """Validation accuracy at first, now and at its best."""
+    """The validation at first, now and at its best."""
     curve = h.curve(ACCURACY).finite()
     if len(curve.values) < 2:
         return None
     first, last, best = curve.values[0], curve.values[-1], max(curve.values)
     at = curve.steps[curve.values.index(best)]
+    name = f"Validation {validation_word(h)}"
     text = f"from {fmt(first)} (step {curve.steps[0]}) to {fmt(last)} (step {curve.steps[-1]})"
+    note = f"The best was {fmt(best)} at step {at}."
     if last > first:
-        note = f"The best was {fmt(best)} at step {at}."
-        return Finding("good", f"Validation accuracy rose {text}", note, ACCURACY)
+        if _intervals_meet(h, curve.steps[0], curve.steps[-1]):
+            return Finding("info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap.", ACCURACY)
+        return Finding("good", f"{name} rose {text}", note, ACCURACY)
     level = "warn" if last < first else "info"
     word = "fell" if last < first else "is unchanged"
-    return Finding(level, f"Validation accuracy {word} {text}", f"The best was {fmt(best)} at step {at}.", ACCURACY)
+    return Finding(level, f"{name} {word} {text}", f"The best was {fmt(best)} at step {at}.", ACCURACY)
+
+
+def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
+    """Whether the intervals of two validations overlap; False where they are not known."""
+    low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite(), strict=True)) for end in ("low", "high"))
+    return first in high and last in low and low[last] <= high[first]
 
 
 @rule
@@ -62,7 +72,7 @@ def past_its_best(h: MetricHistory) -> Finding | None:
         at = curve.steps[curve.values.index(best)]
         return Finding(
             "warn",
-            f"Validation accuracy is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
+            f"Validation {validation_word(h)} is {fmt(last)}, down from {fmt(best)} at step {at}, while the reward rises",
             f"The policy may be fitting its training prompts or its verifier: the checkpoint of step {at} "
             "is the one to keep.",
             ACCURACY,

@@ -1,104 +1,85 @@
-"use strict";
-(function () {
-  const body = document.body, written = Number(body.dataset.written) * 1000;
-  function age() {
-    const seconds = Math.max(0, Math.round((Date.now() - written) / 1000));
-    const text = seconds < 90 ? seconds + " s" : seconds < 5400 ? Math.round(seconds / 60) + " min" : Math.round(seconds / 3600) + " h";
-    let note = "updated " + text + " ago";
-    if (body.dataset.status === "running" && seconds > 1800) note += ": the run may have ended without a word";
-    document.getElementById("age").textContent = note;
-  }
-  age();
-  setInterval(age, 5000);
+// Puts the page together; while a run goes, loads it anew without losing the reader's place.
 
-  // a cross-hair with the values under it
-  const SVG = "http://www.w3.org/2000/svg";
-  for (const card of document.querySelectorAll("figure[data-chart]")) {
-    const data = JSON.parse(card.dataset.chart), svg = card.querySelector("svg");
-    if (!data.f) continue;
-    const [x0, x1, , , left, top, right, bottom] = data.f;
-    const hair = document.createElementNS(SVG, "line"), tip = document.createElement("div");
-    hair.setAttribute("class", "hair");
-    hair.setAttribute("y1", top);
-    hair.setAttribute("y2", bottom);
-    tip.className = "tip";
-    card.addEventListener("mousemove", function (event) {
-      const box = svg.getBoundingClientRect();
-      const x = x0 + ((event.clientX - box.left) * data.w / box.width - left) / (right - left) * (x1 - x0);
-      const lines = [];
-      let at = null;
-      for (const series of data.s) {
-        let best = null;
-        for (const point of series.p) if (best === null || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
-        if (best === null) continue;
-        at = at === null ? best[0] : at;
-        lines.push((data.s.length > 1 ? series.l + " " : "") + best[1]);
-      }
-      if (at === null) return;
-      const px = left + (at - x0) / (x1 - x0) * (right - left);
-      hair.setAttribute("x1", px);
-      hair.setAttribute("x2", px);
-      svg.appendChild(hair);
-      tip.textContent = "step " + at + "\n" + lines.join("\n");
-      tip.style.right = px > (left + right) / 2 ? "auto" : "12px";
-      tip.style.left = px > (left + right) / 2 ? "60px" : "auto";
-      card.appendChild(tip);
-    });
-    card.addEventListener("mouseleave", function () { hair.remove(); tip.remove(); });
-  }
+function showAge() {
+  const body = document.body, age = document.getElementById("age");
+  if (!age) return;
+  const seconds = Math.max(0, Math.round(Date.now() / 1000 - Number(body.dataset.written)));
+  const text = seconds < 90 ? seconds + " s" : seconds < 5400 ? Math.round(seconds / 60) + " min" : seconds < 172800 ? Math.round(seconds / 3600) + " h" : Math.round(seconds / 86400) + " days";
+  age.textContent = "updated " + text + " ago" + (body.dataset.status === "running" && seconds > 1800 ? ": the run may have ended without a word" : "");
+}
 
-  // the sample browser
-  const holder = document.getElementById("sample-data");
-  if (!holder) return;
-  const samples = JSON.parse(holder.textContent), select = document.getElementById("sample-step");
-  const list = document.getElementById("sample-list"), bar = document.getElementById("sample-tags");
-  const groups = new Map();
-  for (const sample of samples) {
-    const key = (sample.kind === "val" ? "validation, step " : "training, step ") + sample.step;
-    if (!groups.has(key)) groups.set(key, []);
-    groups.get(key).push(sample);
+function rememberPlace() {
+  const values = memory.values, box = document.activeElement;
+  values.scroll = window.scrollY;
+  values.height = document.documentElement.scrollHeight;
+  values.open = [...document.querySelectorAll("details[id]")].filter((node) => node.open).map((node) => node.id);
+  values.zooms = charts.map((chart) => [chart.spec.title, chart.zoom]).filter((pair) => pair[1]);
+  values.smooth = settings.smooth;
+  values.inner = [...document.querySelectorAll(".scroll.tall")].map((node) => node.scrollTop);
+  values.caret = box && box.id === "metric-search" ? [box.selectionStart, box.selectionEnd] : null;
+  memory.save();
+}
+
+function restorePlace() {
+  const values = memory.values;
+  for (const id of values.open || []) { const node = document.getElementById(id); if (node) node.open = true; }
+  for (const [title, zoom] of values.zooms || []) for (const chart of charts) if (chart.spec.title === title) chart.zoom = zoom;
+  if (values.height) document.body.style.minHeight = values.height + "px";
+  if (values.scroll) window.scrollTo({ top: values.scroll, behavior: "instant" });
+}
+
+function restoreInner() {
+  const values = memory.values, search = document.getElementById("metric-search");
+  document.querySelectorAll(".scroll.tall").forEach((node, i) => { node.scrollTop = (values.inner || [])[i] || 0; });
+  if (search && values.caret) { search.focus({ preventScroll: true }); search.setSelectionRange(...values.caret); }
+  document.body.style.minHeight = "";
+  if (values.scroll) window.scrollTo({ top: values.scroll, behavior: "instant" });
+}
+
+function follow() {
+  const button = document.getElementById("live");
+  if (document.body.dataset.status !== "running" || !button || location.protocol === "about:") return;
+  let last = Date.now();
+  button.hidden = false;
+  const say = () => { button.textContent = memory.values.paused ? "▶ follow" : "❚❚ live"; button.className = memory.values.paused ? "" : "on"; button.title = memory.values.paused ? "load the page anew while the run goes" : "stop loading the page anew"; };
+  say();
+  button.addEventListener("click", () => { memory.values.paused = !memory.values.paused; memory.save(); say(); });
+  for (const kind of ["input", "pointerdown", "keydown"]) addEventListener(kind, () => { last = Math.max(last, Date.now() - (settings.reloadSeconds - 3) * 1000); }, true);
+  const timer = setInterval(() => {
+    const old = Date.now() / 1000 - Number(document.body.dataset.written) > 1800, wait = (old ? 6 : 1) * settings.reloadSeconds * 1000;
+    if (memory.values.paused || document.hidden || Date.now() - last < wait || String(getSelection())) return;
+    clearInterval(timer);  // one reload, however long it takes
+    rememberPlace();
+    location.reload();
+  }, 500);
+}
+
+async function start() {
+  history.scrollRestoration = "manual";
+  showAge();
+  setInterval(showAge, 5000);
+  addEventListener("pagehide", rememberPlace);
+  const smooth = document.getElementById("smooth");
+  settings.smooth = memory.values.smooth !== false;
+  if (smooth) {
+    smooth.checked = settings.smooth;
+    smooth.addEventListener("change", () => { settings.smooth = smooth.checked; charts.forEach((chart) => chart.draw()); });
   }
-  let tag = "all";
-  function element(name, className, text) {
-    const node = document.createElement(name);
-    if (className) node.className = className;
-    if (text !== undefined) node.textContent = text;
-    return node;
+  restorePlace();
+  follow();
+  let data, samples;
+  try {
+    [data, samples] = await Promise.all([unpack("data-metrics"), unpack("data-samples")]);
+  } catch (error) {
+    document.querySelector("main").prepend(make("p", "muted", "This browser cannot unpack the page's data (it needs DecompressionStream): " + error));
+    return;
   }
-  function show() {
-    list.replaceChildren();
-    for (const sample of groups.get(select.value) || []) {
-      if (tag !== "all" && !sample.tags.includes(tag)) continue;
-      const card = element("div", "sample"), meta = element("div", "meta");
-      for (const name of sample.tags) meta.append(element("span", "tag", name));
-      if (sample.reward !== null) meta.append(element("span", "", "reward " + Number(sample.reward.toPrecision(5))));
-      if (sample.length !== null) meta.append(element("span", "", sample.length + " tokens"));
-      if (sample.truncated && !sample.tags.includes("truncated")) meta.append(element("span", "", "truncated"));
-      meta.append(element("span", "", "sample " + sample.idx));
-      card.append(meta);
-      if (sample.prompt) card.append(element("pre", "prompt", sample.prompt));
-      card.append(element("pre", "", sample.response));
-      list.append(card);
-    }
-    if (!list.children.length) list.append(element("p", "muted", "No such sample in this step."));
-  }
-  for (const key of groups.keys()) select.append(new Option(key, key));
-  select.value = Array.from(groups.keys()).pop();
-  for (const name of ["all", "best", "worst", "longest", "truncated", "middle"]) {
-    const button = element("button", name === tag ? "on" : "", name);
-    button.addEventListener("click", function () {
-      tag = name;
-      for (const other of bar.children) other.className = other === button ? "on" : "";
-      show();
-    });
-    bar.append(button, " ");
-  }
-  function move(by) {
-    const next = select.selectedIndex + by;
-    if (next >= 0 && next < select.options.length) { select.selectedIndex = next; show(); }
-  }
-  select.addEventListener("change", show);
-  document.getElementById("prev").addEventListener("click", function () { move(-1); });
-  document.getElementById("next").addEventListener("click", function () { move(1); });
-  show();
-})();
+  document.querySelectorAll("figure[data-panel]").forEach((figure) => new Chart(figure, data.panels[figure.dataset.panel], data.runs));
+  showMetrics(data.runs);
+  showSamples(samples);
+  restorePlace();
+  charts.forEach((chart) => chart.draw());
+  restoreInner();
+  document.body.dataset.ready = "yes";
+}
+start();

@@ -142,12 +142,14 @@ class Progress:
         return f"step {self._step}" + (f"/{self.total_steps}" if self.total_steps is not None else "")
 
     def _values(self) -> str:
-        shown = []
+        shown: dict[str, str] = {}
         for label, names in _SHOWN:
             value = next((self._metrics[name] for name in names if name in self._metrics), None)
             if value is not None:
-                shown.append(f"{label} {format_number(value)}")
-        return "  ".join(shown)
+                shown[label] = format_number(value)
+        if shown.get("acc") == shown.get("reward"):  # the environment's name for the same mean
+            shown.pop("acc", None)
+        return "  ".join(f"{label} {number}" for label, number in shown.items())
 
     def _tail(self, now: float) -> str:
         left = self.eta_seconds(now)

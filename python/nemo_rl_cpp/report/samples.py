@@ -1,45 +1,60 @@
-"""Picks telling samples of a few steps from the rollout files: best, worst, longest, cut off, and a middling one."""
+"""Picks telling prompts of a few steps from the rollout files, each with all its answers: highest, lowest and most different
+rewards, and the longest answer."""
 
+import json
+import math
 import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import NamedTuple, TypeVar
 
-from nemo_rl_cpp.config.access import as_number
-from nemo_rl_cpp.files.durable import json_rows
+from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.report.rollouts import Answer, Token, read_groups
 
 _FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
+TOKENS = "report_tokens.json"
 MAX_STEPS = 24
-MAX_CHARS = 4000
-MAX_FILE_BYTES = 64 << 20
+MAX_CHARS = 2000
+MAX_ANSWERS = 16
+MAX_TOKENS = 256
+BUDGET = 60_000
+"""Tokens and, at a quarter, characters that a page shows in all; what lies beyond it are steps in the middle of the run."""
 
-
-class Sample(TypedDict, total=False):
-    """A row of a rollout file as the report shows it; a picked one has the step's `kind` (train or val) and `tags`, too."""
-
-    idx: Plain
-    prompt: str
-    response: str
-    reward: float | None
-    length: int | None
-    truncated: bool
-    kind: str
-    step: int
-    tags: list[str]
-
-
+TokenBytes = Callable[[int], bytes]
 Item = TypeVar("Item")
 
 
+class Picked(NamedTuple):
+    """A prompt that was picked: why, and its answers."""
+
+    tags: list[str]
+    answers: list[Answer]
+
+
+class _Step(NamedTuple):
+    """A step's prompts as JSON text, and how much of the page's room they take."""
+
+    text: str
+    cost: float
+
+
 class SampleBook:
-    """The picked samples of a log folder; each rollout file is read once."""
+    """The picked prompts of a log folder; each rollout file is read once.
 
-    def __init__(self, log_dir: Path) -> None:
+    `token_bytes`: the bytes of a token id. Those of the tokens that the page shows are kept in the folder, so that the page can
+    be made again without the tokenizer.
+    """
+
+    def __init__(self, log_dir: Path, token_bytes: TokenBytes | None = None) -> None:
         self.log_dir = log_dir
-        self._picked: dict[tuple[str, int, int], list[Sample]] = {}
+        self._token_bytes = token_bytes
+        self._steps: dict[tuple[str, int, int], _Step] = {}
+        self._bytes: dict[int, bytes] = _read_bytes(log_dir / TOKENS)
+        self._kept = len(self._bytes)
 
-    def samples(self) -> list[Sample]:
-        """The samples of at most `MAX_STEPS` training and as many validation steps, by step.
+    def samples(self) -> list[Plain]:
+        """Of at most `MAX_STEPS` training and as many validation steps, by step: {"kind", "step", "of", "groups"}.
 
         Which steps are shown depends only on how many there are, and changes rarely while a run goes on.
         """
@@ -47,15 +62,139 @@ class SampleBook:
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
                 found[match[1]].append((int(match[2]), path))
-        keep = {}
+        keep: dict[tuple[str, int, int], _Step] = {}
         for kind, files in found.items():
             for step, path in spread(sorted(files)):
                 key = (kind, step, path.stat().st_mtime_ns)
-                if key not in self._picked:
-                    self._picked[key] = [{"kind": kind, "step": step} | sample for sample in pick(read_rollouts(path))]
-                keep[key] = self._picked[key]
-        self._picked = keep
-        return [sample for key in sorted(keep, key=lambda k: (k[1], k[0])) for sample in keep[key]]
+                keep[key] = self._steps[key] if key in self._steps else self._read(kind, step, path)
+        self._steps = keep
+        self._keep_bytes()
+        return [json.loads(keep[key].text) for key in sorted(_within_budget(keep), key=_by_step)]
+
+    def _read(self, kind: str, step: int, path: Path) -> _Step:
+        groups = read_groups(path)
+        picked = pick(groups)
+        page = {"kind": kind, "step": step, "of": len(groups), "groups": [self._group(group) for group in picked]}
+        cost = sum(_cost(answer) for group in picked for answer in group.answers[:MAX_ANSWERS])
+        return _Step(json.dumps(page, ensure_ascii=False), cost if picked else math.inf)
+
+    def _group(self, group: Picked) -> Plain:
+        first = group.answers[0]
+        return {
+            "tags": [*group.tags],
+            "prompt": clip(first.prompt),
+            "truth": None if first.truth is None else clip(first.truth),
+            "of": len(group.answers),
+            "answers": [self._answer(answer) for answer in _extremes(group.answers)],
+        }
+
+    def _answer(self, answer: Answer) -> Plain:
+        shown: dict[str, Plain] = {
+            "i": answer.idx,
+            "r": _round(answer.reward),
+            "n": answer.length,
+            "a": _round(answer.advantage),
+        }
+        if answer.truncated:
+            shown["cut"] = True
+        if answer.parts:
+            shown["parts"] = {name: _round(value) for name, value in answer.parts.items()}
+        texts = self._texts(answer.tokens)
+        if texts is None:
+            return shown | {"text": clip(answer.response)}
+        left_out = max(len(answer.tokens) - MAX_TOKENS, 0)
+        kept = range(len(answer.tokens))
+        if left_out:
+            end = MAX_TOKENS // 4
+            kept = [*kept[: MAX_TOKENS - end], *kept[-end:]]
+            shown["gap"] = [MAX_TOKENS - end, left_out]
+        tokens = [answer.tokens[i] for i in kept]
+        return shown | {"tokens": [texts[i] for i in kept]} | _columns(tokens)
+
+    def _texts(self, tokens: Sequence[Token]) -> list[str] | None:
+        """The text of each token; of a character that several tokens make, the last has it all. None where they are not known."""
+        if not tokens or any(token.id not in self._bytes for token in tokens) and self._token_bytes is None:
+            return None
+        texts, waiting = [], b""
+        for token in tokens:
+            if token.id not in self._bytes:
+                self._bytes[token.id] = self._token_bytes(token.id) if self._token_bytes else b""
+            waiting += self._bytes[token.id]
+            try:
+                texts.append(waiting.decode())
+                waiting = b""
+            except UnicodeDecodeError as error:
+                whole = error.reason == "unexpected end of data" and len(waiting) - error.start < 4
+                texts.append(waiting[: error.start].decode() if whole else waiting.decode(errors="replace"))
+                waiting = waiting[error.start :] if whole else b""
+        return texts
+
+    def _keep_bytes(self) -> None:
+        if self._token_bytes is not None and len(self._bytes) > self._kept:
+            self._kept = len(self._bytes)
+            table = {str(number): value.decode("latin-1") for number, value in sorted(self._bytes.items())}
+            write_atomic(self.log_dir / TOKENS, json.dumps(table), durable=False)
+
+
+def _by_step(key: tuple[str, int, int]) -> tuple[int, str]:
+    return key[1], key[0]
+
+
+def _within_budget(steps: Mapping[tuple[str, int, int], _Step]) -> list[tuple[str, int, int]]:
+    """The steps that the page has room for: the last and the first before those between, halving the gaps."""
+    shown, spent = [], 0.0
+    for key in outside_in(sorted(steps, key=_by_step)):
+        if math.isfinite(steps[key].cost) and (not shown or spent + steps[key].cost <= BUDGET):
+            shown.append(key)
+            spent += steps[key].cost
+    return shown
+
+
+def _extremes(answers: Sequence[Answer]) -> list[Answer]:
+    """All answers, or those with the highest and the lowest rewards where there are too many."""
+    ranked = sorted(answers, key=lambda answer: -math.inf if answer.reward is None else answer.reward, reverse=True)
+    return ranked if len(ranked) <= MAX_ANSWERS else [*ranked[: MAX_ANSWERS // 2], *ranked[-MAX_ANSWERS // 2 :]]
+
+
+def _columns(tokens: Sequence[Token]) -> dict[str, Plain]:
+    """What is known of tokens, as whole numbers: log-probabilities and advantages by 100, logarithms of ratios by 10,000."""
+    columns: dict[str, Plain] = {}
+    if any(token.logprob is not None for token in tokens):
+        columns["lp"] = [_scaled(token.logprob, 100) if token.trained else None for token in tokens]
+    ratios = [
+        None
+        if None in (token.logprob, token.trainer_logprob) or not token.trained
+        else _scaled(token.trainer_logprob - token.logprob, 1e4)
+        for token in tokens
+    ]
+    if any(ratio is not None for ratio in ratios):
+        columns["ratio"] = ratios if any(ratios) else 0
+    advantages = [_scaled(token.advantage, 100) for token in tokens if token.trained]
+    if len(set(advantages)) > 1:
+        columns["adv"] = [_scaled(token.advantage, 100) if token.trained else None for token in tokens]
+    if not all(token.trained for token in tokens):
+        columns["env"] = [number for number, token in enumerate(tokens) if not token.trained]
+    return columns
+
+
+def _scaled(value: float | None, scale: float) -> int | None:
+    return None if value is None or not math.isfinite(value) else round(value * scale)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _cost(answer: Answer) -> float:
+    return min(len(answer.tokens), MAX_TOKENS) or min(len(answer.response), MAX_CHARS) / 4
+
+
+def _read_bytes(path: Path) -> dict[int, bytes]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return {int(number): text.encode("latin-1") for number, text in table.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def spread(items: list[Item]) -> list[Item]:
@@ -67,72 +206,46 @@ def spread(items: list[Item]) -> list[Item]:
     return chosen if not items or chosen[-1] == items[-1] else [*chosen, items[-1]]
 
 
-def read_rollouts(path: Path) -> list[Sample]:
-    """The rows of a rollout file as {prompt, response, reward, length, truncated}; enormous files are passed over."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        return []
-    with open(path, encoding="utf-8") as file:
-        return [_sample(row) for row in json_rows(file)]
+def outside_in(items: Sequence[Item]) -> list[Item]:
+    """The last, the first, the middle one, the middles of the halves, and so on."""
+    if len(items) < 3:
+        return [*items[::-1]]
+    order, gaps = [items[-1], items[0]], [(0, len(items) - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(items[middle])
+            gaps += [(low, middle), (middle, high)]
+    return order
 
 
-def _sample(row: dict[str, Plain]) -> Sample:
-    prompt, response = _texts(row.get("content", ""))
-    mask = row.get("token_loss_mask")
-    length = _number(row.get("response_token_lengths", row.get("input_lengths")))
-    if isinstance(mask, list):
-        length = sum(value for value in _flat(mask) if value)
-    reward = _number(row.get("rewards", row.get("reward")))
-    return {
-        "idx": row.get("idx", 0),
-        "prompt": clip(prompt),
-        "response": clip(response),
-        "reward": reward,
-        "length": None if length is None else int(length),
-        "truncated": bool(_number(row.get("truncated")) or 0),
-    }
-
-
-def _texts(content: Plain) -> tuple[str, str]:
-    """(prompt, response) of the logged content: one text, a list of texts in turn, or a list of messages."""
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], list):
-        content = content[0]
-    if not isinstance(content, list):
-        return "", str(content)
-    messages = [item if isinstance(item, dict) else {"content": item} for item in content]
-    if not messages:
-        return "", ""
-    answer = next((i for i, m in reversed(list(enumerate(messages))) if m.get("role") == "assistant"), None)
-    if answer is None:
-        # texts without roles: the environment's verdict may follow the answer
-        last = str(messages[-1].get("content", ""))
-        answer = len(messages) - (2 if last.startswith("Environment:") and len(messages) > 2 else 1)
-    before = "\n\n".join(str(m.get("content", "")) for m in messages[:answer])
-    return before, "\n\n".join(str(m.get("content", "")) for m in messages[answer:])
-
-
-def pick(rows: list[Sample]) -> list[Sample]:
-    """At most five rows, each with `tags` that say why it was picked."""
-    if not rows:
-        return []
+def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
+    """At most four prompts, each with tags that say why it was picked."""
     tags: dict[int, list[str]] = {}
 
-    def add(tag: str, index: int) -> None:
-        tags.setdefault(index, []).append(tag)
+    def add(tag: str, scores: dict[int, float]) -> None:
+        if scores:
+            tags.setdefault(max(scores, key=scores.__getitem__), []).append(tag)
 
-    rewards = {i: reward for i, row in enumerate(rows) if (reward := row["reward"]) is not None}
-    rewarded = sorted(rewards, key=rewards.__getitem__)
-    if rewarded:
-        add("best", max(rewards, key=rewards.__getitem__))
-        add("worst", rewarded[0])
-    lengths = {i: length for i, row in enumerate(rows) if (length := row["length"]) is not None}
-    if lengths:
-        add("longest", max(lengths, key=lengths.__getitem__))
-    cut = next((i for i, row in enumerate(rows) if row["truncated"]), None)
-    if cut is not None:
-        add("truncated", cut)
-    if len(rewarded) > 2:
-        add("middle", rewarded[len(rewarded) // 2])
-    return [rows[i] | {"tags": tags[i]} for i in sorted(tags)] or [rows[0] | {"tags": ["first"]}]
+    rewards = {
+        i: known for i, group in enumerate(groups) if (known := [a.reward for a in group if a.reward is not None])
+    }
+    means = {i: math.fsum(known) / len(known) for i, known in rewards.items()}
+    add("highest reward", means)
+    add("most different", {i: gap for i, known in rewards.items() if (gap := max(known) - min(known)) > 0})
+    add("lowest reward", {i: -mean for i, mean in means.items()})
+    add(
+        "longest answer",
+        {
+            i: max(lengths)
+            for i, group in enumerate(groups)
+            if (lengths := [a.length for a in group if a.length is not None])
+        },
+    )
+    if not tags and groups:
+        tags[0] = ["first"]
+    return [Picked(why, [*groups[i]]) for i, why in tags.items()]
 
 
 def clip(text: str) -> str:
@@ -141,14 +254,3 @@ def clip(text: str) -> str:
         return text
     end = MAX_CHARS // 4
     return f"{text[: MAX_CHARS - end]}\n[... {len(text) - MAX_CHARS} characters left out ...]\n{text[-end:]}"
-
-
-def _number(value: object) -> float | None:
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    number = as_number(value)
-    return None if number is None or number != number else number
-
-
-def _flat(values: list[float | list[float]]) -> list[float]:
-    return [item for value in values for item in (value if isinstance(value, list) else [value])]

@@ -138,47 +138,6 @@ def line_frame(
     return Frame(x0, x1, low, high, 46, top, width - 8, height - (34 if labelled else 20))
 
 
-def stacked_chart(
-    labels: Sequence[str],
-    xs: Sequence[float],
-    layers: Sequence[Sequence[float]],
-    *,
-    colors: Sequence[int],
-    width: int = 1240,
-    height: int = 210,
-) -> str:
-    """One bar a step, made of the layers (`layers[k][i]` is layer k of `xs[i]`, drawn in colour `colors[k]`); many steps
-    are averaged into fewer bars."""
-    if not xs:
-        return _wrap(_no_values(width, height), width, height, "", False)
-    size = math.ceil(len(xs) / 120)
-    stretches = [range(i, min(i + size, len(xs))) for i in range(0, len(xs), size)]
-    bars = [[sum(layer[i] for i in stretch) / len(stretch) for layer in layers] for stretch in stretches]
-    high = max(map(sum, bars)) or 1.0
-    frame = Frame(0, len(bars), 0.0, high * 1.05, 46, 8, width - 8, height - 20)
-    bar_width = (frame.right - frame.left) / len(bars)
-    parts = [_grid(frame, x_ticks=False)]
-    for i, (bar, stretch) in enumerate(zip(bars, stretches, strict=True)):
-        name = f"step {xs[stretch[0]]:g}" + (f" to {xs[stretch[-1]]:g}" if len(stretch) > 1 else "")
-        base = 0.0
-        for k, value in enumerate(bar):
-            if value > 0:
-                top = frame.py(base + value)
-                parts.append(
-                    f'<rect class="f{colors[k]}" x="{frame.left + i * bar_width + 0.5:.1f}" y="{top:.1f}" '
-                    f'width="{max(bar_width - 1, 0.8):.1f}" height="{max(frame.py(base) - top, 0):.2f}">'
-                    f"<title>{escape(name)}: {escape(labels[k])} {value:.3g} s</title></rect>"
-                )
-                base += value
-    for index in sorted({0, len(bars) // 2, len(bars) - 1}):
-        anchor = "start" if index == 0 else "end" if index == len(bars) - 1 else "middle"
-        parts.append(
-            f'<text x="{frame.left + (index + 0.5) * bar_width:.0f}" y="{height - 5}" text-anchor="{anchor}">'
-            f"{xs[stretches[index][0]]:g}</text>"
-        )
-    return _wrap("".join(parts), width, height, "", False)
-
-
 def padded_range(low: float, high: float, zero_based: bool = False) -> tuple[float, float]:
     """The range of an axis: some room around the data, also when all values are equal."""
     if zero_based and low >= 0:
@@ -191,7 +150,7 @@ def _no_values(width: int, height: int) -> str:
     return f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">no values yet</text>'
 
 
-def _grid(frame: Frame, x_ticks: bool = True) -> str:
+def _grid(frame: Frame) -> str:
     parts = []
     for y in nice_ticks(frame.y0, frame.y1):
         py = frame.py(y)
@@ -200,7 +159,7 @@ def _grid(frame: Frame, x_ticks: bool = True) -> str:
             f'<text x="{frame.left - 5}" y="{py + 3.5:.1f}" text-anchor="end">{format_number(y)}</text>'
         )
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>')
-    for x in nice_ticks(frame.x0, frame.x1, 5) if x_ticks else []:
+    for x in nice_ticks(frame.x0, frame.x1, 5):
         parts.append(
             f'<text x="{frame.px(x):.1f}" y="{frame.bottom + 14}" text-anchor="middle">{format_number(x)}</text>'
         )

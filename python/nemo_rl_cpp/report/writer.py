@@ -13,13 +13,14 @@ from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
+from nemo_rl_cpp.report.given import given_keys
 from nemo_rl_cpp.report.history import JsonlTail, MetricHistory
 from nemo_rl_cpp.report.page import RunFacts, render
-from nemo_rl_cpp.report.samples import SampleBook
+from nemo_rl_cpp.report.samples import SampleBook, TokenBytes
 
 REPORT = "report.html"
 FACTS = "report_facts.json"
-_STORED = ("title", "status", "message", "total_steps", "defaults", "environment")
+_STORED = ("title", "status", "message", "total_steps", "defaults", "environment", "given", "base")
 
 
 class ReportWriter:
@@ -38,27 +39,32 @@ class ReportWriter:
         total_steps: int | None = None,
         title: str | None = None,
         min_interval: float = 5.0,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
         """`config` and `defaults`: resolved configuration and the schema's defaults (mappings or models); without them
-        the folder's own hyperparams.json and an earlier report's facts are used."""
+        the folder's own hyperparams.json and an earlier report's facts are used. `token_bytes`: see `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
         self._tail = JsonlTail(self.log_dir / METRICS)
-        self._book = SampleBook(self.log_dir)
+        self._book = SampleBook(self.log_dir, token_bytes)
         self._last_written = -float("inf")
         self._cost = 0.0
         self._warned = False
         facts = _read_json(self.log_dir / FACTS)
         steps = total_steps if total_steps is not None else facts.get("total_steps")
+        plain_defaults = _mapping(redact(to_plain(defaults)) if defaults is not None else facts.get("defaults"))
+        given, base = _given(config, plain_defaults, facts)
         self._facts = RunFacts(
             title=title or str(facts.get("title") or "/".join(self.log_dir.absolute().parts[-2:])),
             status=str(facts.get("status", "running")),
             message=str(facts.get("message", "")),
             total_steps=steps if isinstance(steps, int) else None,
             config=written(config) if config is not None else _read_json(self.log_dir / HYPERPARAMS),
-            defaults=_mapping(redact(to_plain(defaults)) if defaults is not None else facts.get("defaults")),
+            defaults=plain_defaults,
             environment=_mapping(facts.get("environment")) or _environment(),
+            given=given,
+            base=base,
         )
         self._history = MetricHistory(settings=self._facts.config)
 
@@ -125,6 +131,22 @@ def write_report(
     writer = ReportWriter(log_dir, config, defaults)
     writer._write()
     return writer.path
+
+
+def _given(
+    config: Settings | None, defaults: Mapping[str, Plain], facts: Mapping[str, Plain]
+) -> tuple[list[dict[str, Plain]] | None, str]:
+    """What the user set, and on top of which shipped file: of the configuration, or as an earlier report knew it."""
+    found = given_keys(config, defaults)
+    if found is not None:
+        return [key._asdict() for key in found.keys], found.base
+    stored = facts.get("given")
+    rows = (
+        [row for row in stored if isinstance(row, dict) and row.keys() >= {"key", "value", "before", "where"}]
+        if isinstance(stored, list)
+        else None
+    )
+    return rows, str(facts.get("base") or "")
 
 
 def _environment() -> dict[str, str]:

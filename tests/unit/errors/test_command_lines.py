@@ -78,7 +78,7 @@ def test_one_command_for_all(capsys):
     ):
         assert cli.main([*words, "--dry-run"]) == 0
         assert "model_name: " in capsys.readouterr().out
-    assert cli.main(["configs"]) == 0 and "grpo_tiny.yaml\n" in capsys.readouterr().out
+    assert cli.main(["configs"]) == 0 and "\ngrpo_tiny.yaml  " in capsys.readouterr().out
     assert (
         cli.main(["train", "--config", "nowhere.yaml"]) == 2
         and "nowhere.yaml does not exist" in capsys.readouterr().err

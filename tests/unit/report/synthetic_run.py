@@ -36,7 +36,9 @@ def write_run(log_dir, steps=60, seed=0, tensorboard=False):
         log_step(logger, step, rng)
         if step % 10 == 0 or step == 1:
             accuracy = 0.12 + 0.5 * (1 - math.exp(-step / 30))
-            logger.log_metrics({"accuracy": accuracy, "avg_length": 12.0}, step, prefix="validation")
+            validation = {"accuracy": accuracy, "avg_length": 12.0, "right_or_wrong": 1.0, "num_samples": 100}
+            validation |= {"accuracy_ci95_low": accuracy - 0.08, "accuracy_ci95_high": accuracy + 0.08}
+            logger.log_metrics(validation, step, prefix="validation")
             logger.log_metrics({"total_validation_time": 1.5}, step, prefix="timing/validation")
     logger.finish()
 
@@ -57,7 +59,7 @@ def log_step(logger, step, rng):
         {
             "reward": reward,
             "loss": -0.01 + rng.gauss(0, 0.01),
-            "grad_norm": abs(rng.gauss(0.8, 0.15)) * (9 if step == 33 else 1),
+            "grad_norm": abs(rng.gauss(0.8, 0.15)) * (12 if step == 33 else 1),
             "approx_entropy": 0.3 + 0.9 * math.exp(-step / 20),
             "token_mult_prob_error": 1.0,
             "lr": 2e-5 * min(step / 10, 1.0),
@@ -96,20 +98,38 @@ def log_step(logger, step, rng):
         prefix="memory",
         step_finished=True,
     )
-    rows = []
-    for index in range(16):
-        a, b = rng.randrange(100), rng.randrange(100)
-        right = rng.random() < reward
-        answer = a + b if right else a + b + rng.choice((-10, -1, 1, 10))
-        rows.append(
-            (f"3 + 4 = 7\n12 + 30 = 42\n{a} + {b} =", f" {answer}\n" + "and so on " * (index == 5) * 9, float(right))
-        )
+    groups = [(rng.randrange(100), rng.randrange(100)) for _ in range(4)]
+    rows = [_answer(groups[index // 4], index, reward, rng) for index in range(16)]
     logger.log_batched_dict_as_jsonl(
-        {
-            "content": [[prompt, answer] for prompt, answer, _ in rows],
-            "rewards": [row[2] for row in rows],
-            "input_lengths": [20 + len(row[1]) for row in rows],
-            "truncated": [index == 5 for index in range(16)],
-        },
-        f"train_data_step{step}.jsonl",
+        {name: [row[name] for row in rows] for name in rows[0]}, f"train_data_step{step}.jsonl"
     )
+
+
+def token_bytes(token):
+    """The bytes of a token of this run: it is a byte."""
+    return bytes([token])
+
+
+def _answer(numbers, index, chance, rng):
+    """A row of the rollout file: the answer's characters are its tokens."""
+    right = rng.random() < chance
+    answer = f" {sum(numbers) if right else sum(numbers) + rng.choice((-10, -1, 1, 10))}"
+    if index == 5:
+        answer += " and so on"
+    prompt = f"3 + 4 = 7\n12 + 30 = 42\n{numbers[0]} + {numbers[1]} ="
+    tokens, count = [*prompt.encode(), *answer.encode()], len(answer.encode())
+    before = [0.0] * (len(tokens) - count)
+    logprobs = [-rng.random() * 4 for _ in range(count)]
+    return {
+        "content": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
+        "rewards": float(right),
+        "input_lengths": len(tokens),
+        "truncated": index == 5,
+        "token_ids": tokens,
+        "token_loss_mask": [*[0] * len(before), *[1] * count],
+        "advantages": [1.0 if right else -0.5] * len(tokens),
+        "generation_logprobs": [*before, *logprobs],
+        "prev_logprobs": [*before, *(value + 0.01 * (index == 3) for value in logprobs)],
+        "group_id": index // 4,
+        "ground_truth": str(sum(numbers)),
+    }

@@ -1,5 +1,8 @@
+import base64
+import gzip
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -14,11 +17,13 @@ from nemo_rl_cpp.report import ReportWriter, write_report
 from nemo_rl_cpp.report.defaults import schema_defaults
 from nemo_rl_cpp.report.findings_health import stage_shares
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.page import RunFacts, differences, duration, render
-from nemo_rl_cpp.report.samples import MAX_CHARS, SampleBook, clip, pick, read_rollouts, spread
+from nemo_rl_cpp.report.page import RunFacts, render
+from nemo_rl_cpp.report.samples import SampleBook
+from nemo_rl_cpp.report.sections import differences
+from nemo_rl_cpp.report.shell import duration
 from pydantic import BaseModel, Field
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
+VOID = {"wbr", "meta", "link", "br", "img", "input", "hr"}
 
 
 class Checker(HTMLParser):
@@ -36,8 +41,10 @@ class Checker(HTMLParser):
         self.fetches += [
             value for key, value in attributes.items() if key in ("src", "srcset", "action", "data", "poster")
         ]
-        self.fetches += [v for k, v in attributes.items() if k in ("href", "xlink:href") and not v.startswith("#")]
-        assert tag not in ("link", "iframe", "object", "embed", "img", "base")
+        self.fetches += [
+            v for k, v in attributes.items() if k in ("href", "xlink:href") and not v.startswith(("#", "data:,"))
+        ]
+        assert tag not in ("iframe", "object", "embed", "img", "base")
 
     def handle_startendtag(self, tag, attributes):
         self.handle_starttag(tag, attributes)
@@ -55,13 +62,22 @@ class Checker(HTMLParser):
             self.text.append(data)
 
 
+def unpacked(text):
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
 def check(page):
     checker = Checker()
     checker.feed(page)
     checker.close()
     assert checker.stack == [] and checker.fetches == []
-    outside = re.findall(r"(?:https?:)?//[a-z][\w.-]*", re.sub(r"http://www\.w3\.org/2000/svg", "", page))
-    assert outside == [] and "@import" not in page and "url(" not in page
+    text = re.sub(
+        r'http://www\.w3\.org/2000/svg|(?<=<script type="text/plain" id="data-metrics">)[^<]*|(?<=id="data-samples">)[^<]*',
+        "",
+        page,
+    )
+    assert re.findall(r"(?<!/)(?:https?:)?//[a-z][\w.-]*", text) == []
+    assert "@import" not in page and not re.search(r"url\((?!#)|fetch\(|XMLHttpRequest|WebSocket|import\(", page)
     return checker
 
 
@@ -77,35 +93,41 @@ def test_the_page_of_a_run_is_whole_and_refers_to_nothing_outside(run):
     writer.finish()
     checker = check(writer.path.read_text())
     text = " ".join(checker.text)
-    assert "The policy is learning: reward 0.2" in text and "60 / 60" in text and "finished" in text
+    rewards = [
+        row["train/reward"]
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "train/reward" in row
+    ]
+    span = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f} (best {max(rewards):.3f}) in 60 steps; validation accuracy"
+    assert f"The policy is learning: {span}" in text and "of 60" in text and "finished" in text
     for section in ("findings", "curves", "time", "memory", "samples", "config"):
         assert section in checker.ids
     assert "agree bit for bit" in text and "of groups had equal rewards" in text and "spiked in 1 step (33)" in text
-    assert "generation" in text and "policy.optimizer.kwargs.lr" in text and "2e-05" in text and "5e-06" in text
+    assert (
+        "flat curves: Learning" not in text
+        and "flat curve" in text
+        and "policy.optimizer.kwargs.lr" in text
+        and "2e-05" in text
+        and "5e-06" in text
+    )
     assert "grpo.seed" not in text, "values equal to the defaults are not among the differences"
     assert len(list(os.scandir(run))) == len({e.name for e in os.scandir(run)}) and not list(run.glob(".*tmp"))
 
 
-def test_the_embedded_samples_are_valid_and_telling(run):
-    samples = json.loads(
-        check(render(MetricHistory(), RunFacts("t", samples=SampleBook(run).samples()))).scripts["sample-data"]
-    )
-    last = [s for s in samples if s["step"] == 60]
-    tags = {tag for sample in last for tag in sample["tags"]}
-    assert {"best", "worst", "longest", "truncated"} <= tags and len(last) <= 5
-    assert max(s["reward"] for s in last) == next(s for s in last if "best" in s["tags"])["reward"]
-    assert last[0]["prompt"].startswith("3 + 4 = 7") and {1, 60} <= {s["step"] for s in samples}
-
-
-def test_the_cross_hair_data_match_the_curves(run):
+def test_every_metric_lies_in_the_page(run):
     writer = ReportWriter(run)
     writer.update(force=True)
-    charts = re.findall(r'data-chart="([^"]+)"', writer.path.read_text())
-    from html import unescape
-
-    data = [json.loads(unescape(chart)) for chart in charts]
-    reward = next(d for d in data if d["s"][0]["l"] == "reward")
-    assert len(reward["s"][0]["p"]) == 60 and reward["s"][0]["p"][0][0] == 1 and len(reward["f"]) == 8
+    data = unpacked(check(writer.path.read_text()).scripts["data-metrics"])
+    (mine,) = data["runs"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row} - {"step"}
+    assert set(mine["metrics"]) == names
+    axis, values = mine["metrics"]["train/reward"]
+    expected = [row["train/reward"] for row in rows if "train/reward" in row]
+    assert mine["axes"][axis] == list(range(1, 61)) and values == [float(f"{value:.6g}") for value in expected]
+    assert mine["metrics"]["train/max_gen_tokens_per_sample"] == [axis, 48]
+    validation = next(panel for panel in data["panels"] if panel["title"] == "Validation accuracy")
+    assert validation["lines"][0]["low"] == "validation/accuracy_ci95_low"
 
 
 def test_hostile_text_cannot_leave_its_place(tmp_path):
@@ -122,8 +144,8 @@ def test_hostile_text_cannot_leave_its_place(tmp_path):
     )
     page = render(MetricHistory([{"step": 1, "train/reward": 1.0, f"timing/train/{evil[2:6]}": 1.0}]), facts)
     checker = check(page)
-    assert json.loads(checker.scripts["sample-data"])[0]["response"] == evil
-    assert "<script>alert" not in page and page.count("<script") == 2
+    assert unpacked(checker.scripts["data-samples"])[0]["groups"][0]["answers"][0]["text"] == evil
+    assert "<script>alert" not in page and page.count("<script") == 3
 
 
 def test_an_empty_run_has_a_page_too(tmp_path):
@@ -141,11 +163,11 @@ def test_updates_come_seldom_and_a_resumed_log_is_read_anew(tmp_path):
     with open(metrics, "a") as file:
         file.write('{"step": 2, "train/reward": 0.75}\n')
     writer.update(force=True)
-    assert "2 steps done, reward 0.5 so far" in writer.path.read_text()
+    assert "2 steps done, reward 0.250 → 0.750 (best 0.750)." in writer.path.read_text()
     metrics.write_text('{"step": 1, "train/reward": 0.25}\n')
     writer.finish("interrupted", "Stopped by Ctrl-C.")
     page = writer.path.read_text()
-    assert "1 step done, reward 0.25 so far. Stopped by Ctrl-C." in page and 'data-status="interrupted"' in page
+    assert "1 step done, reward 0.250. Stopped by Ctrl-C." in page and 'data-status="interrupted"' in page
 
 
 def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, monkeypatch):
@@ -214,36 +236,30 @@ def test_a_long_run_stays_small_and_fast(tmp_path):
     started = time.process_time()
     page = render(history, RunFacts("long"))
     assert len(page) < 400_000 and time.process_time() - started < 5
+    (run,) = unpacked(check(page).scripts["data-metrics"])["runs"]
+    axis, values, middles, means = run["metrics"]["train/reward"]
+    assert len(values) <= 502 and {min(values), max(values)} == {0, 6} and len(run["axes"][axis]) == len(values)
+    assert len(means) == len(run["axes"][middles]) == 250 and all(abs(mean - 3) < 0.1 for mean in means)
 
 
-def test_rollout_rows_of_every_shape_are_understood(tmp_path):
-    path = tmp_path / "train_data_step1.jsonl"
-    rows = [
-        {"content": ["prompt", "answer"], "rewards": [0.5], "token_loss_mask": [0, 0, 1, 1, 1], "idx": 3},
-        {"content": [["p", "a", "Environment: correct"]], "rewards": 1.0, "input_lengths": [9]},
-        {
-            "content": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}],
-            "rewards": "nan",
-            "truncated": True,
-        },
-        {"content": "only text"},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
-    first, second, third, fourth = read_rollouts(path)
-    assert (first["prompt"], first["response"], first["reward"], first["length"]) == ("prompt", "answer", 0.5, 3)
-    assert (second["prompt"], second["response"], second["length"]) == ("p", "a\n\nEnvironment: correct", 9)
-    assert (third["prompt"], third["response"], third["reward"], third["truncated"]) == ("q", "r", None, True)
-    assert (fourth["prompt"], fourth["response"], fourth["reward"]) == ("", "only text", None)
-    assert pick([]) == [] and pick([fourth])[0]["tags"] == ["first"]
-
-
-def test_long_texts_are_clipped_and_shown_steps_change_seldom():
-    assert len(clip("x" * 100_000)) < MAX_CHARS + 100 and clip("short") == "short"
-    assert spread(list(range(10))) == list(range(10)) and spread([]) == []
-    for length in (24, 25, 100, 101, 5000):
-        chosen = spread(list(range(length)))
-        assert len(chosen) <= 26 and chosen[0] == 0 and chosen[-1] == length - 1
-    assert set(spread(list(range(100)))[:-1]) == set(spread(list(range(101)))[:-1]) & set(range(99))
+def test_five_hundred_steps_with_long_answers_stay_small(tmp_path):
+    history, rng = MetricHistory(), random.Random(0)
+    for step in range(1, 501):
+        history.add({"step": step} | {f"train/metric_{number}": rng.random() for number in range(70)})
+        if step % 100 == 0:
+            rows = [
+                {
+                    "content": [{"role": "user", "content": "question " * 40}, {"role": "assistant", "content": "word " * 700}],
+                    "rewards": rng.random(), "group_id": number // 8, "token_ids": [0, *(rng.randrange(33, 126) for _ in range(700))],
+                    "token_loss_mask": [0, *[1] * 700], "generation_logprobs": [0, *(-3 * rng.random() for _ in range(700))],
+                }
+                for number in range(64)
+            ]  # fmt: skip
+            (tmp_path / f"train_data_step{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    book = SampleBook(tmp_path, synthetic_run.token_bytes)
+    started = time.process_time()
+    page = render(history, RunFacts("long", samples=book.samples()))
+    assert len(page) <= 600_000 and time.process_time() - started < 5
 
 
 def test_differences_and_durations():
@@ -292,5 +308,8 @@ def test_time_between_steps_is_shown_beside_the_steps():
         ]
     )
     assert stage_shares(history) == {"generation": 0.5, "checkpointing": 0.25, "prepare_for_generation": 0.125}
-    text = " ".join(check(render(history, RunFacts("t"))).text)
-    assert re.search(r"other\s+12\.5 %", text)
+    stack = unpacked(check(render(history, RunFacts("t"))).scripts["data-metrics"])["panels"][-1]
+    assert [(layer["label"], layer["beside"]) for layer in stack["stack"]] == [
+        ("generation", False), ("checkpointing", True), ("prepare_for_generation", False)
+    ]  # fmt: skip
+    assert stack["other"]["share"] == 0.125

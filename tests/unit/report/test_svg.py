@@ -2,16 +2,7 @@ import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from nemo_rl_cpp.report.svg import (
-    Series,
-    downsample,
-    format_number,
-    line_chart,
-    line_frame,
-    nice_ticks,
-    running_mean,
-    stacked_chart,
-)
+from nemo_rl_cpp.report.svg import Series, downsample, format_number, line_chart, line_frame, nice_ticks, running_mean
 
 
 def parsed(text):
@@ -83,18 +74,3 @@ def test_odd_values_still_give_a_drawing(ys):
 def test_standalone_drawings_carry_style_and_namespace():
     text = line_chart([Series("a", [0, 1], [0, 1]), Series("b", [0], [1])], title="T", standalone=True)
     assert parsed(text).tag == "{http://www.w3.org/2000/svg}svg" and "<style>" in text and ">b</text>" in text
-
-
-def test_stacked_bars_fill_their_heights():
-    root = parsed(stacked_chart(["a", "b"], [1, 2], [[1.0, 2.0], [1.0, 0.0]], colors=[0, 7]))
-    bars = root.findall(".//rect")
-    heights = [float(bar.get("height")) for bar in bars]
-    assert (
-        len(bars) == 3
-        and heights[0] == pytest.approx(heights[1], abs=0.02)
-        and heights[2] == pytest.approx(2 * heights[0], abs=0.02)
-    )
-    assert bars[1].get("class") == "f7" and bars[1].find("title").text == "step 1: b 1 s"
-    many = parsed(stacked_chart(["a"], list(range(1000)), [[1.0] * 1000], colors=[0]))
-    assert len(many.findall(".//rect")) <= 120 and "step 0 to 8: a 1 s" in many.find(".//rect/title").text
-    assert "no values yet" in stacked_chart([], [], [], colors=[])

@@ -1,0 +1,169 @@
+"""`nemo-rl-cpp completion`: completion for bash, zsh and fish. The shells ask this module for the words that fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_cpp.command_line import command_parser
+
+_EXAMPLES = """examples:
+  bash: source <(nemo-rl-cpp completion bash)              # for good: put this line into ~/.bashrc
+  zsh:  source <(nemo-rl-cpp completion zsh)               # for good: into ~/.zshrc, behind compinit
+  fish: nemo-rl-cpp completion fish | source               # for good: > ~/.config/fish/completions/nemo-rl-cpp.fish"""
+# the words before the cursor, and the beginning of the one at it, are asked about; bash takes "=" and ":" for ends of words
+_BASH = """_nemo_rl_cpp() {
+  local line=${COMP_LINE:0:COMP_POINT} current word found
+  local -a words
+  current=${line##*[[:space:]]}
+  read -ra words <<< "$line"
+  found=$(nemo-rl-cpp completion --words "${words[@]}" "|$current" 2>/dev/null) || return
+  local here=${COMP_WORDS[COMP_CWORD]}
+  case $here in =|:) here= ;; esac
+  local cut=${current%"$here"}
+  COMPREPLY=()
+  while IFS= read -r word; do [ -n "$word" ] && COMPREPLY+=("${word#"$cut"}"); done <<< "$found"
+  case ${COMPREPLY[0]} in *=|*.|*/) compopt -o nospace 2>/dev/null ;; esac
+}
+complete -F _nemo_rl_cpp nemo-rl-cpp
+"""
+_ZSH = """#compdef nemo-rl-cpp
+_nemo_rl_cpp() {
+  local -a found
+  found=("${(@f)$(nemo-rl-cpp completion --words ${words[1,CURRENT]} "|${words[CURRENT]}" 2>/dev/null)}")
+  found=(${found:#})
+  local -a open=(${(M)found:#*[=/.]}) closed=(${found:#*[=/.]})
+  (( $#open )) && compadd -Q -S '' -- $open
+  (( $#closed )) && compadd -Q -- $closed
+}
+compdef _nemo_rl_cpp nemo-rl-cpp
+"""
+_FISH = """function __nemo_rl_cpp
+  set -l current (commandline -ct)
+  nemo-rl-cpp completion --words (commandline -opc) "|$current" 2>/dev/null
+end
+complete -c nemo-rl-cpp -f -a '(__nemo_rl_cpp)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_OPTIONS = {
+    "train": ["--config", "--dry-run", "--debug", "--help"],
+    "eval": ["--config", "--dry-run", "--debug", "--help"],
+    "check": ["--config", "--kind", "--debug", "--help"],
+    "generate": ["--model", "--chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--greedy", "--seed", "--stop", "--precision", "--threads"],
+    "chat": ["--model", "--system", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--precision", "--threads"],
+    "models": ["--responses", "--tokens"],
+    "compare": ["--out"],
+    "doctor": ["--no-train", "--seconds"],
+}  # fmt: skip
+_WITH_KEYS = ("train", "eval", "check")
+_WITH_FILES = ("report", "compare")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints a shell's script; with --words, which the scripts call, the words that fit."""
+    if arguments and arguments[0] == "--words":
+        found = candidates(arguments[1:-1], arguments[-1].removeprefix("|"))
+        sys.stdout.write("".join(f"{word}\n" for word in found))
+        return 0
+    parser = command_parser("completion", "Print the completion of a shell.", _EXAMPLES)
+    parser.add_argument("shell", choices=tuple(_SCRIPTS))
+    print(_SCRIPTS[parser.parse_args(arguments).shell], end="")
+    return 0
+
+
+def candidates(line: Sequence[str], current: str) -> list[str]:
+    """The words that may stand at the cursor. `line`: the words of the command line with the program's name, perhaps with the
+    begun one, `current`, at the end."""
+    from nemo_rl_cpp.cli import COMMANDS
+
+    words = [*line[1:-1]] if len(line) > 1 and current and line[-1] == current else [*line[1:]]
+    if not words:
+        return [name for name in [*COMMANDS, "--help", "--version"] if name.startswith(current)]
+    command, before = words[0], words[-1]
+    if before in ("--config", "--model"):
+        names = _configs() if before == "--config" else ["smollm2-135m-instruct", *_model_names()]
+        return _fitting(names, current) + _files(current, (".yaml", ".yml") if before == "--config" else None)
+    if before == "--precision":
+        return _fitting(["bfloat16", "float32"], current)
+    if before == "--kind":
+        return _fitting(["grpo", "ppo", "eval"], current)
+    if current.startswith("-"):
+        return _fitting([*_OPTIONS.get(command, []), "--help"], current)
+    if command == "completion":
+        return _fitting([*_SCRIPTS], current)
+    if command in _WITH_KEYS:
+        return _overrides(command, words, current)
+    return _files(current, None) if command in _WITH_FILES else []
+
+
+def _fitting(words: Sequence[str], current: str) -> list[str]:
+    return list(dict.fromkeys(word for word in words if word.startswith(current)))
+
+
+def _configs() -> list[str]:
+    from nemo_rl_cpp.config.locate import shipped_configs
+
+    return shipped_configs()
+
+
+def _model_names() -> list[str]:
+    from nemo_rl_cpp.config.known_models import KNOWN_MODELS
+
+    return [model.name for model in KNOWN_MODELS]
+
+
+def _files(current: str, endings: tuple[str, ...] | None) -> list[str]:
+    """Folders and, with these endings, files that begin so; of folders alone where `endings` is None."""
+    folder, _, start = current.rpartition("/")
+    place = Path(folder or ("/" if current.startswith("/") else ".")).expanduser()
+    try:
+        entries = sorted(place.iterdir())
+    except OSError:
+        return []
+    head = f"{folder}/" if "/" in current else ""
+    shown = []
+    for entry in entries:
+        if not entry.name.startswith(start) or (entry.name.startswith(".") and not start.startswith(".")):
+            continue
+        if entry.is_dir():
+            shown.append(f"{head}{entry.name}/")
+        elif endings and entry.suffix in endings:
+            shown.append(f"{head}{entry.name}")
+    return shown
+
+
+def _overrides(command: str, words: Sequence[str], current: str) -> list[str]:
+    """`section.key=`, a section at a time as files complete; for a key that is true or false its values."""
+    from nemo_rl_cpp.config.keys import section_at
+    from nemo_rl_cpp.config.loader import kind_of
+    from nemo_rl_cpp.config.master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
+    from nemo_rl_cpp.config.messages import known_keys
+
+    models = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig, "eval": EvalMasterConfig}
+    kind = "eval" if command == "eval" else "grpo"
+    place = next((i for i, word in enumerate(words[:-1]) if word == "--config"), None)
+    if place is not None:
+        try:
+            kind = kind_of(words[place + 1])
+        except ValueError:
+            pass
+    model = models[kind]
+    key, equals, value = current.partition("=")
+    if equals:
+        parent, _, name = key.rpartition(".")
+        section = section_at(model, parent) if parent else model
+        info = section.model_fields.get(name) if section is not None else None
+        return [
+            f"{key}={word}"
+            for word in ("true", "false")
+            if info is not None and info.annotation is bool and word.startswith(value)
+        ]
+    depth = current.count(".")
+    found: dict[str, None] = {}
+    for known in known_keys(model):
+        if known.startswith(current):
+            parts = known.split(".")
+            found[".".join(parts[: depth + 1]) + ("." if len(parts) > depth + 1 else "=")] = None
+    sections = {word[:-1] for word in found if word.endswith(".")}
+    return [word for word in found if not (word.endswith("=") and word[:-1] in sections)]

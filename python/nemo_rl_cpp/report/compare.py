@@ -1,0 +1,249 @@
+"""Runs side by side: what they reached, how long they took, and which keys of their configurations differ."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_rl_cpp.config.access import to_plain
+from nemo_rl_cpp.files.durable import json_rows
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
+from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.report.findings_health import STEP_TIME, stage_shares
+from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.sections import timing_name
+from nemo_rl_cpp.report.shell import duration
+from nemo_rl_cpp.report.words import validation_word
+from nemo_rl_cpp.report.writer import FACTS
+
+_WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")
+"""Keys that say where a run writes, and nothing about it."""
+
+
+class Row(NamedTuple):
+    """A line of a comparison: what it is of, and its text for each run."""
+
+    name: str
+    values: list[str]
+
+
+@dataclass
+class LoggedRun:
+    """A run as its log folder tells it."""
+
+    folder: Path
+    name: str
+    history: MetricHistory
+    config: dict[str, Plain] = field(default_factory=dict)
+    facts: dict[str, Plain] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> "LoggedRun":
+        """ValueError where the folder holds no run."""
+        folder = run_folder(folder)
+        with open(folder / METRICS, encoding="utf-8", errors="replace") as file:
+            rows = list(json_rows(file))
+        config = _read(folder / HYPERPARAMS)
+        return cls(folder, folder.name, MetricHistory(rows, config), config, _read(folder / FACTS))
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric."""
+        return self.history.curve(name).finite().values
+
+
+@dataclass
+class Comparison:
+    """Runs with names that tell them apart."""
+
+    runs: list[LoggedRun]
+
+    @classmethod
+    def of(cls, folders: Sequence[Path | str]) -> "Comparison":
+        """Reads the log folders; ValueError for one that holds no run, or that is given twice."""
+        runs = [LoggedRun.read(Path(folder)) for folder in folders]
+        real = [run.folder.resolve() for run in runs]
+        for number, folder in enumerate(real):
+            if folder in real[:number]:
+                raise ValueError(f"{runs[number].folder} is given twice: compare takes different log folders")
+        for run, name in zip(runs, short_names(real), strict=True):
+            run.name = name
+        return cls(runs)
+
+    @property
+    def word(self) -> str:
+        """`accuracy` or `reward`, for the validations of all runs."""
+        return validation_word(*(run.history for run in self.runs))
+
+    def results(self) -> list[Row]:
+        """What the runs reached."""
+        rows = [
+            Row("title", [str(run.facts.get("title") or "–") for run in self.runs]),
+            Row("status", [str(run.facts.get("status") or "–") for run in self.runs]),
+            Row("steps", [str(run.history.last_step) for run in self.runs]),
+            Row("reward", [_span(run.values("train/reward")) for run in self.runs]),
+            Row(f"validation {self.word}, last", [_validation(run) for run in self.runs]),
+            Row(f"validation {self.word}, best", [_best(run.history, "validation/accuracy") for run in self.runs]),
+            Row(
+                "response length, last",
+                [_last(run.values("train/mean_gen_tokens_per_sample"), ".1f") for run in self.runs],
+            ),
+            Row("tokens a second", [_mean(run.values("performance/tokens_per_sec"), ",.0f") for run in self.runs]),
+            Row("seconds a step", [_mean(run.values(STEP_TIME), ".3g") for run in self.runs]),
+            Row(
+                "time in steps",
+                [duration(total) if (total := run.history.total(STEP_TIME)) else "–" for run in self.runs],
+            ),
+            Row("peak memory, GiB", [_most(run.values("memory/peak_rss_gb/run"), ".2f") for run in self.runs]),
+            Row(
+                "token_mult_prob_error, most",
+                [_most(run.values("train/token_mult_prob_error"), ".9g") for run in self.runs],
+            ),
+            Row("log-probability gap, most", [_most(run.values("train/max_logprob_gap"), ".3g") for run in self.runs]),
+        ]
+        return [row for row in rows if any(value not in ("", "–") for value in row.values)]
+
+    def timings(self) -> list[tuple[str, list[float]]]:
+        """(stage, its seconds a step in each run), the longest first; stages below half a percent of every run are left out."""
+        labels: dict[str, list[float]] = {}
+        for run in self.runs:
+            for label, share in stage_shares(run.history).items():
+                if share >= 0.005:
+                    labels.setdefault(label, [])
+        for label, means in labels.items():
+            for run in self.runs:
+                steps = len(run.values(STEP_TIME))
+                means.append(run.history.total(timing_name(run.history, label)) / steps if steps else 0.0)
+        return sorted(labels.items(), key=lambda item: -max(item[1]))
+
+    def differing_keys(self) -> list[Row]:
+        """Keys of the configurations whose values differ, but for those that say where a run writes."""
+        flat = [flatten_dict(run.config, expand_lists=False) for run in self.runs]
+        if not all(flat):
+            return []
+        keys = sorted({key for one in flat for key in one})
+        return [
+            Row(key, [_text(one[key]) if key in one else "–" for one in flat])
+            for key in keys
+            if not key.startswith(_WHERE_ONLY) and any(one.get(key) != flat[0].get(key) for one in flat)
+        ]
+
+    def verdict(self) -> str:
+        """Which of the first two runs validates better, and whether the validations tell them apart."""
+        first, second = self.runs[:2]
+        ends = [_end(run) for run in (first, second)]
+        if None in ends:
+            return ""
+        a, b = ends
+        step = "" if a.step == b.step else f" (after steps {a.step} and {b.step})"
+        if a.low is None or b.low is None:
+            return f"Validation {self.word}: {first.name} {a.mean:.3f}, {second.name} {b.mean:.3f}{step}."
+        low, high = newcombe(b, a)
+        name, other = (second.name, first.name) if b.mean >= a.mean else (first.name, second.name)
+        gap = abs(b.mean - a.mean)
+        if low <= 0 <= high:
+            return (
+                f"The validations do not tell {first.name} and {second.name} apart: {self.word} {a.mean:.3f} and {b.mean:.3f}{step}, "
+                f"difference {b.mean - a.mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})."
+            )
+        inside = (low, high) if b.mean >= a.mean else (-high, -low)
+        return f"{name} validates better than {other} by {gap:.3f} (95 % interval {inside[0]:.3f} to {inside[1]:.3f}){step}."
+
+
+class Validated(NamedTuple):
+    """The last validation of a run, with its 95 % interval where it has one."""
+
+    step: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def newcombe(a: Validated, b: Validated) -> tuple[float, float]:
+    """The 95 % interval of the difference of two shares, a - b, from Wilson's interval of each (Newcombe's hybrid score):
+
+    d - sqrt((a - a_low)^2 + (b_high - b)^2),  d + sqrt((a_high - a)^2 + (b - b_low)^2)
+    """
+    assert a.low is not None and a.high is not None and b.low is not None and b.high is not None
+    gap = a.mean - b.mean
+    return gap - math.hypot(a.mean - a.low, b.high - b.mean), gap + math.hypot(a.high - a.mean, b.mean - b.low)
+
+
+def run_folder(folder: Path) -> Path:
+    """The log folder itself, or the newest exp_NNN in it; ValueError where neither has metrics."""
+    if (folder / METRICS).is_file():
+        return folder
+    inside = sorted(
+        (path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()),
+        key=lambda path: int(path.name[4:]),
+    )
+    if not inside:
+        raise ValueError(f"{folder} holds no {METRICS}: give the log folder of a run, such as logs/exp_001")
+    return inside[-1]
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The fewest last parts of the folders' paths that tell all of them apart."""
+    for count in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-count:]).lstrip("/") for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _end(run: LoggedRun) -> Validated | None:
+    means = run.history.curve("validation/accuracy").finite()
+    if not means.values:
+        return None
+    step = means.steps[-1]
+    bounds = [
+        dict(zip(*run.history.curve(f"validation/accuracy_ci95_{end}").finite(), strict=True)).get(step)
+        for end in ("low", "high")
+    ]
+    return Validated(step, means.values[-1], *bounds)
+
+
+def _validation(run: LoggedRun) -> str:
+    end = _end(run)
+    if end is None:
+        return "–"
+    interval = f" ({end.low:.3f} to {end.high:.3f})" if end.low is not None and end.high is not None else ""
+    return f"{end.mean:.3f}{interval}, step {end.step}"
+
+
+def _best(history: MetricHistory, name: str) -> str:
+    curve = history.curve(name).finite()
+    if not curve.values:
+        return "–"
+    best = max(curve.values)
+    return f"{best:.3f}, step {curve.steps[curve.values.index(best)]}"
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{values[0]:.3f} → {values[-1]:.3f} (best {max(values):.3f})" if values else "–"
+
+
+def _last(values: Sequence[float], form: str) -> str:
+    return format(values[-1], form) if values else "–"
+
+
+def _mean(values: Sequence[float], form: str) -> str:
+    return format(sum(values) / len(values), form) if values else "–"
+
+
+def _most(values: Sequence[float], form: str) -> str:
+    return format(max(values), form) if values else "–"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
+
+
+def _read(path: Path) -> dict[str, Plain]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -1,0 +1,154 @@
+"""Sections of the report page that show where time, memory and settings go."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
+from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.report.findings_health import BETWEEN_STEPS, STEP_TIME, stage_shares
+from nemo_rl_cpp.report.history import MetricHistory
+from nemo_rl_cpp.report.shell import breakable
+
+_STAGES = (
+    "generation",
+    "policy_training",
+    "policy_and_reference_logprobs",
+    "value_training",
+    "reward_calculation",
+    "validation",
+    "checkpointing",
+    "data_processing",
+    "advantage_calculation",
+)
+"""Stages with a colour of their own, the same in every run."""
+_OTHER, _MORE = 9, (10, 11)
+"""The colour of what is left, and those of large stages that have none of their own, by their names."""
+_SMALL, _LARGE = 0.005, 0.03
+
+
+def figure(title: str, unit: str, value: str, index: int, classes: str = "") -> str:
+    """A place for a chart; chart.js draws panel number `index` into it."""
+    head = f"<h3>{escape(title)} <small>{escape(unit)}</small><span>{escape(value)}</span></h3>"
+    return f'<figure class="card {classes}" data-panel="{index}">{head}<div class="plot"></div></figure>'
+
+
+def stage_colors(labels: Sequence[str]) -> dict[str, int]:
+    """A colour number for each stage."""
+    return {
+        label: _STAGES.index(label) if label in _STAGES else _MORE[sum(map(ord, label)) % len(_MORE)]
+        for label in labels
+    }
+
+
+def timing_name(history: MetricHistory, label: str) -> str:
+    """The metric that holds a stage's seconds."""
+    name = f"timing/train/{label}"
+    return name if history.curve(name).values else f"{name}/total"
+
+
+def time_spec(history: MetricHistory) -> dict[str, Plain] | None:
+    """The stacked bars of a step's time, stages below half a percent left to "other"; None without times."""
+    shares = stage_shares(history)
+    labels = [label for label, share in shares.items() if share >= (_SMALL if label in _STAGES else _LARGE)]
+    if not labels:
+        return None
+    colors = stage_colors(labels)
+    labels.sort(key=colors.__getitem__)
+    layers: list[Plain] = [
+        {
+            "label": label,
+            "metric": timing_name(history, label),
+            "color": colors[label],
+            "share": shares[label],
+            "beside": label in BETWEEN_STEPS,
+        }
+        for label in labels
+    ]
+    other = max(1 - sum(shares[label] for label in labels), 0.0)
+    return {
+        "title": "Seconds per step",
+        "total": STEP_TIME,
+        "stack": layers,
+        "other": {"label": "other", "color": _OTHER, "share": other},
+    }
+
+
+def mean_step_time(history: MetricHistory) -> float | None:
+    """Seconds of a step on average."""
+    values = history.curve(STEP_TIME).finite().values
+    return sum(values) / len(values) if values else None
+
+
+def memory_section(history: MetricHistory) -> str:
+    """A bar a phase: the most memory that was in use in it."""
+    cards = []
+    for title, prefix in (("Peak by phase", "memory/peak_rss_gb/"), ("GPU peak by phase", "memory/peak_gpu_gb/")):
+        peaks = {
+            name.removeprefix(prefix).removesuffix("/total"): max(values)
+            for name in history.names(prefix)
+            if not name.endswith("/run") and (values := history.curve(name).finite().values)
+        }
+        if peaks and max(peaks.values()) > 0:
+            most = max(peaks.values())
+            rows = "".join(
+                f'<li><span>{breakable(name)}</span><i><b class="b0" style="width:{100 * peak / most:.1f}%"></b></i><em>{peak:.2f}</em></li>'
+                for name, peak in sorted(peaks.items(), key=lambda item: -item[1])
+            )
+            cards.append(
+                f'<figure class="card wide"><h3>{title} <small>GiB</small></h3><ul class="bars">{rows}</ul></figure>'
+            )
+    return f'<div class="grid">{"".join(cards)}</div>' if cards else ""
+
+
+def configuration_section(
+    config: Mapping[str, Plain], defaults: Mapping[str, object], given: Sequence[Mapping[str, Plain]] | None, base: str
+) -> str:
+    """What the user set; behind folds what else differs from the schema's defaults, and the whole. `given` None: not known."""
+    if not config:
+        return ""
+    parts = []
+    on_top = f" on top of <code>{escape(base)}</code>" if base else ""
+    if given:
+        rows = "".join(
+            f"<tr><td><code>{escape(str(row['key']))}</code></td><td>{_text(row['value'])}</td>"
+            f"<td>{_text(row['before'])}</td><td>{escape(str(row['where']))}</td></tr>"
+            for row in given
+        )
+        parts.append(f"<p>What was set for this run{on_top}:</p>")
+        parts.append(_table(("key", "value", "instead of", "set in"), rows))
+    elif given is not None:
+        parts.append(f"<p>Nothing was changed{on_top}.</p>")
+    changed = differences(config, defaults) if defaults else []
+    if changed:
+        rows = "".join(
+            f"<tr><td><code>{escape(k)}</code></td><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for k, a, b in changed
+        )
+        parts.append(
+            f'<details id="differing"><summary>{len(changed)} values differ from the defaults of the schema</summary>'
+            f"{_table(('key', 'value', 'default'), rows)}</details>"
+        )
+    text = escape(dump_yaml(dict(config)))
+    parts.append(f'<details id="whole"><summary>The whole configuration</summary><pre>{text}</pre></details>')
+    return "".join(parts)
+
+
+def _table(heads: Sequence[str], rows: str) -> str:
+    return f'<div class="scroll"><table><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table></div>'
+
+
+def _text(value: object) -> str:
+    return escape("–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def differences(config: Mapping[str, object], defaults: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """(key, value, default) of every value that differs; a key that only one side has shows a dash on the other, and is
+    left out when it is null there."""
+    flat, base = flatten_dict(config, expand_lists=False), flatten_dict(defaults, expand_lists=False)
+
+    def text(side: Mapping[str, object], key: str) -> str:
+        value = side.get(key)
+        return "–" if key not in side else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    keys = sorted(key for key in flat.keys() | base.keys() if flat.get(key) != base.get(key))
+    return [(key, text(flat, key), text(base, key)) for key in keys]

@@ -1,0 +1,37 @@
+import subprocess
+import sys
+
+import pytest
+from nemo_rl_cpp import cli
+from nemo_rl_cpp.commands import configs
+from nemo_rl_cpp.config.locate import shipped_configs
+
+
+def test_an_unknown_command_is_told_with_the_nearest(capsys):
+    assert cli.main(["trian"]) == 2 and "unknown command trian; did you mean train?" in capsys.readouterr().err
+    assert cli.main(["--verbose"]) == 2 and "unknown option --verbose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - {"train", "eval"}))
+def test_every_command_has_a_help_with_examples(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and "examples:" in shown and f"nemo-rl-cpp {name}" in shown
+
+
+def test_every_shipped_configuration_says_what_it_is(capsys):
+    texts = configs.descriptions()
+    assert list(texts) == shipped_configs() and not [name for name, text in texts.items() if len(text) < 20]
+    assert cli.main(["configs", "vapo_tiny"]) == 0
+    assert capsys.readouterr().out.startswith("vapo_tiny.yaml  VAPO on the task of ppo_tiny.yaml: returns")
+    assert cli.main(["configs", "nothing-like-it"]) == 1
+
+
+@pytest.mark.slow
+def test_commands_that_need_no_torch_do_not_load_it(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n')
+    for words in (["configs"], ["report", str(tmp_path)], ["--help"], ["completion", "bash"], ["models"]):
+        program = f"import sys; from nemo_rl_cpp import cli\ntry: cli.main({words!r})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stderr)

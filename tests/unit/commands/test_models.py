@@ -1,0 +1,56 @@
+import pytest
+from nemo_rl_cpp.commands import models
+from nemo_rl_cpp.config.known_models import KNOWN_MODELS, known_model
+from nemo_rl_cpp.config.memory import forecast_text, model_sizes, with_known_sizes
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+
+# billions of parameters as the models' cards give them
+PARAMETERS = {
+    "SmolLM2-135M": 0.1345, "SmolLM2-360M": 0.3618, "SmolLM2-1.7B": 1.711, "TinyLlama-1.1B": 1.1, "Llama-3.2-1B": 1.236, "Llama-3.2-3B": 3.213,
+    "Llama-3.1-8B": 8.03, "Mistral-7B": 7.248, "OLMo-2-0425-1B": 1.485, "OLMo-2-1124-7B": 7.299, "OLMo-2-1124-13B": 13.716, "Qwen2.5-0.5B": 0.494,
+    "Qwen2.5-1.5B": 1.544, "Qwen2.5-3B": 3.086, "Qwen2.5-7B": 7.616, "Qwen2.5-14B": 14.77, "Qwen2.5-32B": 32.76, "Qwen2.5-Math-1.5B": 1.544,
+    "Qwen2.5-Math-7B": 7.616, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616, "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.721,
+    "Qwen3-4B": 4.022, "Qwen3-8B": 8.191, "Qwen3-14B": 14.768, "Qwen3-32B": 32.762,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
+def test_the_sizes_are_those_of_the_models(model):
+    sizes = model_sizes(model.name, model.as_config())
+    assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
+    assert model.model_type in SUPPORTED_ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B"),
+        ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"),
+        ("somebody/Qwen3-8B", None),
+        ("Qwen/Qwen3-30B-A3B", None),
+        ("", None),
+    ],
+)
+def test_variants_have_the_sizes_of_their_base(name, known):
+    found = known_model(name)
+    assert (found.name if found else None) == known
+
+
+def test_the_table_agrees_with_the_forecast(capsys):
+    assert models.main(["qwen2.5-0.5b"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Qwen/Qwen2.5-0.5B "))
+    assert line.split()[1:5] == ["qwen2", "0.494", "B", "10.1"]  # as docs/supported-models.md says
+    assert models.main(["no-such-model"]) == 1
+    with pytest.raises(SystemExit):
+        models.main(["--tokens", "-3"])
+
+
+def test_a_dry_run_knows_popular_models_before_they_are_downloaded():
+    from nemo_rl_cpp.config import load_grpo_config
+
+    config = load_grpo_config("grpo_math_1B.yaml")
+    assert "Peak memory by phase" in forecast_text(config) and not config.policy.hf_config_overrides
+    other = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=somebody/else"])
+    assert with_known_sizes(other) is other and "not known" in forecast_text(other)

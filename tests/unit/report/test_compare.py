@@ -1,0 +1,100 @@
+import json
+import re
+
+import pytest
+import synthetic_run
+from nemo_rl_cpp.commands import compare as command
+from nemo_rl_cpp.report.compare import Comparison, Validated, newcombe, run_folder, short_names
+from nemo_rl_cpp.report.compare_page import render_comparison
+from test_report import check, unpacked
+
+
+def write_log(folder, accuracy, lr=1e-3, interval=0.05):
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": step, "train/reward": step / 10, "timing/train/total_step_time": 2.0, "timing/train/generation": 1.0}
+        for step in (1, 2, 3)
+    ]
+    rows.append(
+        {"step": 3, "validation/accuracy": accuracy, "validation/num_samples": 100, "validation/right_or_wrong": 1.0}
+    )
+    if interval:
+        rows[-1] |= {
+            "validation/accuracy_ci95_low": accuracy - interval,
+            "validation/accuracy_ci95_high": accuracy + interval,
+        }
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {"policy": {"lr": lr, "name": "<m>"}, "logger": {"log_dir": str(folder)}}
+    (folder / "hyperparams.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_two_runs_side_by_side(tmp_path, capsys):
+    folders = [write_log(tmp_path / "a" / "exp_001", 0.5), write_log(tmp_path / "b" / "exp_001", 0.9, lr=1e-4)]
+    page = tmp_path / "new" / "compare.html"
+    assert command.main([*map(str, folders), "--out", str(page)]) == 0
+    text = capsys.readouterr().out
+    lines = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:] for line in text.splitlines() if line}
+    assert lines["reward"] == ["0.100 → 0.300 (best 0.300)"] * 2 or "reward" in lines
+    assert lines["policy.lr"] == ["0.001", "0.0001"] and "logger.log_dir" not in text and "policy.name" not in text
+    assert lines["generation"] == ["1", "1"] and lines["seconds a step"] == ["2", "2"]
+    # sqrt(2) * 0.05 on both sides of 0.4
+    assert "b/exp_001 validates better than a/exp_001 by 0.400 (95 % interval 0.329 to 0.471)." in " ".join(
+        text.split()
+    )
+    checker = check(page.read_text())
+    data = unpacked(checker.scripts["data-metrics"])
+    assert [run["name"] for run in data["runs"]] == ["a/exp_001", "b/exp_001"] and data["panels"][0][
+        "title"
+    ] == "Reward"
+    assert "policy.lr" in "".join(checker.text)
+
+
+def test_validations_that_do_not_tell_runs_apart(tmp_path):
+    comparison = Comparison.of([write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.52)])
+    assert (
+        "do not tell a and b apart" in comparison.verdict()
+        and "+0.020 (95 % interval -0.051 to +0.091)" in comparison.verdict()
+    )
+    without = Comparison.of([write_log(tmp_path / "c", 0.5, interval=0), tmp_path / "a"])
+    assert without.verdict() == "Validation accuracy: c 0.500, a 0.500."
+    worse = Comparison.of([write_log(tmp_path / "d", 0.9), tmp_path / "a"]).verdict()
+    assert worse.startswith("d validates better than a by 0.400 (95 % interval 0.329 to 0.471)")
+
+
+def test_the_interval_of_a_difference_is_newcombes():
+    # Newcombe 1998, table II, row (a): 56/70 against 48/80
+    a, b = Validated(1, 56 / 70, 0.6916, 0.8769), Validated(1, 48 / 80, 0.4904, 0.7004)
+    assert newcombe(a, b) == pytest.approx((0.0524, 0.3339), abs=2e-3)
+
+
+def test_mistakes_are_told_in_a_sentence(tmp_path, capsys):
+    run = write_log(tmp_path / "exp_002", 0.5)
+    for words, message in (
+        ([str(run), str(tmp_path)], "is given twice"),
+        ([str(run), str(tmp_path / "nowhere")], "holds no metrics.jsonl"),
+    ):
+        assert command.main(words) == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([str(run)])
+    assert "two log folders or more" in capsys.readouterr().err
+
+
+def test_the_newest_run_of_a_folder_is_meant(tmp_path):
+    for number in ("exp_2", "exp_10", "exp_x"):
+        write_log(tmp_path / number, 0.5)
+    assert run_folder(tmp_path).name == "exp_10"
+
+
+def test_names_are_as_short_as_they_can_be(tmp_path):
+    assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert short_names([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
+
+
+def test_a_page_of_more_runs_of_different_lengths(tmp_path):
+    synthetic_run.write_run(tmp_path / "long", steps=30)
+    synthetic_run.write_run(tmp_path / "short", steps=12, seed=1)
+    write_log(tmp_path / "other", 0.4)
+    comparison = Comparison.of([tmp_path / name for name in ("long", "short", "other")])
+    text = "".join(check(render_comparison(comparison)).text)
+    assert "3 runs" in text and "grpo.max_num_steps" in text

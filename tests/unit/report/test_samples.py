@@ -1,0 +1,131 @@
+import json
+
+from nemo_rl_cpp.report.rollouts import Answer, read_groups
+from nemo_rl_cpp.report.samples import (
+    BUDGET,
+    MAX_ANSWERS,
+    MAX_CHARS,
+    MAX_TOKENS,
+    SampleBook,
+    clip,
+    outside_in,
+    pick,
+    spread,
+)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answer(reward, length=3, prompt="p"):
+    return Answer(idx=0, prompt=prompt, response="r", reward=reward, length=length, truncated=False)
+
+
+def test_rows_of_every_shape_are_understood(tmp_path):
+    rows = [
+        {"content": ["prompt", "answer"], "rewards": [0.5], "token_loss_mask": [0, 0, 1, 1, 1], "idx": 3},
+        {"content": [["p", "a", "Environment: correct"]], "rewards": 1.0, "input_lengths": [9], "ground_truth": 7},
+        {"content": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], "rewards": "nan", "truncated": True},
+        {"content": "only text"},
+    ]  # fmt: skip
+    path = tmp_path / "train_data_step1.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"torn": ')
+    (first,), (second,), (third,), (fourth,) = read_groups(path)
+    assert (first.prompt, first.response, first.reward, first.length, first.idx) == ("prompt", "answer", 0.5, 3, 3)
+    assert (second.prompt, second.response, second.length, second.truth) == ("p", "a\n\nEnvironment: correct", 9, "7")
+    assert (third.prompt, third.response, third.reward, third.truncated) == ("q", "r", None, True)
+    assert (fourth.prompt, fourth.response, fourth.reward, fourth.tokens) == ("", "only text", None, [])
+
+
+def test_siblings_are_one_group_by_their_number_or_their_prompt(tmp_path):
+    rows = [{"content": [f"q{g}", "a"], "rewards": g, "group_id": g} for g in (0, 1, 0, 1)]
+    groups = read_groups(write(tmp_path / "a", rows))
+    assert [[a.prompt for a in group] for group in groups] == [["q0", "q0"], ["q1", "q1"]]
+    for row in rows:
+        del row["group_id"]
+    groups = read_groups(write(tmp_path / "b", sorted(rows, key=lambda row: row["rewards"])))
+    assert [len(group) for group in groups] == [2, 2]
+
+
+def test_prompts_are_picked_for_a_reason():
+    groups = [
+        [answer(0.5), answer(0.5)],
+        [answer(1.0), answer(1.0)],
+        [answer(0.0), answer(0.0)],
+        [answer(1.0), answer(-1.0, 9)],
+    ]
+    tags = {group.answers[0].reward: group.tags for group in pick(groups[:3])}
+    assert tags[1.0] == ["highest reward"] and tags[0.0] == ["lowest reward"] and tags[0.5] == ["longest answer"]
+    assert ["most different", "longest answer"] in [g.tags for g in pick(groups)]
+    assert pick([]) == [] and pick([[answer(None, None)]])[0].tags == ["first"]
+
+
+def row(text, mask, logprobs, **more):
+    tokens = list(text.encode())
+    return {
+        "content": ["q", text], "rewards": 1.0, "token_ids": tokens, "token_loss_mask": mask, "generation_logprobs": logprobs,
+        "advantages": [0.5] * len(tokens),
+    } | more  # fmt: skip
+
+
+def test_tokens_have_their_texts_and_numbers(tmp_path):
+    # a prompt's token, "ä" in two tokens, an environment's text, a last token
+    mask = [0, 1, 1, 0, 1]
+    given = row("qä b", mask, [0, -0.5, -0.25, 0, -2.0], prev_logprobs=[0, -0.5, -0.25, 0, -1.99])
+    write(tmp_path / "train_data_step1.jsonl", [given])
+    (step,) = SampleBook(tmp_path, lambda token: bytes([token])).samples()
+    (shown,) = step["groups"][0]["answers"]
+    assert shown["tokens"] == ["", "ä", " ", "b"] and shown["env"] == [2]
+    assert (
+        shown["lp"] == [-50, -25, None, -200]
+        and shown["ratio"] == [0, 0, None, 100]
+        and "adv" not in shown
+        and shown["a"] == 0.5
+    )
+    # the page can be made again without the tokenizer
+    assert SampleBook(tmp_path).samples() == [step]
+
+
+def test_unknown_tokens_fall_back_to_the_text_and_equal_ratios_are_one_number(tmp_path):
+    given = row("ab", [0, 1], [0, -1.0], prev_logprobs=[0, -1.0])
+    write(tmp_path / "train_data_step1.jsonl", [given])
+    (step,) = SampleBook(tmp_path).samples()
+    assert step["groups"][0]["answers"][0]["text"] == "ab"
+    (step,) = SampleBook(tmp_path, lambda token: b"\xff").samples()
+    assert step["groups"][0]["answers"][0] == {
+        "i": 0,
+        "r": 1.0,
+        "n": 1,
+        "a": 0.5,
+        "tokens": ["\ufffd"],
+        "lp": [-100],
+        "ratio": 0,
+    }
+
+
+def test_the_room_of_a_page_goes_to_the_ends_of_the_run_first(tmp_path):
+    long = row("x" * 700, [1] * 700, [-1.0] * 700)
+    for step in range(1, 12):
+        write(
+            tmp_path / f"train_data_step{step}.jsonl",
+            [long | {"group_id": n // 17, "rewards": n // 17} for n in range(34)],
+        )
+    steps = SampleBook(tmp_path, lambda token: bytes([token])).samples()
+    shown = [step["step"] for step in steps]
+    assert shown[0] == 1 and shown[-1] == 11 and len(shown) < 11
+    tokens = [len(a["tokens"]) for step in steps for group in step["groups"] for a in group["answers"]]
+    assert set(tokens) == {MAX_TOKENS} and sum(tokens) <= BUDGET
+    group = steps[0]["groups"][0]
+    assert group["of"] == 17 and len(group["answers"]) == MAX_ANSWERS and group["answers"][0]["gap"] == [192, 444]
+
+
+def test_long_texts_are_clipped_and_shown_steps_change_seldom():
+    assert len(clip("x" * 100_000)) < MAX_CHARS + 100 and clip("short") == "short"
+    assert spread(list(range(10))) == list(range(10)) and spread([]) == []
+    for length in (24, 25, 100, 101, 5000):
+        chosen = spread(list(range(length)))
+        assert len(chosen) <= 26 and chosen[0] == 0 and chosen[-1] == length - 1
+    assert set(spread(list(range(100)))[:-1]) == set(spread(list(range(101)))[:-1]) & set(range(99))
+    assert outside_in(list(range(5))) == [4, 0, 2, 1, 3] and outside_in([7]) == [7] and outside_in([]) == []

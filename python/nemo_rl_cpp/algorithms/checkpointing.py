@@ -156,15 +156,16 @@ def save_if_due(run: TrainingRun, metric: Callable[[], dict[str, float]], **reas
     check_weights(run)
     with run.services.timer("checkpointing"):
         try:
-            save_checkpoint(run, metric())
+            saved = save_checkpoint(run, metric())
         except Exception as error:
             if (trouble := disk_trouble(error)) is None:
                 raise
             _not_saved(run, trouble, error)
-        else:
-            if checkpoints.owed:
-                _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
-            checkpoints.owed = False
+            return
+        if checkpoints.owed:
+            _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
+        checkpoints.owed = False
+    run.services.callbacks.checkpoint(run, saved)
 
 
 def check_metric_name(run: TrainingRun, report: StepReport | None, val_metrics: Metrics | None) -> None:

@@ -35,12 +35,16 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
         with services.stop, startup_objects_frozen():
             loop(run)
         status = "interrupted" if services.stop.requested else "finished"
+        services.callbacks.end(run, status)
     except KeyboardInterrupt:
         status, message = "interrupted", AT_ONCE
         raise
     except BaseException as error:
         told = in_user_code(error)
         message = one_sentence(told or error)
+        if status == "failed":  # else it is on_end that has failed
+            services.callbacks.end(run, status)
+        status = "failed"
         if told is None:
             raise
         raise told from error

@@ -4,6 +4,7 @@ Importing the package imports nothing else: torch and the native core load at th
 that a configuration is checked without torch.
 
     nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function; train_ppo likewise
+    nemo_rl_cpp.load                a model or a checkpoint that writes; nemo_rl_cpp.evaluate scores one
     nemo_rl_cpp.Callback            hears of steps, validations, checkpoints and the end of a run
     nemo_rl_cpp.load_grpo_config    a checked configuration
     nemo_rl_cpp.build_run           its run: `with build_run(config) as run: run.train()`
@@ -22,7 +23,9 @@ _EXPORTS = {
     "CheckpointManager": "checkpoints.manager",
     "ClippedPGLossFn": "algorithms.loss",
     "EnvironmentInterface": "environments.interfaces",
+    "Evaluation": "api.evaluation",
     "GRPOMasterConfig": "config",
+    "LoadedModel": "api.model",
     "Logger": "loggers.logger",
     "LossFunction": "algorithms.loss",
     "MathEnvironment": "environments.math_environment",
@@ -35,6 +38,8 @@ _EXPORTS = {
     "TrainResult": "api.result",
     "TrainingRun": "algorithms.run",
     "build_run": "algorithms.build",
+    "evaluate": "api.evaluation",
+    "load": "api.model",
     "load_grpo_config": "config",
     "load_ppo_config": "config",
     "resolve_model": "models.sources",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.models.interfaces import GenerationInterface
 
 _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
+_OF_TRANSFORMERS = {
+    "num_return_sequences": "n",
+    "do_sample": "greedy=False",
+    "max_tokens": "max_new_tokens",
+    "stop": "stop_strings",
+    "max_length": "max_new_tokens",
+}
 _MOST_SEED = 2**32 - 1
 
 
@@ -103,7 +111,10 @@ class Writer:
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
-        raise ValueError(f"{unknown} is unknown; generate takes n, greedy, seed, {', '.join(_OPTIONS)}")
+        near = difflib.get_close_matches(unknown, ["n", "greedy", "seed", *_OPTIONS], 1, 0.6)
+        meant = _OF_TRANSFORMERS.get(unknown) or (near[0] if near else None)
+        hint = f"did you mean {meant}?" if meant else f"generate takes n, greedy, seed, {', '.join(_OPTIONS)}"
+        raise ValueError(f"{unknown} is unknown; {hint}")
     if not isinstance(greedy, (bool, type(None))):
         raise ValueError(f"greedy must be True or False, not {in_a_line(greedy)}")
     temperature = options.get("temperature")

@@ -99,13 +99,24 @@ def _check_class(found: type, what: str, kwargs: Mapping[str, object], interface
         raise LoadingError(
             f"{what} has the input_type {found.input_type}, but logits are never formed here: take next_token_logprobs (LossInputType.LOGPROB)"
         )
-    asked, odd = _needed(found.__init__, interface.sections, kwargs, 1)
+    asked, odd = _needed(_constructor_of(found), interface.sections, kwargs, 1)
     if asked:
         raise LoadingError(
             f"{what}: its __init__ asks for {' and '.join(asked)}: put a value into kwargs, or give it a default"
         )
     if odd:
         raise LoadingError(f"{what}: its __init__ takes no {' and no '.join(odd)}, which kwargs has")
+
+
+def _constructor_of(found: type) -> Callable[..., object]:
+    """The `__init__` that somebody wrote; a Protocol's own takes anything, and object's nothing."""
+    owners = (base for base in found.__mro__ if "__init__" in vars(base) and not getattr(base, "_is_protocol", False))
+    owner = next((base for base in owners if getattr(vars(base)["__init__"], "__module__", "") != "typing"), object)
+    return _no_init if owner is object else vars(owner)["__init__"]
+
+
+def _no_init(self: object) -> None:
+    """Stands for a constructor without arguments."""
 
 
 def _method_of(found: object, interface: Interface) -> Callable[..., object] | None:
@@ -146,7 +157,7 @@ def make_component(
 ) -> Made:
     """The component that passed `check_component`: a class is called with `kwargs`, and with the sections that it asks for."""
     if inspect.isclass(found):
-        wanted = _taken(found.__init__, sections)
+        wanted = _taken(_constructor_of(found), sections)
         found = found(**wanted, **{key: value for key, value in kwargs.items() if key not in wanted})
         kwargs = {}
     method = _method_of(found, interface)

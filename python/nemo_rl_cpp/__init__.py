@@ -42,6 +42,7 @@ _EXPORTS = {
     "load": "api.model",
     "load_grpo_config": "config",
     "load_ppo_config": "config",
+    "push_to_hub": "models.hub_upload",
     "resolve_model": "models.sources",
     "train_grpo": "api.training",
     "train_ppo": "api.training",

@@ -44,10 +44,10 @@ class OwnEstimator(AdvantageEstimator):
         self, found: object, algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig, name: str | None = None
     ) -> None:  # fmt: skip
         interface = ESTIMATORS[algorithm]
-        self._name = name or component_name(found)
-        check_component(found, self._name, settings.kwargs, interface)
+        self.name = name or component_name(found)
+        check_component(found, self.name, settings.kwargs, interface)
         sections = {"estimator_config": settings, "loss_config": loss}
-        with user_code(f"advantage estimator {self._name}"):
+        with user_code(f"advantage estimator {self.name}"):
             self._made = make_component(found, settings.kwargs, interface, sections)
         self._gives_returns = algorithm == "ppo"
         self._needs_returns = algorithm == "ppo" and getattr(settings, "uses_critic", False)
@@ -59,14 +59,14 @@ class OwnEstimator(AdvantageEstimator):
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        with user_code(f"advantage estimator {self._name}"):
+        with user_code(f"advantage estimator {self.name}"):
             given = self._made.call(prompt_ids=prompt_ids, rewards=rewards, mask=mask, **batch)
         if not self._gives_returns:
             return self._checked(given, "advantages", mask)
         advantages, returns = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if returns is None and self._needs_returns:
             raise ValueError(
-                f"advantage estimator {self._name} returned no returns, which the critic learns from: return (advantages, returns), or set "
+                f"advantage estimator {self.name} returned no returns, which the critic learns from: return (advantages, returns), or set "
                 "ppo.adv_estimator.uses_critic to false"
             )
         return self._checked(advantages, "advantages", mask), (
@@ -74,7 +74,7 @@ class OwnEstimator(AdvantageEstimator):
         )
 
     def _checked(self, given: object, what: str, mask: Tensor) -> Tensor:
-        said = f"advantage estimator {self._name} must return {what} as a tensor of shape [{mask.shape[0]}] or {list(mask.shape)}"
+        said = f"advantage estimator {self.name} must return {what} as a tensor of shape [{mask.shape[0]}] or {list(mask.shape)}"
         if not isinstance(given, Tensor):
             raise ValueError(f"{said}, but returned {described(given)}")
         if given.shape not in (mask.shape, mask.shape[:1]):
@@ -85,7 +85,7 @@ class OwnEstimator(AdvantageEstimator):
         if wrong.any():
             row, column = (int(i) for i in wrong.nonzero()[0])
             raise ValueError(
-                f"advantage estimator {self._name} returned {float(values[row, column])} as {what} of sample {row}, token {column}"
+                f"advantage estimator {self.name} returned {float(values[row, column])} as {what} of sample {row}, token {column}"
             )
         return values
 
@@ -100,10 +100,10 @@ class OwnLoss(LossFunction):
     input_type = LossInputType.LOGPROB
 
     def __init__(self, found: object, section: ClippedPGLossConfig, name: str | None = None) -> None:
-        self._name = name or component_name(found)
+        self.name = name or component_name(found)
         self._section, self._by_name = section, name is not None
-        check_component(found, self._name, section.kwargs, LOSS)
-        with user_code(f"loss {self._name}"):
+        check_component(found, self.name, section.kwargs, LOSS)
+        with user_code(f"loss {self.name}"):
             self._made = make_component(found, section.kwargs, LOSS, {"cfg": section, "loss_config": section})
         self.loss_type = getattr(self._made.component, "loss_type", LossType.TOKEN_LEVEL)
         self.reference_policy_kl_penalty = 0 if section.use_kl_in_reward else section.reference_policy_kl_penalty
@@ -111,7 +111,7 @@ class OwnLoss(LossFunction):
     def __call__(
         self, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        with user_code(f"loss {self._name}"):
+        with user_code(f"loss {self.name}"):
             given = self._made.call(
                 data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks, **inputs
             )
@@ -119,18 +119,18 @@ class OwnLoss(LossFunction):
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(metrics, Mapping):
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ValueError(
-                f"loss {self._name} must return a scalar tensor, or (scalar tensor, metrics), but returned {described(loss)}{shape}"
+                f"loss {self.name} must return a scalar tensor, or (scalar tensor, metrics), but returned {described(loss)}{shape}"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
-                f"loss {self._name} does not depend on next_token_logprobs: its gradient would be zero everywhere"
+                f"loss {self.name} does not depend on next_token_logprobs: its gradient would be zero everywhere"
             )
         return loss, dict(metrics)
 
     def __reduce__(self) -> tuple[Callable[..., OwnLoss], tuple[ClippedPGLossConfig, list[str]]]:
         if not self._by_name:
             raise ValueError(
-                f"loss {self._name} was given as an object, which other processes do not have: set loss_fn.name to its dotted name"
+                f"loss {self.name} was given as an object, which other processes do not have: set loss_fn.name to its dotted name"
             )
         return _own_loss, (self._section, dotted_names.searched_folders())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.api.prompting import Prompt
 from nemo_rl_cpp.api.writing import Writer
 from nemo_rl_cpp.argument_checks import folder_path
+from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
+from nemo_rl_cpp.models.hub_upload import HubClient, push_to_hub
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import TrainMasterConfig
@@ -37,6 +40,7 @@ class TrainResult:
     config: TrainMasterConfig
     log_dir: Path
     _generation: NativeGeneration = field(repr=False)
+    _facts: CardFacts = field(repr=False)
 
     @property
     def _writer(self) -> Writer:
@@ -75,10 +79,17 @@ class TrainResult:
         return self._writer.chat(message, system, history, options)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the policy as a Hugging Face folder."""
+        """Writes the policy as a Hugging Face folder, with a model card."""
         folder = folder_path(folder, "folder")
         self.policy.save_checkpoint(str(folder))
+        write_card(folder, self.config, self._facts)
         return folder
+
+    def push_to_hub(self, repo_id: str, *, private: bool = True, client: HubClient | None = None) -> str:
+        """Uploads the policy to the hub; see `nemo_rl_cpp.push_to_hub`. Returns the address."""
+        with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
+            message = f"{self.config.title}, {len(self.history)} steps, by nemo_rl_cpp"
+            return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)
 
     @property
     def rewards(self) -> list[float]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
+from nemo_rl_cpp.algorithms.publishing import card_facts
 from nemo_rl_cpp.algorithms.run_data import RunData
 from nemo_rl_cpp.api.components import Given, component_keys, reward_environment
 from nemo_rl_cpp.api.keywords import Function, dotted_keys
@@ -294,5 +295,5 @@ def _train(
         run.train()
     services = run.services
     return TrainResult(
-        services.history, services.validations, run.policy, run.tokenizer, config, Path(services.logger.log_dir), run.generation
+        services.history, services.validations, run.policy, run.tokenizer, config, Path(services.logger.log_dir), run.generation, card_facts(run)
     )  # fmt: skip

@@ -38,6 +38,12 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     rules_loss.check_policy_loss(config.loss_fn, report)
     estimator = "reinforce_plus_plus" if isinstance(config, GRPOMasterConfig) else "gae"
     rules_loss.check_kl(config.loss_fn, loop, name, estimator, report)
+    if config.checkpointing.push_to_hub is not None and not config.checkpointing.enabled:
+        report.add(
+            "checkpointing.push_to_hub",
+            "uploads the last checkpoint, but checkpointing.enabled is false: set it to true, or call nemo_rl_cpp.push_to_hub on a folder",
+            "checkpointing.enabled",
+        )
     for key, section in (("loss_fn", config.loss_fn), (f"{name}.adv_estimator", loop.adv_estimator)):
         if section.kwargs and not is_dotted(section.name):
             report.add(

@@ -110,6 +110,13 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=parts) if self._as_parts else result
 
     @property
+    def described(self) -> list[str]:
+        """The functions as a model card lists them."""
+        return [
+            name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in zip(self._names, self._weights)
+        ]
+
+    @property
     def weights_by_name(self) -> list[float]:
         """The weights in the order of the functions' names."""
         return [weight for _, weight in sorted(zip(self._names, self._weights))]

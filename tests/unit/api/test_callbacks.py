@@ -1,8 +1,11 @@
 """Callbacks hear of what happens, in its order, and may stop the run."""
 
+from pathlib import Path
+
 import nemo_rl_cpp
 import pytest
 import torch
+from nemo_rl_cpp.models import hub_upload
 
 ROWS = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(2)]
 
@@ -92,3 +95,56 @@ def test_resume_says_whether_a_run_is_there(tmp_path):
     train(tmp_path, None, resume=False)
     with pytest.raises(ValueError, match="checkpointing.resume=never, but .* holds checkpoints"):
         train(tmp_path, None, resume=False)
+
+
+class Hub:
+    sent = []
+
+    def create_repo(self, repo_id, **options):
+        if "refused" in repo_id:
+            raise RuntimeError("no")
+
+    def upload_folder(self, repo_id, folder_path, **options):
+        self.sent.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+@pytest.mark.parametrize("name", ["org/taken", "org/refused"])
+def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(hub_upload, "can_push", lambda: True)
+    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: True)
+    monkeypatch.setattr(hub_upload, "_client", lambda token: Hub())
+    Hub.sent.clear()
+    result = train(tmp_path, None, checkpointing__push_to_hub=name, checkpointing__save_optimizer=False)
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    if name == "org/refused":
+        assert Hub.sent == [] and "hub not uploaded: the upload to org/refused failed" in said
+        return
+    assert "hub https://huggingface.co/org/taken" in said
+    ((repository, files),) = Hub.sent
+    assert repository == name and {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert not (tmp_path / "c" / "step_3" / "policy" / "optimizer").exists()
+    assert "| rewards | <lambda> |" in (tmp_path / "c" / "step_3" / "policy" / "weights" / "README.md").read_text()
+    assert result.push_to_hub("org/again", client=Hub()) == "https://huggingface.co/org/again" and len(Hub.sent) == 2
+
+
+def test_a_push_needs_a_token_and_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: False)
+    with pytest.raises(
+        ValueError, match="checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"
+    ):
+        train(tmp_path, None, checkpointing__push_to_hub="org/x")
+    with pytest.raises(ValueError, match="checkpointing.push_to_hub is 'a b': give the name of a repository"):
+        train(tmp_path, None, checkpointing__push_to_hub="a b")
+    with pytest.raises(ValueError, match="uploads the last checkpoint, but checkpointing.enabled is false"):
+        nemo_rl_cpp.train_grpo(
+            "tiny-random", ROWS, lambda completions: 0, checkpointing__push_to_hub="org/x", log_dir=tmp_path
+        )
+
+
+def test_a_run_without_its_optimizer_says_what_it_lacks(tmp_path):
+    train(tmp_path, Heard("step 1"), checkpointing__save_optimizer=False)
+    with pytest.warns(
+        UserWarning,
+        match="the policy optimizer starts fresh. Its moments are 0, its learning-rate schedule begins anew",
+    ):
+        train(tmp_path, None, resume=True, checkpointing__save_optimizer=False)

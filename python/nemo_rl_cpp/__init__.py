@@ -3,7 +3,9 @@
 Importing the package imports nothing else: torch and the native core load at the first name that needs them, so
 that a configuration is checked without torch.
 
-    nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function
+    nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function; train_ppo likewise
+    nemo_rl_cpp.load                a model or a checkpoint that writes; nemo_rl_cpp.evaluate scores one
+    nemo_rl_cpp.Callback            hears of steps, validations, checkpoints and the end of a run
     nemo_rl_cpp.load_grpo_config    a checked configuration
     nemo_rl_cpp.build_run           its run: `with build_run(config) as run: run.train()`
     nemo_rl_cpp.write_report        report.html of a log folder
@@ -15,23 +17,35 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AdvantageEstimator": "algorithms.advantages",
     "BatchedDataDict": "distributed.batched_data_dict",
+    "Callback": "algorithms.callbacks",
     "CheckpointManager": "checkpoints.manager",
     "ClippedPGLossFn": "algorithms.loss",
+    "EnvironmentInterface": "environments.interfaces",
+    "Evaluation": "api.evaluation",
     "GRPOMasterConfig": "config",
+    "LoadedModel": "api.model",
     "Logger": "loggers.logger",
+    "LossFunction": "algorithms.loss",
     "MathEnvironment": "environments.math_environment",
     "Policy": "models.policy.lm_policy",
+    "RawDataset": "data.datasets",
     "RewardFunctionEnvironment": "environments.reward_environment",
+    "RunEvent": "algorithms.callbacks",
     "Tokenizer": "data.tokenizer",
     "TextGenerator": "generate",
-    "TrainResult": "quick",
+    "TrainResult": "api.result",
     "TrainingRun": "algorithms.run",
     "build_run": "algorithms.build",
+    "evaluate": "api.evaluation",
+    "load": "api.model",
     "load_grpo_config": "config",
     "load_ppo_config": "config",
+    "push_to_hub": "models.hub_upload",
     "resolve_model": "models.sources",
-    "train_grpo": "quick",
+    "train_grpo": "api.training",
+    "train_ppo": "api.training",
     "write_report": "report",
 }
 

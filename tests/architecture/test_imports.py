@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "nemo_rl_cpp"
 COMPAT = "nemo_rl_cpp.compat"
 # circles through imports inside functions; those of `config` are within one folder
-KNOWN = [{"nemo_rl_cpp.quick", "nemo_rl_cpp.quick_keywords"}]
+KNOWN: list[set[str]] = []
 
 
 def tool(name):

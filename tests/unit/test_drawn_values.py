@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nemo_rl_cpp import argument_checks, quick
+from nemo_rl_cpp import argument_checks
+from nemo_rl_cpp.api import training
 from nemo_rl_cpp.config import ConfigError, EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.env import environment_sections
@@ -138,10 +139,10 @@ SETTINGS = {
 @pytest.fixture
 def train(monkeypatch, tmp_path):
     """train_grpo up to the point where it has all that it trains on: (config, rows, validation rows, environment)."""
-    monkeypatch.setattr(quick, "_train", lambda *parts: parts)
-    monkeypatch.setattr(quick, "preflight", lambda config: [])
+    monkeypatch.setattr(training, "_train", lambda *parts: parts)
+    monkeypatch.setattr(training, "preflight", lambda config: [])
     monkeypatch.chdir(tmp_path)
-    return lambda **given: quick.train_grpo(
+    return lambda **given: training.train_grpo(
         **{"model": "m", "prompts": ["a"] * 600, "reward_funcs": reward, "log_dir": tmp_path} | given
     )
 
@@ -191,13 +192,18 @@ def test_settings_of_train_grpo(train):
 
 
 def test_prompts_and_functions_of_train_grpo(train):
-    others = set(inspect.signature(quick.train_grpo).parameters) - set(SETTINGS) - {"overrides"}
-    assert others == {"prompts", "dataset", "validation", "reward_funcs", "reward_weights"}
+    others = set(inspect.signature(training.train_grpo).parameters) - set(SETTINGS) - {"overrides"}
+    assert others == {
+        "prompts", "dataset", "validation", "reward_funcs", "reward_weights", "loss_fn", "adv_estimator", "callbacks", "resume",
+    }  # fmt: skip
     taken = dict.fromkeys(others, 0)
     for index, name in enumerate(sorted(others)):
-        for value in drawn(100 + index):
+        functions = (
+            [reward, [reward], (reward, reward), {"a": reward}, iter([reward])] if name == "reward_funcs" else []
+        )
+        for value in [*drawn(100 + index), *functions]:
             try:
-                _, rows, val_rows, environment = train(
+                _, rows, val_rows, environment, _ = train(
                     **({"prompts": None} if name == "dataset" else {}) | {name: value}
                 )
             except ValueError as error:
@@ -211,7 +217,7 @@ def test_prompts_and_functions_of_train_grpo(train):
                 assert [row["prompt"] for row in found] == list(value)
             elif name == "reward_weights" and value is not None:
                 assert environment._weights == [float(weight) for weight in (value if np.iterable(value) else [value])]
-    assert min(taken.values()) >= 5
+    assert min(taken.values()) >= 5, taken
 
 
 def test_unknown_keywords_of_train_grpo(train):

@@ -16,12 +16,15 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms._config import check_keys, setting
 from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
+from nemo_rl_cpp.algorithms.own_components import OwnEstimator
 from nemo_rl_cpp.algorithms.utils import get_gdpo_reward_component_keys
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.estimators import ADVANTAGE_ESTIMATORS, EstimatorEntry, checked_name
 from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.ppo import GAEConfig
+from nemo_rl_cpp.dotted_names import import_object, is_dotted
+from nemo_rl_cpp.preflight.components import ESTIMATORS
 
 
 def _check(estimator_config: object) -> None:
@@ -217,7 +220,11 @@ class OPDAdvantageEstimator:
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """The estimator of `<algorithm>.adv_estimator`; ValueError for a name that the algorithm has none for."""
+    """The estimator of `<algorithm>.adv_estimator`; ValueError for a name that the algorithm has none for, and for a dotted name
+    of what is none."""
+    name = settings.name
+    if is_dotted(name):
+        return OwnEstimator(import_object(name, ESTIMATORS[algorithm].what), algorithm, settings, loss, name)
     return ADVANTAGE_ESTIMATORS[checked_name(algorithm, settings.name)](settings, loss)
 
 

@@ -5,6 +5,9 @@ Estimators are the user's to write, and take padded tensors as in NeMo RL; the b
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -14,18 +17,25 @@ from nemo_rl_cpp.experience.batches import TrainBatch
 
 
 class AdvantageEstimator(Protocol):
-    """From the rewards of a batch to the advantages of its tokens.
+    """From the rewards of a batch to the advantages of its tokens. The base class of estimators of one's own.
+
+    class Best(nemo_rl_cpp.AdvantageEstimator):
+        def compute_advantage(self, rewards, group_id, **batch):
+            return rewards - rewards.mean()
 
     `last_metrics` holds numbers of the last call that are logged with the step.
     """
 
-    last_metrics: dict[str, float]
+    last_metrics: Mapping[str, float] = MappingProxyType({})
 
+    @abstractmethod
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Advantages float32 [B, S] from `rewards` [B]; `mask` [B, S] is 1 on the tokens that are trained.
 
+        `batch` has what an algorithm knows beside these. GRPO: `group_id` [B], `valid_mask` [B] or None, `repeated_batch`,
+        `logprobs_policy` and `logprobs_reference` [B, S] or None. PPO: `values`, `logprobs` and `reference_logprobs` [B, S] or None.
         An estimator of PPO returns (advantages, returns), the latter None where there is no critic.
         """
 
@@ -45,7 +55,7 @@ class GroupAdvantages:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.estimator.last_metrics
+        return dict(self.estimator.last_metrics)
 
     def add(self, batch: TrainBatch) -> None:
         """`advantages` of the batch."""
@@ -72,7 +82,7 @@ class TokenAdvantages:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.estimator.last_metrics
+        return dict(self.estimator.last_metrics)
 
     def add(self, batch: TrainBatch) -> None:
         """`advantages` and, where there is a critic, `returns` of the batch."""

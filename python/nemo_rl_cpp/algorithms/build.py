@@ -19,7 +19,8 @@ from nemo_rl_cpp.algorithms.collection import BesideTraining, Collection, Rollou
 from nemo_rl_cpp.algorithms.critic import Critic, NoCritic
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.length_penalty import apply_length_penalty
-from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, MseValueLossFn
+from nemo_rl_cpp.algorithms.loss import MseValueLossFn
+from nemo_rl_cpp.algorithms.own_components import make_loss
 from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun
@@ -171,7 +172,7 @@ def make_parts(
                 loader=loader,
                 val_loader=make_val_dataloader(data.validation, loop),
                 environments=data.environments,
-                loss_fn=ClippedPGLossFn(config.loss_fn),
+                loss_fn=make_loss(config.loss_fn),
                 value_loss_fn=None if value is None else MseValueLossFn(config.value_loss_fn),
                 logger=make_logger(config, resume.state),
                 checkpoints=checkpoints,

@@ -1,7 +1,7 @@
 """What a checkpoint of a training run holds, when it is written, and how a run goes on from one.
 
     step_N/
-      policy/weights/           Hugging Face folder with the tokenizer
+      policy/weights/           Hugging Face folder with the tokenizer and a model card
       policy/optimizer/         with checkpointing.save_optimizer
       value/...                 the same of PPO's critic
       train_dataloader.json     position in the data
@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nemo_rl_cpp.algorithms.publishing import card_facts
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
+from nemo_rl_cpp.checkpoints.model_card import write_card
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.memory import size_text
 from nemo_rl_cpp.data.utils import load_dataloader_state, save_dataloader_state
@@ -129,6 +131,7 @@ def save_checkpoint(run: TrainingRun, metric: dict[str, float]) -> Path:
         for name, model in run.models.items():
             optimizer = folder / name / "optimizer" if checkpoints.save_optimizer else None
             model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=run.config.checkpointing)
+        write_card(folder / "policy" / "weights", run.config, card_facts(run))
         save_dataloader_state(run.prompts.loader, folder)
         (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
         if kept := run.sampler.state_dict():
@@ -156,15 +159,16 @@ def save_if_due(run: TrainingRun, metric: Callable[[], dict[str, float]], **reas
     check_weights(run)
     with run.services.timer("checkpointing"):
         try:
-            save_checkpoint(run, metric())
+            saved = save_checkpoint(run, metric())
         except Exception as error:
             if (trouble := disk_trouble(error)) is None:
                 raise
             _not_saved(run, trouble, error)
-        else:
-            if checkpoints.owed:
-                _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
-            checkpoints.owed = False
+            return
+        if checkpoints.owed:
+            _say(run, f"step {run.state.step} is saved: {checkpoints.checkpoint_dir} has space again")
+        checkpoints.owed = False
+    run.services.callbacks.checkpoint(run, saved)
 
 
 def check_metric_name(run: TrainingRun, report: StepReport | None, val_metrics: Metrics | None) -> None:

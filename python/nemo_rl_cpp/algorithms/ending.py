@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.algorithms.publishing import publish
 from nemo_rl_cpp.algorithms.validation import mean_word
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
@@ -25,7 +26,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
     summary table. An exception leaves the report saying what it was, and goes on to the caller; one from the user's own code
     (a reward function, an environment, a loss) says so (`errors.in_user_code`)."""
     services, began, first = run.services, time.monotonic(), run.state.step
-    status, message = "failed", ""
+    status, message, published = "failed", "", {}
     services.stop.saves = services.saves
     services.alerts.history.settings = to_plain(run.config)
     if services.logger is not None:
@@ -36,12 +37,17 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
         with services.stop, startup_objects_frozen():
             loop(run)
         status = "interrupted" if services.stop.requested else "finished"
+        published = publish(run) if status == "finished" else {}
+        services.callbacks.end(run, status)
     except KeyboardInterrupt:
         status, message = "interrupted", AT_ONCE
         raise
     except BaseException as error:
         told = in_user_code(error)
         message = one_sentence(told or error)
+        if status == "failed":  # else it is on_end that has failed
+            services.callbacks.end(run, status)
+        status = "failed"
         if told is None:
             raise
         raise told from error
@@ -55,7 +61,7 @@ def run_to_end(run: TrainingRun, loop: Callable[[TrainingRun], None]) -> None:
             services.checkpoints.shutdown()
         if services.progress is not None:
             services.progress.finish(
-                summary(run, first, time.monotonic() - began),
+                summary(run, first, time.monotonic() - began) | published,
                 title=_title(run.config.title, status, services.alerts.learned_nothing),
             )
 

@@ -40,6 +40,7 @@ def observe_start(run: TrainingRun) -> None:
         result = validate_now(run)
         log_validation(run, result)
         check_metric_name(run, None, result.metrics)
+        run.services.callbacks.validation(run, result.metrics)
 
 
 def observe(run: TrainingRun, report: StepReport) -> None:
@@ -52,6 +53,7 @@ def observe(run: TrainingRun, report: StepReport) -> None:
     services.timeout.mark_iteration()
     interrupted, timed_out = services.stop.requested, services.timeout.check_save()
     log_step(run, report)  # before what may wait for rollouts of later steps, which may have failed
+    services.callbacks.step(run, report.metrics)
     validation = None
     if run.validator is not None and not interrupted and run.validator.due(state.step, is_last=state.finished):
         validation = validate_now(run)
@@ -65,6 +67,7 @@ def observe(run: TrainingRun, report: StepReport) -> None:
         state.stop(f"{loop.stop_at_validation_metric} reached {loop.stop_at_validation_threshold}")
     if validation is not None:
         log_validation(run, validation)
+        services.callbacks.validation(run, validation.metrics)
     if services.checkpoints is not None:
         check_metric_name(run, report, val_metrics)
         save_if_due(

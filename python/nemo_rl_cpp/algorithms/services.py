@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.algorithms.callbacks import Callbacks
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.interrupts import GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger
@@ -30,6 +31,7 @@ class RunServices:
         history: one dictionary a step of this process: `step`, the metrics, `seconds` and rates.
         validations: one dictionary a validation of this process: `step` and its metrics.
         alerts: what is serious about the run so far, for the terminal.
+        callbacks: the user's code that hears of steps, validations, checkpoints and the end.
     """
 
     logger: Logger | None
@@ -44,6 +46,7 @@ class RunServices:
     history: list[Metrics] = field(default_factory=list)
     validations: list[Metrics] = field(default_factory=list)
     alerts: Alerts = field(default_factory=Alerts)
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
         for observer in (self.progress, self.memory, self.trace):

@@ -292,7 +292,12 @@ class CheckpointManager:
         component = Path(last_checkpoint_path) / model_component
         optimizer = component / "optimizer"
         if not optimizer.exists():
-            warnings.warn(f"{optimizer} does not exist: the {model_component} optimizer starts fresh", stacklevel=2)
+            warnings.warn(
+                f"{optimizer} does not exist (checkpointing.save_optimizer was false): the {model_component} optimizer starts fresh. Its "
+                "moments are 0, its learning-rate schedule begins anew, and float32 master weights are made of the saved weights, so the run "
+                "goes on otherwise than an unbroken one",
+                stacklevel=2,
+            )
             return component / "weights", None
         return component / "weights", optimizer
 

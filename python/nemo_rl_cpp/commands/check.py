@@ -31,7 +31,7 @@ def _check(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from nemo_rl_cpp.config.exactness import exactness_text
     from nemo_rl_cpp.config.loader import kind_of
     from nemo_rl_cpp.config.run import print_findings, print_mistakes
-    from nemo_rl_cpp.environments.loading import search_for_modules
+    from nemo_rl_cpp.dotted_names import search_for_modules
     from nemo_rl_cpp.preflight import preflight
 
     if message := unknown_option(overrides):

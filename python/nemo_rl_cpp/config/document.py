@@ -121,7 +121,7 @@ def _type_name(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         table = next((mark for mark in arguments[1:] if isinstance(mark, OneOf)), None)
-        return " or ".join(table.names()) if table is not None else _type_name(arguments[0])
+        return " or ".join(table.choices) if table is not None else _type_name(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if part is type(None) else _type_name(part) for part in arguments)
     if origin is typing.Literal:
@@ -146,7 +146,7 @@ def _default(info: FieldInfo) -> str:
 def _marked_type(info: FieldInfo) -> str:
     """The type of a field; pydantic keeps the marks of an annotation apart from it."""
     table = next((mark for mark in info.metadata if isinstance(mark, OneOf)), None)
-    return " or ".join(table.names()) if table is not None else _type_name(info.annotation)
+    return " or ".join(table.choices) if table is not None else _type_name(info.annotation)
 
 
 def _row(name: str, info: FieldInfo) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from nemo_rl_cpp.dotted_names import is_dotted
+
 from .tables import Entry, OneOf, Table
 
 
@@ -38,13 +40,13 @@ def estimators_of(algorithm: str) -> list[str]:
     return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if entry.algorithm == algorithm]
 
 
-GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"))]
-PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"))]
+GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"), dotted=True)]
+PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """`name`; ValueError where it is none of the algorithm's estimators."""
+    """`name`; ValueError where it is none of the algorithm's estimators, and no dotted name."""
     known = estimators_of(algorithm)
-    if name not in known:
+    if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
     return name

@@ -19,8 +19,9 @@ class AdvEstimatorConfig(Section):
     name: GRPOEstimator = key(
         "grpo",
         "grpo: reward minus the group's mean; gdpo: the same for each part of the reward, then the weighted sum is whitened; "
-        "reinforce_plus_plus: whitened over the batch's tokens",
+        "reinforce_plus_plus: whitened over the batch's tokens; or a class or function of yours, as my_module.MyEstimator",
     )
+    kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
     normalize_rewards: bool = key(True, "grpo, gdpo: divide by the group's standard deviation")
     use_leave_one_out_baseline: bool = key(
         True, "grpo, gdpo: a sample's baseline is the mean reward of the other samples of its group"

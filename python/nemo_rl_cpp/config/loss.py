@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
 
 from .base import NonNegative, Real, Section, key
+from .tables import OneOf
+
+LossName = Annotated[str, OneOf(lambda: ["clipped_pg"], dotted=True)]
 
 
 class ClippedPGLossConfig(Section):
     """The clipped policy-gradient loss of GRPO and PPO."""
 
+    name: LossName = key(
+        "clipped_pg",
+        "clipped_pg: the loss that the other keys describe; or a class or function of yours, as my_module.MyLoss, which reads of them "
+        "what it takes as `loss_config`",
+    )
+    kwargs: dict[str, object] = key({}, "keyword arguments of a loss of yours")
     reference_policy_kl_penalty: NonNegative = key(0.01, "weight of the KL term; 0: no reference model is kept")
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = key("k3", "estimator of the KL divergence")
     kl_input_clamp_value: Real | None = key(20.0, "largest log ratio that enters the KL; null: no limit", gt=0)

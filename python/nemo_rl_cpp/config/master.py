@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import PrivateAttr
 
+from nemo_rl_cpp.dotted_names import is_dotted
+
 from .base import Section, key, only, section
 from .checkpointing import CheckpointingConfig
 from .cluster import ClusterConfig
@@ -108,7 +110,8 @@ class PPOMasterConfig(TrainMasterConfig):
 
     @property
     def has_critic(self) -> bool:
-        return self.ppo.adv_estimator.name == "gae"
+        estimator = self.ppo.adv_estimator
+        return estimator.name == "gae" or (is_dotted(estimator.name) and estimator.uses_critic)
 
     def fill_defaults(self) -> None:
         super().fill_defaults()

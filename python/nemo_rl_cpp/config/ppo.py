@@ -11,7 +11,13 @@ from .loop import LoopConfig, other_default
 class GAEConfig(Section):
     """Generalised advantage estimation, or raw rewards as advantages."""
 
-    name: PPOEstimator = key("gae", "gae: uses a value model; raw_reward: uses none, and the reward is the advantage")
+    name: PPOEstimator = key(
+        "gae",
+        "gae: uses a value model; raw_reward: uses none, and the reward is the advantage; or a class or function of yours, as "
+        "my_module.MyEstimator",
+    )
+    kwargs: dict[str, object] = key({}, "keyword arguments of an estimator of yours")
+    uses_critic: bool = key(True, "whether an estimator of yours gets the values of a critic, which is then trained")
     gae_lambda: Fraction = key(0.95, "lambda: 0 is one-step TD, 1 is Monte Carlo")
     gae_gamma: Fraction = key(1.0, "discount a token")
     normalize_advantages: bool = key(True, "whiten advantages over the batch's valid tokens")

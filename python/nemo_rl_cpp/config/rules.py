@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.dotted_names import is_dotted
 
 from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model, rules_vllm
 from .errors import Report
@@ -37,6 +38,19 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     rules_loss.check_policy_loss(config.loss_fn, report)
     estimator = "reinforce_plus_plus" if isinstance(config, GRPOMasterConfig) else "gae"
     rules_loss.check_kl(config.loss_fn, loop, name, estimator, report)
+    if config.checkpointing.push_to_hub is not None and not config.checkpointing.enabled:
+        report.add(
+            "checkpointing.push_to_hub",
+            "uploads the last checkpoint, but checkpointing.enabled is false: set it to true, or call nemo_rl_cpp.push_to_hub on a folder",
+            "checkpointing.enabled",
+        )
+    for key, section in (("loss_fn", config.loss_fn), (f"{name}.adv_estimator", loop.adv_estimator)):
+        if section.kwargs and not is_dotted(section.name):
+            report.add(
+                f"{key}.kwargs",
+                f"go to a class or function of yours, but {key}.name is {section.name}: leave them out, or give a dotted name",
+                f"{key}.name",
+            )
     if isinstance(config, GRPOMasterConfig):
         _check_advantages(config, report)
     rules_model.check_policy(policy, report)
@@ -281,7 +295,7 @@ def _check_group(config: GRPOMasterConfig, report: Report) -> None:
         or config.loss_fn.positive_example_nll_weight > 0
     ):
         return
-    if estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline:
+    if is_dotted(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
         return
     report.add(
         "grpo.num_generations_per_prompt",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, own_the_process, plain_warnings, unknown_option
 from nemo_rl_cpp.config.access import written
-from nemo_rl_cpp.environments.loading import search_for_modules
+from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.errors import guarded
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.interrupts import raise_if_interrupted

@@ -16,6 +16,8 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
+from nemo_rl_cpp.dotted_names import is_dotted
+
 from .base import Section
 from .keys import forget_keys, section_type
 
@@ -74,18 +76,27 @@ class Table(Mapping[str, Any], Generic[E]):
 
 
 class OneOf:
-    """The mark of a text that must be a name of `names()`, as a Literal of what these are at the time of the check."""
+    """The mark of a text that must be a name of `names()`, as a Literal of what these are at the time of the check; with `dotted`
+    also any dotted name, of which `preflight` says later whether it leads anywhere."""
 
-    def __init__(self, names: Callable[[], list[str]]) -> None:
+    def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
         self.names = names
+        self.dotted = dotted
+
+    @property
+    def choices(self) -> list[str]:
+        """What may stand there, for the documentation."""
+        return [*self.names(), *(["a dotted name"] if self.dotted else [])]
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def _checked(self, value: object) -> str:
         names = self.names()
+        if self.dotted and is_dotted(value):
+            return str(value)
         if not isinstance(value, str) or value not in names:
-            raise PydanticKnownError("literal_error", {"expected": ", ".join(repr(name) for name in names)})
+            raise PydanticKnownError("literal_error", {"expected": ", ".join(repr(name) for name in self.choices)})
         return value
 
 

@@ -32,8 +32,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     Args:
         reward_funcs: a function, several, dotted names of them, or the environment's section of a configuration:
-            {"functions": [names], "weights": [numbers]}.
+            {"functions": [dotted names], "weights": [numbers], "names": [names]}.
         weights: one factor a function; 1 if not given.
+        names: what each is called in logs; by default the function's own name.
 
     With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
     `adv_estimator.name: gdpo`; None counts 0 there.
@@ -48,14 +49,16 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, object],
         weights: Sequence[float] | None = None,
         as_parts: bool = False,
+        names: Sequence[str] | None = None,
     ) -> None:
         if isinstance(reward_funcs, Mapping):
-            unknown = set(reward_funcs) - {"functions", "weights", "as_parts"}
+            unknown = set(reward_funcs) - {"functions", "weights", "as_parts", "names"}
             if unknown or "functions" not in reward_funcs:
                 raise ValueError(
-                    f"env.reward_functions takes functions, weights and as_parts, but got {sorted(map(str, reward_funcs))}"
+                    f"env.reward_functions takes functions, weights, names and as_parts, but got {sorted(map(str, reward_funcs))}"
                 )
             weights = reward_funcs.get("weights") if weights is None else weights
+            names = reward_funcs.get("names") if names is None else names
             as_parts = as_parts or bool(reward_funcs.get("as_parts", False))
             reward_funcs = reward_funcs["functions"]
         single = callable(reward_funcs) or isinstance(reward_funcs, str)
@@ -66,10 +69,12 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
         for function in self._functions:
             check_signature(function)
-        self._names = distinct_names(self._functions)
+        self._names = distinct_names(self._functions) if names is None else _checked_names(names, len(self._functions))
         self._weights = [1.0] * len(self._functions) if weights is None else _numbers(weights)
         if not self._functions or len(self._weights) != len(self._functions):
-            raise ValueError(f"{len(self._functions)} reward functions and {len(self._weights)} weights were given")
+            raise ValueError(
+                f"{len(self._functions)} reward functions and {len(self._weights)} weights were given: one weight a function is expected"
+            )
         self._said_unscored = False
         self._as_parts = as_parts
         self._sums = [0.0] * len(self._functions)
@@ -104,6 +109,18 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         result = self._finish(rewards, metadata)
         return result._replace(rewards=parts) if self._as_parts else result
 
+    @property
+    def described(self) -> list[str]:
+        """The functions as a model card lists them."""
+        return [
+            name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in zip(self._names, self._weights)
+        ]
+
+    @property
+    def weights_by_name(self) -> list[float]:
+        """The weights in the order of the functions' names."""
+        return [weight for _, weight in sorted(zip(self._names, self._weights))]
+
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):
             return {}
@@ -115,6 +132,17 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
         return metrics
+
+
+def _checked_names(names: object, count: int) -> list[str]:
+    several = [names] if isinstance(names, str) else names
+    if not isinstance(several, (list, tuple)) or not all(isinstance(name, str) and name for name in several):
+        raise ValueError(f"names of reward functions must be a list of texts, one a function, not {in_a_line(names)}")
+    if len(several) != count or len(set(several)) != count:
+        raise ValueError(
+            f"{count} reward functions and the names {in_a_line(names)} were given: one name each is expected"
+        )
+    return list(several)
 
 
 def _numbers(weights: object) -> list[float]:

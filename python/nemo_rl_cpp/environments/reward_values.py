@@ -100,6 +100,12 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
 def _number(name: str, value: object, row: int) -> float | None:
     if value is None:
         return None
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()  # else Python warns that nobody has awaited it
+        raise ValueError(
+            f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
+        )
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

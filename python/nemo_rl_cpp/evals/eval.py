@@ -210,6 +210,17 @@ def run_env_eval(
 
     Raises ValueError for cons@k with an environment that extracts no answers.
     """
+    result, samples = measure(vllm_generation, dataloader, env, master_config)
+    if master_config.eval.save_path is not None:
+        save_evaluation_data(samples, master_config, Path(master_config.eval.save_path))
+    show(result, master_config)
+    return result
+
+
+def measure(
+    vllm_generation: Engine, dataloader: Iterable[BatchedDataDict], env: Environment, master_config: MasterConfig
+) -> tuple[EvalResult, list[dict[str, object]]]:
+    """`run_env_eval` without its table: (result, one dictionary a response)."""
     wanted = master_config.eval
     run = _Run(vllm_generation, env, master_config)
     start = time.perf_counter()
@@ -218,11 +229,7 @@ def run_env_eval(
         run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
         print(f"{run.prompts} prompts, {len(run.rewards)} responses, {time.perf_counter() - start:.1f} s", flush=True)
     vllm_generation.finish_generation()
-    result = run.result(time.perf_counter() - start)
-    if wanted.save_path is not None:
-        save_evaluation_data(run.samples, master_config, Path(wanted.save_path))
-    show(result, master_config)
-    return result
+    return run.result(time.perf_counter() - start), run.samples
 
 
 @dataclass

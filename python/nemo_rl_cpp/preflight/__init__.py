@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from . import data, environments, folders, model, sizes, warm_start
+from . import components, data, environments, folders, model, sizes, warm_start
 from .finding import Finding
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import WholeConfig
 
 CHECKS: tuple[Callable[[WholeConfig], Iterable[Finding]], ...] = (
-    sizes.check, folders.check, model.check, environments.check, data.check, warm_start.check,
+    sizes.check, folders.check, model.check, environments.check, components.check, data.check, warm_start.check,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.memory import checkpoint_bytes, size_text
 from nemo_rl_cpp.files.folder_lock import LOCK, held_by, holder_of
+from nemo_rl_cpp.models.hub_upload import LOG_IN, can_push
 
 from .finding import Finding
 from .resumed import WHAT_TO_DO, read_saved, refusals, short
@@ -29,6 +30,12 @@ def check(config: WholeConfig) -> Iterator[Finding]:
         yield from _asked(_LOGS, config.logger.log_dir, lambda folder: _writable(folder, _LOGS))
     if not hasattr(config, "checkpointing") or not config.checkpointing.enabled:
         return
+    if config.checkpointing.push_to_hub is not None and not can_push():
+        yield Finding(
+            "error",
+            "checkpointing.push_to_hub",
+            f"is {config.checkpointing.push_to_hub}, but this machine has no token of the hub: {LOG_IN}",
+        )
     given = config.checkpointing.checkpoint_dir
     problems = _asked(_DIR, given, lambda folder: (*_writable(folder, _DIR), *_lock(folder)))
     yield from problems or _asked(_DIR, given, lambda folder: (*_space(config, folder), *_resume(config, folder)))

@@ -46,6 +46,8 @@ ONLY_GRPO = [
     SEVERAL,
     ("grpo.adv_estimator.name=reinforce_plus_plus",),
     ("grpo.adv_estimator.name=gdpo",),
+    ("grpo.adv_estimator.name=recipes.own_loss.Centred", "grpo.adv_estimator.kwargs={{power:2}}",
+     "loss_fn.name=recipes.own_loss.Reinforce", "loss_fn.kwargs={{scale:2.0}}"),
     ("++grpo.length_penalty={{profile_band:{{enabled:true,defaults:{{total:{{a:1.0,b:2.0,f:0.5}},reasoning:{{a:-2.0,b:-1.0,f:0.5}},"
      "answer:{{a:1.0,b:2.0,f:0.5}}}}}},default:{{total_bonus:0.1,reasoning_bonus:0.1,answer_bonus:0.1,longest_total_penalty:0.1,"
      "longest_reasoning_penalty:0.1,longest_answer_penalty:0.1,group_total_length_penalty_coeff:0.1,"
@@ -55,6 +57,8 @@ ONLY_GRPO = [
 ]  # fmt: skip
 ONLY_PPO = [
     SEVERAL,
+    ("ppo.adv_estimator.name=recipes.own_loss.to_go", "ppo.adv_estimator.kwargs={{factor:0.5}}",
+     "loss_fn.name=recipes.own_loss.Reinforce", "loss_fn.kwargs={{scale:2.0}}"),
     ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0"),
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
 ]  # fmt: skip

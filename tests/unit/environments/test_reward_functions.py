@@ -152,7 +152,7 @@ def test_completions_without_any_reward_are_said_once(capsys):
         (scaled, [True], "a weight of a reward function = True"),
         (scaled, [math.nan], "a weight of a reward function = nan"),
         (scaled, [1, 2], "1 reward functions and 2 weights"),
-        ({"functions": scaled, 1: 2}, None, "takes functions, weights and as_parts"),
+        ({"functions": scaled, 1: 2}, None, "takes functions, weights, names and as_parts"),
     ],
 )
 def test_what_is_no_reward_function_is_refused(functions, weights, message):

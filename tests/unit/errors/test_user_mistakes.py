@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_rl_cpp import run_grpo_math
-from nemo_rl_cpp.environments import loading
+from nemo_rl_cpp import dotted_names, run_grpo_math
 from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
 from safetensors.torch import save_file
 
@@ -224,7 +223,7 @@ def in_a_folder_of_the_user(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(dedent(text).lstrip())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(loading, "_searched", [])
+    monkeypatch.setattr(dotted_names, "_searched", [])
     monkeypatch.setattr("nemo_rl_cpp.errors._folder", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from nemo_rl_cpp import cli
+from nemo_rl_cpp import cli, dotted_names
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
+from nemo_rl_cpp.dotted_names import LoadingError, import_object
 from nemo_rl_cpp.environments import loading
-from nemo_rl_cpp.environments.loading import LoadingError, environment_class, import_object
+from nemo_rl_cpp.environments.loading import environment_class
 from nemo_rl_cpp.preflight.environments import check
 
 MODULE = """\
@@ -29,7 +30,7 @@ class Actor:
 def with_a_module(tmp_path, monkeypatch):
     (tmp_path / "preflight_module.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "_searched", [])
+    monkeypatch.setattr(dotted_names, "_searched", [])
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("preflight_module", None)

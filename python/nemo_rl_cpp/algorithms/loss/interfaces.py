@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -35,18 +36,26 @@ class LossInputType(enum.Enum):
 
 
 class LossFunction(Protocol):
-    """A loss: called with its model output by keyword, the data and the global counts; returns (scalar, metrics).
+    """A loss: called with its model output by keyword, the data and the global counts; returns (scalar, metrics). The base class
+    of losses of one's own.
 
     Values of micro-batches and ranks are added, never averaged: a loss divides by the global counts itself.
     """
 
-    loss_type: LossType
-    input_type: LossInputType
+    loss_type: LossType = LossType.TOKEN_LEVEL
+    input_type: LossInputType = LossInputType.LOGPROB
 
+    @abstractmethod
     def __call__(
         self,
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
         **kwargs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]: ...
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss of the samples of one micro-batch, padded to the longest of them.
+
+        `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has `token_mask` and
+        `advantages` [b, S], `sample_mask` [b], `prev_logprobs` and `generation_logprobs` [b, S], and `reference_policy_logprobs`
+        where there is a KL weight. The counts are those of the whole global batch.
+        """

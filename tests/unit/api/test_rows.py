@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from nemo_rl_cpp.quick_rows import rows_of
+from nemo_rl_cpp.api.rows import rows_of
 
 pandas = pytest.importorskip("pandas")
 datasets = pytest.importorskip("datasets")

@@ -21,6 +21,15 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _HUB_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)+")
 
 
+class Rows:
+    """Stands in grpo_notebook.yaml and ppo_notebook.yaml for the rows that a call is given."""
+
+    def __init__(self, **kwargs: object) -> None:
+        raise ValueError(
+            "the notebook's configurations have no data of their own: call nemo_rl_cpp.train_grpo(prompts=...), or set data.train"
+        )
+
+
 def rows_of(given: object, name: str) -> list[Row]:
     """Rows with the key `prompt`, each checked. `name` is the argument that messages name.
 
@@ -44,6 +53,10 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
         return _read(os.fspath(given), name)
     if isinstance(given, str):
         return _read(given, name) if _is_path(given, name) else ([given], name)
+    if callable(given) and not hasattr(given, "__len__"):
+        raise ValueError(
+            f"{name} is {described(given)}: {FORMS}; the order of arguments is model, prompts, reward_funcs"
+        )
     if isinstance(given, (bool, int, float, complex, bytes, bytearray, set, frozenset)) or callable(given):
         raise ValueError(f"{name} is {described(given)}: {FORMS}")
     if isinstance(given, io.IOBase) or hasattr(given, "readlines"):

@@ -1,0 +1,157 @@
+"""Callbacks: code of the user's that hears of steps, validations, checkpoints and the end of a run, and may stop it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable
+from nemo_rl_cpp.errors import one_sentence, user_code
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.algorithms.run import TrainingRun
+    from nemo_rl_cpp.algorithms.step_metrics import Metrics
+
+METHODS = ("on_step", "on_validation", "on_checkpoint", "on_end")
+_ELSEWHERE = {  # methods of transformers' TrainerCallback
+    "on_step_begin": "on_step",
+    "on_step_end": "on_step",
+    "on_log": "on_step",
+    "on_epoch_end": "on_step",
+    "on_evaluate": "on_validation",
+    "on_save": "on_checkpoint",
+    "on_train_end": "on_end",
+}
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """What a callback is told.
+
+    Attributes:
+        step: finished steps.
+        max_steps: those of a whole run.
+        metrics: of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` those of the validation (`accuracy`, ...).
+        checkpoint: the folder that was just written, in `on_checkpoint`; None elsewhere.
+        status: how the run ended, in `on_end`: "finished", "interrupted" or "failed"; "" elsewhere.
+        run: the whole run, with `history`, `policy`, `config` and `log_dir`.
+    """
+
+    step: int
+    max_steps: int
+    metrics: Mapping[str, float]
+    run: TrainingRun
+    checkpoint: Path | None = None
+    status: str = ""
+
+    def stop(self, reason: str = "a callback") -> None:
+        """Ends the run after this step, with its last validation and checkpoint; `reason` stands in the summary."""
+        self.run.state.stop(reason)
+
+
+class Callback:
+    """The base class of callbacks. Override what you need; what a method raises ends the run.
+
+    class Plateau(nemo_rl_cpp.Callback):
+        def on_validation(self, event):
+            if event.metrics["accuracy"] > 0.9:
+                event.stop("90 % are right")
+    """
+
+    def on_step(self, event: RunEvent) -> None:
+        """After each step, when its metrics are logged and before it is validated and saved."""
+
+    def on_validation(self, event: RunEvent) -> None:
+        """After each validation, also the one before the first step."""
+
+    def on_checkpoint(self, event: RunEvent) -> None:
+        """When a checkpoint lies whole in `event.checkpoint`."""
+
+    def on_end(self, event: RunEvent) -> None:
+        """Once, at the end of the run. Not where a second Ctrl-C ends it at once."""
+
+
+class Callbacks:
+    """The callbacks of a run, called in their order."""
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._callbacks = list(callbacks)
+
+    def step(self, run: TrainingRun, metrics: Metrics) -> None:
+        self._call("on_step", run, metrics)
+
+    def validation(self, run: TrainingRun, metrics: Metrics) -> None:
+        self._call("on_validation", run, metrics)
+
+    def checkpoint(self, run: TrainingRun, folder: Path) -> None:
+        self._call("on_checkpoint", run, _last(run), checkpoint=folder)
+
+    def end(self, run: TrainingRun, status: str) -> None:
+        """`on_end` of each. After a failure, what one raises is only printed: the failure goes on to the caller."""
+        try:
+            self._call("on_end", run, _last(run), status=status)
+        except Exception as error:
+            if status != "failed":
+                raise
+            print(f"warning: {one_sentence(error)}", file=sys.stderr, flush=True)
+
+    def _call(
+        self, method: str, run: TrainingRun, metrics: Metrics, checkpoint: Path | None = None, status: str = ""
+    ) -> None:
+        state = run.state
+        event = RunEvent(state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
+        for callback in self._callbacks:
+            function = getattr(callback, method, None)
+            if function is not None:
+                with user_code(f"callback {type(callback).__name__}.{method}"):
+                    function(event)
+
+
+def _last(run: TrainingRun) -> Metrics:
+    return run.services.history[-1] if run.services.history else {}
+
+
+def checked_callbacks(given: object) -> Callbacks:
+    """One callback or several, as a run takes them; ValueError of one sentence for what is none."""
+    several = [] if given is None else [given] if _is_one(given) else given
+    if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
+        raise ValueError(
+            f"callbacks is {described(given)}: give objects of classes derived from nemo_rl_cpp.Callback, in a list"
+        )
+    callbacks = list(several)
+    for index, callback in enumerate(callbacks):
+        _check(callback, f"callbacks[{index}]")
+    return Callbacks(callbacks)
+
+
+def _is_one(given: object) -> bool:
+    return inspect.isclass(given) or any(name.startswith("on_") for name in dir(given))
+
+
+def _check(callback: object, where: str) -> None:
+    if inspect.isclass(callback):
+        raise ValueError(f"{where} is the class {callback.__name__}: give an object of it, {callback.__name__}()")
+    name = type(callback).__name__
+    hooks = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
+    unknown = next((hook for hook in hooks if hook not in METHODS), None)
+    if unknown is not None:
+        near = _ELSEWHERE.get(unknown) or next(iter(difflib.get_close_matches(unknown, METHODS, 1, 0.6)), None)
+        hint = f"here it is {near}(event)" if near else f"the methods are {', '.join(METHODS)}"
+        raise ValueError(f"{where} has the method {name}.{unknown}, which nothing calls; {hint}")
+    if not hooks:
+        raise ValueError(
+            f"{where} is {in_a_line(callback)}: derive its class from nemo_rl_cpp.Callback, which has {', '.join(METHODS)}"
+        )
+    for hook in hooks:
+        try:
+            inspect.signature(getattr(callback, hook)).bind(None)
+        except TypeError as error:
+            raise ValueError(f"{where}: {name}.{hook} must take (self, event), but {error}") from None
+
+
+__all__ = ["Callback", "Callbacks", "RunEvent", "checked_callbacks"]

@@ -1,0 +1,154 @@
+"""Losses and advantage estimators of the user's: by dotted name in a configuration, or as they are from Python.
+
+Each stands in a wrapper that gives it the inputs that it asks for, says in one sentence what is wrong with what it returns, and
+tells its exceptions from ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from nemo_rl_cpp import dotted_names
+from nemo_rl_cpp.algorithms.advantages import AdvantageEstimator
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType
+from nemo_rl_cpp.argument_checks import described
+from nemo_rl_cpp.config.grpo import AdvEstimatorConfig
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
+from nemo_rl_cpp.config.ppo import GAEConfig
+from nemo_rl_cpp.dotted_names import import_object, is_dotted, search_for_modules
+from nemo_rl_cpp.errors import user_code
+from nemo_rl_cpp.preflight.components import ESTIMATORS, LOSS, check_component, make_component
+
+Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None
+"""What may be given for an advantage estimator from Python."""
+Loss = LossFunction | Callable[..., object] | Mapping[str, object] | str | None
+"""What may be given for a loss."""
+
+
+def component_name(found: object) -> str:
+    """How messages call a function, a class or an object."""
+    return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
+
+
+class OwnEstimator(AdvantageEstimator):
+    """An advantage estimator of the user's: an object with `compute_advantage`, or a function of the same inputs.
+
+    Advantages [B], one a sample, hold for all of its tokens. Raises ValueError for another shape, for what is no tensor, and for
+    values that are not finite.
+    """
+
+    def __init__(
+        self, found: object, algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig, name: str | None = None
+    ) -> None:  # fmt: skip
+        interface = ESTIMATORS[algorithm]
+        self.name = name or component_name(found)
+        check_component(found, self.name, settings.kwargs, interface)
+        sections = {"estimator_config": settings, "loss_config": loss}
+        with user_code(f"advantage estimator {self.name}"):
+            self._made = make_component(found, settings.kwargs, interface, sections)
+        self._gives_returns = algorithm == "ppo"
+        self._needs_returns = algorithm == "ppo" and getattr(settings, "uses_critic", False)
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:  # type: ignore[override]
+        return getattr(self._made.component, "last_metrics", {})
+
+    def compute_advantage(
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        with user_code(f"advantage estimator {self.name}"):
+            given = self._made.call(prompt_ids=prompt_ids, rewards=rewards, mask=mask, **batch)
+        if not self._gives_returns:
+            return self._checked(given, "advantages", mask)
+        advantages, returns = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        if returns is None and self._needs_returns:
+            raise ValueError(
+                f"advantage estimator {self.name} returned no returns, which the critic learns from: return (advantages, returns), or set "
+                "ppo.adv_estimator.uses_critic to false"
+            )
+        return self._checked(advantages, "advantages", mask), (
+            None if returns is None else self._checked(returns, "returns", mask)
+        )
+
+    def _checked(self, given: object, what: str, mask: Tensor) -> Tensor:
+        said = f"advantage estimator {self.name} must return {what} as a tensor of shape [{mask.shape[0]}] or {list(mask.shape)}"
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{said}, but returned {described(given)}")
+        if given.shape not in (mask.shape, mask.shape[:1]):
+            raise ValueError(f"{said}, but returned one of {list(given.shape)}")
+        values = given.detach().float()
+        values = values[:, None].expand(mask.shape) if values.dim() == 1 else values
+        wrong = ~torch.isfinite(values) & (mask != 0)
+        if wrong.any():
+            row, column = (int(i) for i in wrong.nonzero()[0])
+            raise ValueError(
+                f"advantage estimator {self.name} returned {float(values[row, column])} as {what} of sample {row}, token {column}"
+            )
+        return values
+
+
+class OwnLoss(LossFunction):
+    """A loss of the user's, as the trainer asks for one. In other processes it is made again from its dotted name.
+
+    Raises ValueError where it gives neither a scalar tensor nor (scalar tensor, metrics).
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.LOGPROB
+
+    def __init__(self, found: object, section: ClippedPGLossConfig, name: str | None = None) -> None:
+        self.name = name or component_name(found)
+        self._section, self._by_name = section, name is not None
+        check_component(found, self.name, section.kwargs, LOSS)
+        with user_code(f"loss {self.name}"):
+            self._made = make_component(found, section.kwargs, LOSS, {"cfg": section, "loss_config": section})
+        self.loss_type = getattr(self._made.component, "loss_type", LossType.TOKEN_LEVEL)
+        self.reference_policy_kl_penalty = 0 if section.use_kl_in_reward else section.reference_policy_kl_penalty
+
+    def __call__(
+        self, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor, **inputs: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        with user_code(f"loss {self.name}"):
+            given = self._made.call(
+                data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks, **inputs
+            )
+        loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(metrics, Mapping):
+            shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise ValueError(
+                f"loss {self.name} must return a scalar tensor, or (scalar tensor, metrics), but returned {described(loss)}{shape}"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError(
+                f"loss {self.name} does not depend on next_token_logprobs: its gradient would be zero everywhere"
+            )
+        return loss, dict(metrics)
+
+    def __reduce__(self) -> tuple[Callable[..., OwnLoss], tuple[ClippedPGLossConfig, list[str]]]:
+        if not self._by_name:
+            raise ValueError(
+                f"loss {self.name} was given as an object, which other processes do not have: set loss_fn.name to its dotted name"
+            )
+        return _own_loss, (self._section, dotted_names.searched_folders())
+
+
+def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
+    search_for_modules(*folders)
+    return OwnLoss(import_object(section.name, LOSS.what), section, section.name)
+
+
+def make_loss(section: ClippedPGLossConfig) -> LossFunction:
+    """The loss of the section `loss_fn`. Raises LoadingError (a ValueError)."""
+    if not is_dotted(section.name):
+        return ClippedPGLossFn(section)
+    return OwnLoss(import_object(section.name, LOSS.what), section, section.name)
+
+
+def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
+    """A loss that was given as it is; LoadingError (a ValueError) for what is none."""
+    if type(given) is ClippedPGLossFn:
+        return given
+    return OwnLoss(given, section)

@@ -1,0 +1,86 @@
+"""Reward functions, a loss and an advantage estimator as arguments of a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl_cpp.algorithms.own_components import OwnEstimator, own_loss
+from nemo_rl_cpp.argument_checks import in_a_line, names_of
+from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument `loss_fn` or `adv_estimator`: keys of the configuration, or a component as it is.
+
+    Attributes:
+        what: the argument.
+        keys: key -> (argument, value).
+        component: a function, an object or a class of the user's; None: there is none.
+        name: of an estimator that was given by its name.
+    """
+
+    what: str
+    keys: dict[str, tuple[str, object]] = field(default_factory=dict)
+    component: object = None
+    name: str | None = None
+
+    def made(self, config: TrainMasterConfig) -> Any:
+        """The component as a run takes it; ValueError for what is none."""
+        if self.what == "loss_fn":
+            return own_loss(self.component, config.loss_fn)
+        return OwnEstimator(self.component, config.algorithm, config.loop.adv_estimator, config.loss_fn)
+
+    def check(self, config: TrainMasterConfig) -> None:
+        """ValueError for a component that is none, before a model is loaded."""
+        if self.component is not None:
+            self.made(config)
+
+
+def component_keys(given: object, what: str, algorithm: str) -> Given:
+    """What an argument `loss_fn` or `adv_estimator` means."""
+    section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
+    if given is None:
+        return Given(what)
+    if isinstance(given, str):
+        return Given(what, {f"{section}.name": (what, given)}, name=given)
+    if isinstance(given, Mapping):
+        keys = {f"{section}.{key}": (what, value) for key, value in given.items()}
+        return Given(what, keys, name=str(given["name"]) if "name" in given else None)
+    if not callable(given) and not hasattr(given, "compute_advantage"):
+        raise ValueError(
+            f"{what} is {in_a_line(given)}: give a function, an object or a class of yours, its dotted name, or a mapping of keys of {section}"
+        )
+    return Given(what, component=given)
+
+
+def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
+    """Reward functions as an environment; `as_parts` for gdpo, whose estimator weighs them."""
+    if functions is None:
+        raise ValueError(
+            "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
+        )
+    if inspect.isclass(functions):
+        raise ValueError(f"reward_funcs is the class {functions.__name__}: give a function, or an object of it")
+    names = None
+    if isinstance(functions, Mapping):
+        names, functions = list(functions), list(functions.values())
+    if isinstance(weights, Mapping):
+        weights = _weights_by_name(weights, names)
+    return RewardFunctionEnvironment(functions, weights, as_parts, names)
+
+
+def _weights_by_name(weights: Mapping[str, float], names: Sequence[str] | None) -> list[float]:
+    if names is None or set(weights) != set(names):
+        there = names_of(names) if names is not None else "no names"
+        raise ValueError(
+            f"reward_weights has {names_of(weights)}, but reward_funcs has {there}: give both as mappings with the same names"
+        )
+    return [weights[name] for name in names]
+
+
+__all__ = ["Given", "component_keys", "reward_environment"]

@@ -1,0 +1,143 @@
+"""How good a model is on prompts with a reward: `nemo_rl_cpp.evaluate`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from nemo_rl_cpp.api.components import reward_environment
+from nemo_rl_cpp.api.model import DEFAULT_NEW_TOKENS, LoadedModel, eval_config, load
+from nemo_rl_cpp.api.prompting import dataset_of
+from nemo_rl_cpp.api.result import TrainResult
+from nemo_rl_cpp.api.rows import rows_of
+from nemo_rl_cpp.argument_checks import in_a_line
+from nemo_rl_cpp.config.master import EvalMasterConfig
+from nemo_rl_cpp.data.collate_fn import eval_collate_fn
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
+from nemo_rl_cpp.environments.reward_environment import RewardFunction
+from nemo_rl_cpp.evals.eval import measure
+from nemo_rl_cpp.evals.metrics import Interval
+
+_SHOWN = 20  # samples of a notebook's table
+
+
+@dataclass(repr=False)
+class Evaluation:
+    """What `evaluate` found. It prints as one line, and shows as a table in a notebook.
+
+    Attributes:
+        score: pass@k, the share of prompts that one of k answers solves; an answer is right when its reward is 1.
+        interval: 95 % interval of the score, for prompts drawn from the same source.
+        mean_reward: over all answers.
+        metrics: of rollouts and rewards: `truncation_rate`, `rewards/<function>`, ...
+        samples: one dictionary an answer: `prompt`, `response`, `reward`, `truncated`, and the row's other columns under `extra_env_info`.
+    """
+
+    metric: str
+    score: float
+    interval: Interval
+    mean_reward: float
+    prompts: int
+    metrics: dict[str, float]
+    samples: list[dict[str, object]] = field(repr=False)
+
+    def __repr__(self) -> str:
+        low, high = self.interval
+        return (
+            f"Evaluation({self.metric} {self.score:.3f}, 95 % interval {low:.3f} to {high:.3f}, mean reward {self.mean_reward:.3f}, "
+            f"{self.prompts} prompts, {len(self.samples)} answers)"
+        )
+
+    def _repr_html_(self) -> str:
+        """The line, and the first answers."""
+        rows = "".join(
+            f"<tr><td>{escape(str(sample['prompt']))}</td><td>{escape(str(sample['response']))}</td><td>{sample['reward']:.3g}</td></tr>"
+            for sample in self.samples[:_SHOWN]
+        )
+        return f"<p>{escape(repr(self))}</p><table><tr><th>prompt</th><th>answer</th><th>reward</th></tr>{rows}</table>"
+
+
+def evaluate(
+    model: str | Path | LoadedModel | TrainResult,
+    prompts: object = None,
+    reward_funcs: RewardFunction
+    | str
+    | Sequence[RewardFunction | str]
+    | Mapping[str, RewardFunction | str]
+    | None = None,
+    *,
+    reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+    n: int = 1,
+    k: int = 1,
+    seed: int = 42,
+    **options: object,
+) -> Evaluation:
+    """Lets a model answer each prompt `n` times, and scores the answers.
+
+    `model` is what `load` takes, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and `reward_weights` are as
+    in `train_grpo`. pass@k is estimated without bias from n answers, of which at least k are needed. `options`: temperature
+    (0: greedy; above 0 where n is), top_p, top_k, max_new_tokens (256; of a training its own), stop_strings, precision.
+
+    Raises ValueError for a mistake in these, before a model is loaded.
+    """
+    rows = rows_of(prompts, "prompts")
+    environment = reward_environment(reward_funcs, reward_weights, False)
+    config = _config(
+        model,
+        {"n": n, "k": k, "seed": seed, "max_new_tokens": DEFAULT_NEW_TOKENS} | options,
+        "max_new_tokens" in options,
+    )
+    if not isinstance(model, (LoadedModel, TrainResult)):
+        model = load(model, precision=options.get("precision"))  # type: ignore[arg-type]
+    engine, tokenizer = (model.generation if isinstance(model, LoadedModel) else model._generation), model.tokenizer
+    limit = engine.max_model_len
+    dataset = dataset_of(rows, tokenizer, limit, limit_name="the longest sequence of the model")
+    loader = StatefulDataLoader(dataset, len(dataset), collate_fn=eval_collate_fn)
+    config.generation.vllm_cfg.max_model_len = limit
+    usual, engine.config = (engine.config, engine.seed), config.generation
+    engine.seed = config.eval.seed
+    try:
+        found, samples = measure(engine, loader, environment, config)
+    finally:
+        engine.config, engine.seed = usual
+    metric = config.eval.metric.replace("@k", f"@{config.eval.k_value}")
+    return Evaluation(metric, found.score, found.interval, found.mean_reward, found.prompts, found.metrics, samples)
+
+
+_KEYS = {
+    "n": "eval.num_tests_per_prompt", "k": "eval.k_value", "seed": "eval.seed", "precision": "generation.vllm_cfg.precision",
+    **{name: f"generation.{name}" for name in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")},
+}  # fmt: skip
+
+
+def _config(model: object, given: dict[str, object], max_is_given: bool) -> EvalMasterConfig:
+    unknown = next((name for name in given if name not in _KEYS), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, [*_KEYS, "prompts", "reward_funcs", "reward_weights"], 1, 0.6)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"
+        )
+        raise ValueError(f"{unknown} is unknown; {hint}")
+    if isinstance(given["n"], int) and given["n"] > 1 and not given.get("temperature"):
+        raise ValueError(f"n={given['n']} greedy answers to a prompt would be equal: give temperature=1.0, or n=1")
+    name = model if isinstance(model, (str, Path)) else "loaded"
+    if isinstance(model, (LoadedModel, TrainResult)):
+        if "precision" in given:
+            raise ValueError(
+                f"precision is {in_a_line(given['precision'])}, but the model is loaded already: leave it out"
+            )
+        if isinstance(model, TrainResult) and not max_is_given:
+            given["max_new_tokens"] = model.config.policy.generation.max_new_tokens
+            given.setdefault("stop_strings", model.config.policy.generation.stop_strings)
+    elif not isinstance(model, (str, Path)):
+        raise ValueError(
+            f"model is {in_a_line(model)}: give a folder, a model's name, what nemo_rl_cpp.load gave, or the result of a training"
+        )
+    return eval_config(
+        {"generation.model_name": ("model", str(name))} | {_KEYS[key]: (key, value) for key, value in given.items()}
+    )

@@ -1,0 +1,110 @@
+"""What a training from Python returns."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.api.prompting import Prompt
+from nemo_rl_cpp.api.writing import Writer
+from nemo_rl_cpp.argument_checks import folder_path
+from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
+from nemo_rl_cpp.models.hub_upload import HubClient, push_to_hub
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.master import TrainMasterConfig
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+    from nemo_rl_cpp.models.generation.native import NativeGeneration
+    from nemo_rl_cpp.models.policy.lm_policy import Policy
+
+
+@dataclass(repr=False)
+class TrainResult:
+    """What `train_grpo` and `train_ppo` return. It prints as one line, and shows as the run's report in a notebook.
+
+    Attributes:
+        history: one dictionary a step: `step`, `reward`, `loss`, `rewards/<function>` of several rewards, all other metrics, `seconds`.
+        validations: one dictionary a validation: `step`, `accuracy` and more; empty without validation prompts.
+        policy, tokenizer, config: the trained `Policy`, its tokenizer and the configuration that was used.
+        log_dir: folder with metrics.jsonl, rollouts and report.html.
+    """
+
+    history: list[dict[str, float]]
+    validations: list[dict[str, float]]
+    policy: Policy
+    tokenizer: Tokenizer
+    config: TrainMasterConfig
+    log_dir: Path
+    _generation: NativeGeneration = field(repr=False)
+    _facts: CardFacts = field(repr=False)
+
+    @property
+    def _writer(self) -> Writer:
+        return Writer(self._generation, self.tokenizer, "max_length of the training")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        greedy: bool | None = None,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        seed: int | None = None,
+    ) -> list[str] | list[list[str]]:
+        """The policy's answers to texts (continued as they are) or conversations (through the chat template): one text a prompt,
+        or a list of `n` texts a prompt.
+
+        Greedy, unless `greedy` is False (sampled as in training) or an option of sampling is given. What is None is as in
+        training. The same seed gives the same texts. Raises ValueError for a mistake in these, and for a prompt that leaves
+        no room to answer.
+        """
+        options = {
+            "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens, "stop_strings": stop_strings,
+        }  # fmt: skip
+        return self._writer.write(prompts, greedy, n, seed, options)
+
+    def chat(
+        self, message: str, *, system: str | None = None, history: Sequence[Mapping[str, object]] = (), **options: object
+    ) -> str:  # fmt: skip
+        """The policy's answer to a user's message by the chat template; `history` are earlier messages ({"role", "content"}),
+        `options` those of `generate` but n."""
+        return self._writer.chat(message, system, history, options)
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes the policy as a Hugging Face folder, with a model card."""
+        folder = folder_path(folder, "folder")
+        self.policy.save_checkpoint(str(folder))
+        write_card(folder, self.config, self._facts)
+        return folder
+
+    def push_to_hub(self, repo_id: str, *, private: bool = True, client: HubClient | None = None) -> str:
+        """Uploads the policy to the hub; see `nemo_rl_cpp.push_to_hub`. Returns the address."""
+        with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
+            message = f"{self.config.title}, {len(self.history)} steps, by nemo_rl_cpp"
+            return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean reward of each step."""
+        return [row["reward"] for row in self.history]
+
+    def __repr__(self) -> str:
+        learnt = f", reward {self.rewards[0]:.3f} -> {self.rewards[-1]:.3f}" if self.history else ""
+        steps = f"{len(self.history)} step{'s' if len(self.history) != 1 else ''}"
+        return f"TrainResult({self.config.policy.model_name!r}, {steps}{learnt}, log_dir={str(self.log_dir)!r})"
+
+    def _repr_html_(self) -> str:
+        """The run's report inside a notebook."""
+        report = self.log_dir / "report.html"
+        if report.is_file():
+            page = escape(report.read_text(encoding="utf-8"), quote=True)
+            return f'<iframe srcdoc="{page}" style="width:100%;height:640px;border:0"></iframe>'
+        return f"<p>{escape(repr(self))}</p>"

@@ -1,0 +1,108 @@
+"""Uploads a model to the Hugging Face hub, by the hub's own library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_rl_cpp.argument_checks import folder_path, in_a_line, true_or_false
+from nemo_rl_cpp.config.checkpointing import repository_name
+from nemo_rl_cpp.errors import one_sentence
+from nemo_rl_cpp.models.sources import SourceError, find_policy_weights, hub_endpoint
+
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+class HubClient(Protocol):
+    """What is asked of `huggingface_hub.HfApi`."""
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any: ...
+
+    def upload_folder(self, **options: Any) -> Any: ...
+
+
+class UploadError(SourceError):
+    """A model could not be uploaded; the message is one sentence."""
+
+
+def push_to_hub(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = True,
+    message: str | None = None,
+    token: str | None = None,
+    client: HubClient | None = None,
+) -> str:
+    """Uploads a model folder, a checkpoint (`step_N`) or the newest checkpoint of a run's folder, with its card; returns the address.
+
+    The repository is made where there is none, private unless `private` is False; one that exists keeps its visibility. `token`
+    None: that of `hf auth login` or HF_TOKEN. `client` stands in for `huggingface_hub.HfApi`.
+
+    Raises ValueError for a folder that holds no model and for a name that can be none, UploadError (a ValueError) where the hub
+    refuses or does not answer.
+    """
+    if not isinstance(repo_id, str):
+        raise ValueError(f"repo_id is {in_a_line(repo_id)}: give the name of a repository, organisation/name")
+    try:
+        repository = repository_name(repo_id)
+    except ValueError as error:
+        raise ValueError(f"repo_id {error}") from None
+    true_or_false("private", private)
+    weights = _model_folder(folder)
+    api = client if client is not None else _client(token)
+    try:
+        made = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+        full = str(getattr(made, "repo_id", None) or repository)
+        api.upload_folder(
+            repo_id=full, folder_path=str(weights), repo_type="model", allow_patterns=_FILES,
+            commit_message=message or f"{weights.parent.parent.name if weights.name == 'weights' else weights.name}, by nemo_rl_cpp",
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:  # the errors of httpx, requests and sockets differ by version of the library
+        raise UploadError(_why(error, repository)) from error
+    return str(made) if str(made).startswith("http") else f"https://huggingface.co/{full}"
+
+
+def can_push() -> bool:
+    """Whether there is a token on this machine."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _client(token: str | None) -> HubClient:
+    from huggingface_hub import HfApi
+
+    if token is None and not can_push():
+        raise UploadError(f"nothing was uploaded, since this machine has no token of the hub: {LOG_IN}")
+    return HfApi(token=token)
+
+
+def _model_folder(folder: str | Path) -> Path:
+    given = folder_path(folder, "folder")
+    weights = Path(find_policy_weights(str(given)))
+    if not (weights / "config.json").is_file() or not any(weights.glob("*.safetensors")):
+        raise ValueError(
+            f"folder is {in_a_line(str(folder))}, which holds no model (config.json and *.safetensors): give a model folder, a checkpoint "
+            "step_N, or the folder of a run's checkpoints"
+        )
+    return weights
+
+
+def _why(error: Exception, repository: str) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    reasons: Mapping[int, str] = {
+        401: f"{hub_endpoint()} does not know the token: {LOG_IN}",
+        403: f"{hub_endpoint()} does not let this token write to {repository}: {LOG_IN}, and check the organisation's name",
+        404: f"{hub_endpoint()} has no {repository} for this token: {LOG_IN}, and check the organisation's name",
+    }
+    why = reasons.get(status) if isinstance(status, int) else None
+    if why is None:
+        why = f"{hub_endpoint()} could not be reached or refused it ({type(error).__name__}: {one_sentence(error)})"
+    return (
+        f"the upload to {repository} failed: {why}; the model is whole where it was, so push_to_hub may be called again"
+    )

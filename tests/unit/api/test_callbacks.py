@@ -1,0 +1,150 @@
+"""Callbacks hear of what happens, in its order, and may stop the run."""
+
+from pathlib import Path
+
+import nemo_rl_cpp
+import pytest
+import torch
+from nemo_rl_cpp.models import hub_upload
+
+ROWS = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+class Heard(nemo_rl_cpp.Callback):
+    def __init__(self, stop_at=""):
+        self.said, self.stop_at = [], stop_at
+
+    def hear(self, method, event):
+        self.said.append(
+            f"{method} {event.step}{f' {event.status}' if event.status else ''}{' saved' if event.checkpoint else ''}"
+        )
+        if self.said[-1] == self.stop_at:
+            event.stop("enough")
+
+    def on_step(self, event):
+        assert "reward" in event.metrics and event.run.history[-1]["step"] == event.step and event.max_steps == 3
+        self.hear("step", event)
+
+    def on_validation(self, event):
+        assert "accuracy" in event.metrics
+        self.hear("validation", event)
+
+    def on_checkpoint(self, event):
+        assert (event.checkpoint / "policy" / "weights" / "config.json").is_file()
+        self.hear("checkpoint", event)
+
+    def on_end(self, event):
+        self.hear("end", event)
+
+
+def train(folder, callbacks, **more):
+    return nemo_rl_cpp.train_grpo(
+        "tiny-random", ROWS, lambda completions: [float(len(text)) for text in completions], 3, validation=ROWS[:2],
+        num_prompts_per_step=2, num_generations=2, max_new_tokens=3, max_length=16, log_dir=folder, checkpoint_dir=folder / "c",
+        callbacks=callbacks, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "said"),
+    [
+        (
+            "",
+            "validation 0, step 1, step 2, checkpoint 2 saved, step 3, validation 3, checkpoint 3 saved, end 3 finished",
+        ),
+        ("validation 0", "validation 0, end 0 finished"),
+        ("step 1", "validation 0, step 1, validation 1, checkpoint 1 saved, end 1 finished"),
+        ("checkpoint 2 saved", "validation 0, step 1, step 2, checkpoint 2 saved, end 2 finished"),
+    ],
+)
+def test_a_run_tells_and_may_be_stopped(tmp_path, stop_at, said, capsys):
+    heard = Heard(stop_at)
+    train(tmp_path, heard, checkpointing__save_period=2)
+    assert ", ".join(heard.said) == said
+    assert not stop_at or "enough" in capsys.readouterr().out
+
+
+def test_a_stopped_run_goes_on_when_it_is_called_again(tmp_path):
+    train(tmp_path, Heard("step 1"))
+    heard = Heard()
+    assert [row["step"] for row in train(tmp_path, heard, resume=True).history] == [2, 3]
+    assert heard.said[0] == "step 2"
+
+
+def test_a_callback_that_fails_ends_the_run(tmp_path, capsys):
+    class Broken(nemo_rl_cpp.Callback):
+        def on_step(self, event):
+            raise KeyError("mine")
+
+        def on_end(self, event):
+            raise RuntimeError(f"after {event.status}")
+
+    with pytest.raises(KeyError, match=r"^callback Broken.on_step failed with KeyError 'mine', in .*Broken.on_step"):
+        train(tmp_path, [Broken()])
+    assert "warning: callback Broken.on_end failed with RuntimeError: after failed" in capsys.readouterr().err
+
+
+def test_resume_says_whether_a_run_is_there(tmp_path):
+    with pytest.raises(ValueError, match="checkpointing.resume=must, but .* holds no checkpoint"):
+        train(tmp_path, None, resume=True)
+    train(tmp_path, None, resume=False)
+    with pytest.raises(ValueError, match="checkpointing.resume=never, but .* holds checkpoints"):
+        train(tmp_path, None, resume=False)
+
+
+class Hub:
+    sent = []
+
+    def create_repo(self, repo_id, **options):
+        if "refused" in repo_id:
+            raise RuntimeError("no")
+
+    def upload_folder(self, repo_id, folder_path, **options):
+        self.sent.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+@pytest.mark.parametrize("name", ["org/taken", "org/refused"])
+def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(hub_upload, "can_push", lambda: True)
+    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: True)
+    monkeypatch.setattr(hub_upload, "_client", lambda token: Hub())
+    Hub.sent.clear()
+    result = train(tmp_path, None, checkpointing__push_to_hub=name, checkpointing__save_optimizer=False)
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    if name == "org/refused":
+        assert Hub.sent == [] and "hub not uploaded: the upload to org/refused failed" in said
+        return
+    assert "hub https://huggingface.co/org/taken" in said
+    ((repository, files),) = Hub.sent
+    assert repository == name and {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert not (tmp_path / "c" / "step_3" / "policy" / "optimizer").exists()
+    assert "| rewards | <lambda> |" in (tmp_path / "c" / "step_3" / "policy" / "weights" / "README.md").read_text()
+    assert result.push_to_hub("org/again", client=Hub()) == "https://huggingface.co/org/again" and len(Hub.sent) == 2
+
+
+def test_a_push_needs_a_token_and_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: False)
+    with pytest.raises(
+        ValueError, match="checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"
+    ):
+        train(tmp_path, None, checkpointing__push_to_hub="org/x")
+    with pytest.raises(ValueError, match="checkpointing.push_to_hub is 'a b': give the name of a repository"):
+        train(tmp_path, None, checkpointing__push_to_hub="a b")
+    with pytest.raises(ValueError, match="uploads the last checkpoint, but checkpointing.enabled is false"):
+        nemo_rl_cpp.train_grpo(
+            "tiny-random", ROWS, lambda completions: 0, checkpointing__push_to_hub="org/x", log_dir=tmp_path
+        )
+
+
+def test_a_run_without_its_optimizer_says_what_it_lacks(tmp_path):
+    train(tmp_path, Heard("step 1"), checkpointing__save_optimizer=False)
+    with pytest.warns(
+        UserWarning,
+        match="the policy optimizer starts fresh. Its moments are 0, its learning-rate schedule begins anew",
+    ):
+        train(tmp_path, None, resume=True, checkpointing__save_optimizer=False)

@@ -1,0 +1,124 @@
+"""load and evaluate: a run's folder writes what its training would, and is scored as the functions say."""
+
+import nemo_rl_cpp
+import pytest
+import torch
+
+ROWS = [{"prompt": f"{a}{b}=", "answer": f"{a}" * 3} for a in range(10) for b in range(2)]
+EIGHT = ["12="] * 8
+
+
+def share_right(completions, answer):
+    return [sum(c == a for c, a in zip(text, right)) / 3 for text, right in zip(completions, answer)]
+
+
+def starts_with(completions, answer):
+    return [float(text[:1] == right[0]) for text, right in zip(completions, answer)]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("run")
+    return nemo_rl_cpp.train_grpo(
+        "tiny-random", ROWS, share_right, 2, num_prompts_per_step=4, num_generations=4, max_new_tokens=3, max_length=16,
+        log_dir=folder / "logs", checkpoint_dir=folder / "checkpoints",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(result):
+    return nemo_rl_cpp.load(result.config.checkpointing.checkpoint_dir)
+
+
+def test_a_runs_folder_writes_what_the_training_would(result, model):
+    assert model.generate(EIGHT[:1] + ["3="], max_new_tokens=3) == result.generate(EIGHT[:1] + ["3="])
+    assert model.precision == "float32" and repr(model).endswith("', float32, up to 512 tokens)")
+    assert model.chat("12=", max_new_tokens=3) == result.chat("12=") == result.generate("12=")[0]
+    assert model._repr_html_().startswith("<p>LoadedModel(")
+
+
+def test_options_of_generation(result, model):
+    drawn = result.generate(["12=", "3="], n=6, temperature=1.0)
+    assert [len(texts) for texts in drawn] == [6, 6] and len(set(drawn[0])) > 1
+    assert result.generate(["12=", "3="], n=6, temperature=1.0) == drawn
+    assert result.generate(["12=", "3="], n=6, temperature=1.0, seed=3) != drawn
+    assert (
+        model.generate(["12=", "3="], n=6, temperature=1.0, max_new_tokens=3) == drawn
+    )  # draws go by prompt and sample
+    assert len(set(model.generate(EIGHT, n=8, top_k=1, max_new_tokens=3)[0])) == 1
+    assert model.generate("12=", max_new_tokens=3, stop_strings=list("0123456789+-*/=. ")) == [
+        model.generate("12=", max_new_tokens=1)[0]
+    ]
+    assert result.config.policy.generation.max_new_tokens == 3 and model.generate(
+        "12=", max_new_tokens=2
+    ) == model.generate("12=", max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n": 2}, "n=2"),
+        ({"n": 2, "greedy": True}, "n=2 greedy answers would be equal: give a temperature above 0"),
+        ({"n": 0}, "n = 0: expected a whole number from 1 to 4096"),
+        ({"do_sample": True}, "do_sample is unknown; did you mean greedy=False"),
+        ({"temprature": 1.0}, "temprature is unknown; did you mean temperature"),
+        ({"top_p": 2.0}, "top_p must be at most 1, not 2"),
+        ({"seed": -1}, "seed = -1: expected a whole number"),
+        ({"stop_strings": [""]}, "stop_strings holds an empty string"),
+    ],
+)
+def test_wrong_options(model, options, words):
+    if words == "n=2":  # sampled, since n asks for it
+        assert len(model.generate("12=", max_new_tokens=1, **options)[0]) == 2
+        return
+    with pytest.raises(ValueError, match=words):
+        model.generate("12=", **options)
+
+
+def test_an_evaluation_is_what_the_functions_say(result, model):
+    texts = model.generate([row["prompt"] for row in ROWS], max_new_tokens=3)
+    parts = share_right(texts, [row["answer"] for row in ROWS]), starts_with(texts, [row["answer"] for row in ROWS])
+    for given, options in ((model, {"max_new_tokens": 3}), (result, {})):
+        found = nemo_rl_cpp.evaluate(given, ROWS, [share_right, starts_with], reward_weights=[1.0, 0.5], **options)
+        rewards = [share + 0.5 * start for share, start in zip(*parts)]
+        assert [sample["response"] for sample in found.samples] == texts
+        assert (
+            found.mean_reward == pytest.approx(sum(rewards) / 20) and found.score == sum(r == 1 for r in rewards) / 20
+        )
+        assert found.metrics["rewards/starts_with"] == pytest.approx(sum(parts[1]) / 20)
+    assert repr(found).startswith("Evaluation(pass@1 ") and "\n" not in repr(found)
+    assert found._repr_html_().count("<tr>") == 21
+    assert result.generate("12=") == model.generate("12=", max_new_tokens=3)  # nothing of it is left
+
+
+def test_several_answers(model):
+    found = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=4, temperature=1.0, max_new_tokens=1, seed=1)
+    alone = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=1, temperature=1.0, max_new_tokens=1, seed=1)
+    assert (
+        len(found.samples) == 160
+        and found.metric == "pass@4"
+        and found.score > alone.score == pytest.approx(alone.mean_reward)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: nemo_rl_cpp.load("tiny-random"), "'tiny-random', random weights that a run makes for itself"),
+        (lambda m: nemo_rl_cpp.load(3), "model is 3; it must be a folder"),
+        (lambda m: nemo_rl_cpp.load(m.folder, precision="int4"), "precision is 'int4': expected float32 or bfloat16"),
+        (lambda m: nemo_rl_cpp.load(m.folder, max_length=10**5), "has positions for 512 tokens"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, n=4), "n=4 greedy answers to a prompt would be equal: give temperature=1.0"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, k=2), "argument k: eval.k_value is 2 but each prompt gets 1 responses"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, num_test=2), "num_test is unknown; evaluate takes n, k, seed"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, precision="float32"), "the model is loaded already"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ROWS), "reward_funcs is missing"),
+        (lambda m: nemo_rl_cpp.evaluate(None, ROWS, share_right), "model is None: give a folder, a model's name, what nemo_rl_cpp.load"),
+        (lambda m: nemo_rl_cpp.evaluate(m, ["1" * 600], share_right), "prompt 0 has 600 tokens, which leaves no room"),
+    ],
+)  # fmt: skip
+def test_wrong_calls(model, call, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        call(model)
+    assert "\n" not in str(caught.value)

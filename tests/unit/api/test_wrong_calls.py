@@ -1,0 +1,185 @@
+"""Wrong calls of train_grpo and train_ppo: each is refused by one sentence that names the right thing, before a model is loaded; a
+reward function that returns what it must not ends the first step with one."""
+
+import re
+
+import nemo_rl_cpp
+import pytest
+import torch
+from nemo_rl_cpp.algorithms.loss import LossInputType
+from nemo_rl_cpp.api import training
+from nemo_rl_cpp.api.keywords import NOT_HERE, OF_TRL, dotted_key
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+
+ROWS = [{"prompt": f"{a}{b}=", "answer": f"{a}" * 3} for a in range(10) for b in range(2)]
+SMALL = dict(num_steps=1, num_prompts_per_step=2, num_generations=2, max_new_tokens=3, max_length=16)
+
+
+def reward(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+class OnSteps:
+    def on_steps(self, event):
+        pass
+
+
+class OfTRL:
+    def on_step_end(self, args, state, control):
+        pass
+
+
+class Plateau(nemo_rl_cpp.Callback):
+    pass
+
+
+class NoMethod(nemo_rl_cpp.AdvantageEstimator):
+    pass
+
+
+class WantsLogits(nemo_rl_cpp.LossFunction):
+    input_type = LossInputType.LOGIT
+
+    def __call__(self, logits, data):
+        pass
+
+
+WRONG = [
+    ({"learnig_rate": 1e-5}, "learnig_rate is unknown; did you mean learning_rate?"),
+    ({"use_dynamic_samplin": True}, "use_dynamic_samplin is unknown; did you mean use_dynamic_sampling?"),
+    ({"loss_fn__ratio_clip_mx": 1}, "argument loss_fn__ratio_clip_mx: loss_fn.ratio_clip_mx is unknown; did you mean ratio_clip_max?"),
+    ({"max_completion_length": 5}, "max_completion_length is unknown; here it is max_new_tokens"),
+    ({"beta": 0.1}, "beta is unknown; here it is loss_fn__reference_policy_kl_penalty"),
+    ({"num_generation": 4}, "num_generation is unknown; did you mean num_generations?"),
+    ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is unknown; here it is num_prompts_per_step (prompts of a step,"),
+    ({"train_dataset": ROWS}, "train_dataset is unknown; here it is prompts"),
+    ({"eval_dataset": ROWS}, "eval_dataset is unknown; here it is validation"),
+    ({"max_steps": 5}, "max_steps is unknown; here it is num_steps"),
+    ({"output_dir": "out"}, "output_dir is unknown; here it is checkpoint_dir"),
+    ({"resume_from_checkpoint": True}, "resume_from_checkpoint is unknown; here it is resume"),
+    ({"peft_config": object()}, "peft_config is unknown: LoRA is not supported: leave it out, and all weights are trained"),
+    ({"args": object()}, "args is unknown: TRL keeps its settings in an object: give each as a keyword of its own, learning_rate=1e-5"),
+    ({"bf16": True, "lr": 1}, 'bf16 is unknown; here it is precision="bfloat16"; lr is unknown; here it is learning_rate'),
+    ({"n_samples_per_prompt": 4}, "n_samples_per_prompt is unknown; here it is num_generations_per_prompt"),  # OpenRLHF's
+    ({"ppo_epochs": 2}, "ppo_epochs is unknown to train_grpo; it is a key of train_ppo"),
+    ({"lam": 0.9}, "lam is unknown; here it is ppo__adv_estimator__gae_lambda of train_ppo"),
+    ({"prompts": reward, "reward_funcs": ROWS}, "prompts is a function: .* the order of arguments is model, prompts, reward_funcs"),
+    ({"prompts": None}, "prompts is missing: give texts"),
+    ({"prompts": [{"question": "1="}]}, "row 0 of prompts has no key 'prompt', it has ['question']"),
+    ({"reward_funcs": None}, "reward_funcs is missing: give a function of (completions, **columns)"),
+    ({"reward_funcs": "math.pi"}, "reward function 'math.pi' is of type float, which cannot be called: give a function"),
+    ({"reward_weights": [1, 2]}, "1 reward functions and 2 weights were given: one weight a function is expected"),
+    ({"reward_funcs": {"a": reward}, "reward_weights": {"b": 1}}, "reward_weights has ['b'], but reward_funcs has ['a']: give both"),
+    ({"num_generations": 1}, "argument num_generations: grpo.num_generations_per_prompt is 1: .* set at least 2"),
+    ({"learning_rate": "1e-5"}, "argument learning_rate: policy.optimizer.kwargs.lr must be a number, not '1e-5'"),
+    ({"resume": "yes"}, "resume is 'yes': give True (go on with the run in checkpoint_dir), False (begin a new one) or None (either)"),
+    ({"resume": True}, "resume is True, but there is no checkpoint_dir: give the folder of the run to go on with"),
+    ({"seed": 3, "grpo__seed": 4}, "seed and grpo__seed are the same thing: give one of them"),
+    ({"callbacks": print}, "callbacks is a builtin_function_or_method: give objects of classes derived from nemo_rl_cpp.Callback, in a list"),
+    ({"callbacks": [Plateau]}, "callbacks[0] is the class Plateau: give an object of it, Plateau()"),
+    ({"callbacks": OnSteps()}, "callbacks[0] has the method OnSteps.on_steps, which nothing calls; here it is on_step(event)"),
+    ({"callbacks": [OfTRL()]}, "callbacks[0] has the method OfTRL.on_step_end, which nothing calls; here it is on_step(event)"),
+    ({"adv_estimator": "gdop"}, "argument adv_estimator: grpo.adv_estimator.name must be one of grpo, gdpo, .*; did you mean gdpo?"),
+    ({"adv_estimator": "no_such.Thing"}, "grpo.adv_estimator.name cannot be used: advantage estimator 'no_such.Thing' cannot be imported"),
+    ({"adv_estimator": NoMethod}, "advantage estimator 'NoMethod' lacks compute_advantage, which nemo_rl_cpp.AdvantageEstimator asks for"),
+    ({"adv_estimator": lambda values: values}, "advantage estimator .*lambda.* asks for values, but it can be given rewards, mask, group_id"),
+    ({"adv_estimator": {"power": 2}}, "argument adv_estimator: grpo.adv_estimator.power is unknown"),
+    ({"loss_fn": WantsLogits}, "loss 'WantsLogits' has the input_type .*, but logits are never formed here: take next_token_logprobs"),
+    ({"loss_fn": 3}, "loss_fn is 3: give a function, an object or a class of yours, its dotted name, or a mapping of keys of loss_fn"),
+    ({"loss_fn": {"kwargs": {"a": 1}}}, "loss_fn.kwargs go to a class or function of yours, but loss_fn.name is clipped_pg: leave them out"),
+]  # fmt: skip
+
+
+def one_sentence(caught, words):
+    pattern = ".*".join(map(re.escape, words.split(".*")))
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_call_is_one_sentence(tmp_path, monkeypatch, given, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
+    with pytest.raises(ValueError) as caught:
+        nemo_rl_cpp.train_grpo(**{"model": "tiny-random", "prompts": ROWS, "reward_funcs": reward} | SMALL | given)
+    one_sentence(caught, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_ppo_epochs": 2}, "num_ppo_epochs is unknown; here it is ppo_epochs"),
+        ({"scale_rewards": True}, "scale_rewards is unknown; here it is ppo__adv_estimator__normalize_advantages"),
+        ({"cliprange_value": 0.2}, "cliprange_value is unknown; here it is value_loss_fn__cliprange"),
+        ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
+        ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'grpo'"),
+        ({"adv_estimator": lambda group_id: group_id}, "asks for group_id, but it can be given rewards, mask, values"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_of_train_ppo(tmp_path, monkeypatch, given, words):
+    monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
+    with pytest.raises(ValueError) as caught:
+        nemo_rl_cpp.train_ppo("tiny-random", ROWS, reward, **SMALL | given, log_dir=tmp_path)
+    one_sentence(caught, words)
+
+
+async def late(text):
+    return float(len(text))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda n: 0.5, "must return one number a completion, a list of 4, but returned 0.5"),
+        (lambda n: None, "must return one number a completion, a list of 4, but returned None"),
+        (lambda n: [1.0] * (n - 1), "returned 3 rewards for 4 completions"),
+        (lambda n: [1.0] * (n - 1) + [float("nan")], "returned nan for completion 3; it must be a finite number or None"),
+        (lambda n: ["1.0"] * n, "returned str '1.0' for completion 0; it must be a finite number or None"),
+        (lambda n: [late("a")] + [1.0] * (n - 1), "returned a coroutine for completion 0: make the function async and await each"),
+        (lambda n: torch.zeros(n, 2), "a list of 4, but returned a Tensor of shape (4, 2)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_reward_is_one_sentence(tmp_path, returned, words):
+    def mine(completions):
+        return returned(len(completions))
+
+    with pytest.raises(ValueError) as caught:
+        nemo_rl_cpp.train_grpo("tiny-random", ROWS, mine, **SMALL, log_dir=tmp_path)
+    one_sentence(caught, f"reward function mine .*{words}")
+
+
+def test_no_say_at_all_is_said_once(tmp_path, capsys):
+    nemo_rl_cpp.train_grpo(
+        "tiny-random", ROWS, lambda completions: [None] * len(completions), **SMALL, log_dir=tmp_path
+    )
+    assert capsys.readouterr().err.count("4 of 4 completions got None from every reward function") == 1
+
+
+def keys_in(text):
+    """The names in the first part of a hint: "a and b", "a (as b)", 'a="b"'."""
+    return re.findall(r"[a-z_]+", text.partition(" (")[0].partition("=")[0].replace(" and ", " ").replace(", ", " "))
+
+
+def test_the_hints_name_what_there_is():
+    known = {
+        "grpo": (training._GRPO.function, load_grpo_config("grpo_notebook.yaml")),
+        "ppo": (training._PPO.function, load_ppo_config("ppo_notebook.yaml")),
+    }
+    for name in OF_TRL:
+        for function, config in known.values():
+            with pytest.raises(ValueError, match="here it is") as caught:
+                dotted_key(name, function)
+            if str(caught.value).endswith(" of train_ppo"):
+                continue
+            for hint in keys_in(str(caught.value).partition("here it is ")[2]):
+                node = config
+                for part in [] if hint in function.arguments else dotted_key(hint, function).split("."):
+                    assert part in node, (name, hint)
+                    node = node[part]
+    assert not set(OF_TRL) & set(NOT_HERE)

@@ -1,0 +1,74 @@
+"""The card of a model folder: facts of the run, front matter that the hub's library reads, no path of this machine."""
+
+import pytest
+from huggingface_hub import ModelCard
+from nemo_rl_cpp import __version__
+from nemo_rl_cpp.checkpoints.model_card import CardFacts, card_text, write_card
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+
+FACTS = CardFacts(20, ["right", "short (weight 0.1)"], {"reward, last step": 0.51234}, {})
+
+
+def test_facts_of_a_run():
+    card = ModelCard(card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml"), FACTS))
+    assert card.data.to_dict() == {
+        "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "library_name": "transformers", "pipeline_tag": "text-generation",
+        "tags": ["reinforcement-learning", "grpo", "nemo_rl_cpp"],
+    }  # fmt: skip
+    for line in (
+        "# HuggingFaceTB/SmolLM2-135M-Instruct, trained with GRPO",
+        "| algorithm | GRPO, advantage estimator grpo, loss clipped_pg |",
+        "| steps | 20, of 16 prompts with 8 responses each |",
+        "| data | arithmetic |",
+        "| rewards | right, short (weight 0.1) |",
+        "| learning rate | 2e-05 |",
+        "| reward, last step | 0.5123 |",
+        f"| made with | nemo_rl_cpp {__version__} |",
+        "AutoModelForCausalLM.from_pretrained(",
+        "nemo_rl_cpp.load(",
+    ):
+        assert line in card.text, line
+
+
+def test_data_sets_and_models_of_the_hub():
+    card = ModelCard(
+        card_text(
+            load_ppo_config(
+                "ppo_math_1B.yaml",
+                [
+                    "data.train={dataset_name: ResponseDataset, data_path: openai/gsm8k, input_key: question, output_key: answer}"
+                ],
+            ),
+            FACTS,
+        )
+    )
+    assert card.data.base_model == "Qwen/Qwen2.5-1.5B" and card.data.datasets == ["openai/gsm8k"]
+    assert "| algorithm | PPO, advantage estimator gae, loss clipped_pg |" in card.text
+
+
+def test_folders_are_named_by_their_last_part(tmp_path):
+    (tmp_path / "base").mkdir()
+    given = [f"policy.model_name={tmp_path}/base", f"data.train.data_path={tmp_path}/rows.jsonl"]
+    text = card_text(load_grpo_config("grpo_jsonl.yaml", [*given, "env.reward_functions.functions=[math.pi]"]), FACTS)
+    assert (
+        str(tmp_path) not in text
+        and "| data | ResponseDataset, rows.jsonl |" in text
+        and "| base model | base |" in text
+    )
+    assert "base_model" not in ModelCard(text).data.to_dict()
+
+
+def test_components_of_the_users(tmp_path):
+    config = load_grpo_config("grpo_notebook.yaml")
+    text = card_text(config, FACTS._replace(components={"loss_fn": "reinforce", "adv_estimator": "centred"}))
+    assert "advantage estimator centred, loss reinforce" in text and "rows given from Python" in text
+
+
+@pytest.mark.parametrize("there", [None, "ours", "# My model\n"])
+def test_somebody_elses_card_stays(tmp_path, there):
+    config = load_grpo_config("grpo_tiny.yaml")
+    if there is not None:
+        (tmp_path / "README.md").write_text(card_text(config, FACTS._replace(step=1)) if there == "ours" else there)
+    write_card(tmp_path, config, FACTS)
+    text = (tmp_path / "README.md").read_text()
+    assert text == (there if there == "# My model\n" else card_text(config, FACTS))

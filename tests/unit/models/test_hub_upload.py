@@ -1,0 +1,90 @@
+"""push_to_hub against a stand-in of the hub's client: what is asked of it, and what is said when it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+from nemo_rl_cpp import push_to_hub
+from nemo_rl_cpp.models import hub_upload
+from nemo_rl_cpp.models.hub_upload import UploadError
+
+
+class Client:
+    """Of huggingface_hub.HfApi what is called; with `status` it answers with that error."""
+
+    def __init__(self, status=None):
+        self.calls, self.status = [], status
+
+    def create_repo(self, repo_id, **options):
+        self.calls.append(("create_repo", repo_id, options))
+        if self.status is not None:
+            error = RuntimeError("Client Error.\nRequest ID: 17")
+            error.response = SimpleNamespace(status_code=self.status)
+            raise error
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
+
+    def upload_folder(self, **options):
+        self.calls.append(("upload_folder", options))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    for step in (2, 10):
+        weights = tmp_path / f"step_{step}" / "policy" / "weights"
+        weights.mkdir(parents=True)
+        (weights / "config.json").write_text("{}")
+        (weights / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_the_newest_checkpoint_is_uploaded_privately(run_folder):
+    client = Client()
+    assert push_to_hub(run_folder, "org/model", client=client) == "https://huggingface.co/org/model"
+    (_, name, made), (_, sent) = client.calls
+    assert name == "org/model" and made == {"private": True, "exist_ok": True, "repo_type": "model"}
+    assert sent["folder_path"] == str(run_folder / "step_10" / "policy" / "weights") and sent["repo_id"] == "org/model"
+    assert sent["commit_message"] == "step_10, by nemo_rl_cpp" and "README.md" in sent["allow_patterns"]
+
+
+def test_a_name_without_an_organisation_is_the_users(run_folder):
+    client = Client()
+    address = push_to_hub(run_folder / "step_2", "model", private=False, message="first", client=client)
+    assert address == "https://huggingface.co/me/model" and client.calls[1][1]["repo_id"] == "me/model"
+    assert client.calls[0][2]["private"] is False and client.calls[1][1]["commit_message"] == "first"
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "does not know the token: log in with `hf auth login`, or set HF_TOKEN"),
+        (403, "does not let this token write to org/model"),
+        (404, "has no org/model for this token"),
+        (503, "could not be reached or refused it .RuntimeError: "),
+    ],
+)
+def test_a_refusal_is_one_sentence(run_folder, status, words):
+    with pytest.raises(
+        UploadError, match=f"^the upload to org/model failed: .*{words}.*; the model is whole where it was"
+    ) as caught:
+        push_to_hub(run_folder, "org/model", client=Client(status))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b/c", "", "-a/b", "a/b.", "a--b", "a/..b", 3, None, "x" * 97])
+def test_names_that_can_be_none(run_folder, name):
+    client = Client()
+    with pytest.raises(ValueError, match="repo_id is .*: give the name of a repository, organisation/name"):
+        push_to_hub(run_folder, name, client=client)
+    assert client.calls == []
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="which holds no model .config.json and .*: give a model folder, a checkpoint"):
+        push_to_hub(tmp_path, "org/model", client=Client())
+    with pytest.raises(ValueError, match="private = 'no': expected True or False"):
+        push_to_hub(tmp_path, "org/model", private="no", client=Client())
+
+
+def test_without_a_token_nothing_is_asked(run_folder, monkeypatch):
+    monkeypatch.setattr(hub_upload, "can_push", lambda: False)
+    with pytest.raises(UploadError, match="nothing was uploaded, since this machine has no token of the hub"):
+        push_to_hub(run_folder, "org/model")

@@ -17,14 +17,14 @@ OUTSIDE = {
 """Documents whose page has another place than below docs/."""
 
 NAVIGATION: dict[str, tuple[str, ...]] = {
-    "Begin": ("installation", "guides/your-data-your-reward", "documents"),
+    "Begin": ("start", "installation", "guides/your-data-your-reward", "documents"),
     "Algorithms": ("guides/algorithms", "guides/grpo", "guides/dapo", "guides/prorlv2", "guides/ppo"),
     "Use": (
-        "troubleshooting", "supported-models", "transformers", "guides/data", "guides/environments",
+        "metrics", "troubleshooting", "supported-models", "transformers", "guides/data", "guides/environments",
         "guides/evaluation", "cluster", "guides/async",
     ),
-    "Look up": ("configuration", "configurations", "api"),
-    "Come from": ("porting-from-nemo-rl",),
+    "Look up": ("configuration", "configuration-without-effect", "configurations", "command-line", "api"),
+    "Come from": ("coming-from-trl", "coming-from-verl", "porting-from-nemo-rl"),
     "Change": ("architecture", "kernels", "benchmarks", "contributing", "source-map", "changelog"),
 }  # fmt: skip
 """Caption of the sidebar -> its pages, in reading order. A document that stands in none of them is put under "More"."""

@@ -38,7 +38,8 @@ _HEADINGS = {"Args:": "Arguments", "Attributes:": "Attributes", "Raises:": "Rais
 def public_names(module: ModuleType) -> list[str]:
     """Names of `__all__`, or else the classes and functions that the module itself defines."""
     if hasattr(module, "__all__"):
-        return [name for name in module.__all__ if not name.startswith("_")]
+        names = [name for name in module.__all__ if not name.startswith("_")]
+        return sorted(names, key=lambda name: name[:1].isupper())  # functions first: one begins with them
     return [
         name
         for name, value in vars(module).items()

@@ -65,7 +65,7 @@ def commands() -> dict[str, str]:
     """Name of each command -> what the list of commands says about it."""
     text, _ = help_of([])
     listed = re.split(r"^(?:commands|positional arguments):\n", text, flags=re.M)[1].partition("\n\n")[0]
-    return {name: said for name, said in re.findall(r"^ {2,4}([a-z][\w-]*)  +(\S.*)$", listed, re.M)}
+    return dict(re.findall(r"^ {2,4}([a-z][\w-]*)  +(\S.*)$", listed, re.M))
 
 
 def _cell(text: str) -> str:

@@ -29,8 +29,12 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "nemo_rl_cpp.models.policy.interfaces", "nemo_rl_cpp.models.generation.interfaces",
         "nemo_rl_cpp.models.value.interfaces", "nemo_rl_cpp.weight_sync.interfaces", "nemo_rl_cpp.loggers.interface",
     )),
+    ("Short names for classes of your own", (
+        "nemo_rl_cpp.environments.utils:register_env", "nemo_rl_cpp.data.datasets.response_datasets:register_dataset",
+        "nemo_rl_cpp.data.processors:register_processor", "nemo_rl_cpp.config.logger:register_logger",
+    )),
 )  # fmt: skip
-"""Heading -> modules whose public names stand below it."""
+"""Heading -> modules whose public names stand below it; `module:name` is one name of a module."""
 
 _HEADINGS = {"Args:": "Arguments", "Attributes:": "Attributes", "Raises:": "Raises", "Returns:": "Returns"}
 
@@ -137,10 +141,10 @@ def page() -> str:
     ]  # fmt: skip
     for heading, names in SECTIONS:
         lines += [f"## {heading}", ""]
-        for module_name in names:
+        for module_name, _, only in (name.partition(":") for name in names):
             module = importlib.import_module(module_name)
-            if len(names) > 1:
+            if len(names) > 1 and not only:
                 lines += [f"### `{module_name}`", "", markdown((module.__doc__ or "").partition("\n\n")[0]), ""]
-            for name in public_names(module):
+            for name in [only] if only else public_names(module):
                 lines += _entry(module, name)
     return "\n".join(lines)

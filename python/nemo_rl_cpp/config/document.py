@@ -1,7 +1,12 @@
-"""Writes docs/configuration.md from the schema: `python -m nemo_rl_cpp.config.document > docs/configuration.md`."""
+"""Writes the pages about configuration from the schema.
+
+python -m nemo_rl_cpp.config.document > docs/configuration.md
+python -m nemo_rl_cpp.config.document --without-effect > docs/configuration-without-effect.md
+"""
 
 from __future__ import annotations
 
+import sys
 import types
 import typing
 
@@ -28,11 +33,22 @@ With this page you write the YAML file of a run and find every key. The page is 
 |---|---|---|
 @FIRST@
 
-In a PPO run the keys of `grpo` stand in the section `ppo`. Keys that change nothing stand [at the end](#keys-that-change-nothing).
+In a PPO run the keys of `grpo` stand in the section `ppo`. This page has the keys that do something. NeMo RL's other keys, which are accepted
+and change nothing, have [a page of their own](configuration-without-effect.md).
 
-    uv run examples/run_grpo_math.py --config configs/grpo_arithmetic_smollm2.yaml [overrides]
-    nemo-rl-cpp check --config FILE [overrides]       # report every mistake, start nothing
-    ... --dry-run                                     # show the resolved configuration and a memory forecast
+| command | what it does |
+|---|---|
+| `nemo-rl-cpp train --config FILE [overrides]` | trains |
+| `nemo-rl-cpp check --config FILE [overrides]` | reports every mistake and starts nothing |
+| `nemo-rl-cpp train --config FILE --dry-run` | shows a forecast of memory and the resolved configuration |
+
+## Which way to turn them
+
+Change one key at a time, and compare the runs. [Reading the metrics](metrics.md) explains the metrics.
+
+| what you see | key | turn it |
+|---|---|---|
+@SYMPTOMS@
 
 ## Files
 
@@ -105,9 +121,46 @@ _FIRST = (
 )
 """The fifteen keys that a newcomer changes, and what each sets."""
 
-_IDLE = """## Keys that change nothing
+_SYMPTOMS = (
+    ("the reward stays flat, and the gradient is not 0", "policy.optimizer.kwargs.lr", "up, by a factor of 2 to 3"),
+    (
+        "the reward rises, then falls; `train/approx_entropy` drops fast",
+        "policy.optimizer.kwargs.lr",
+        "down, by a factor of 2 to 3",
+    ),
+    ("most groups are all right or all wrong", "grpo.num_generations_per_prompt", "up: 16 or 32. Or other data"),
+    ("most groups are all right or all wrong, and generation is cheap", "grpo.use_dynamic_sampling", "`true`"),
+    (
+        "the reward jumps from step to step",
+        "grpo.num_prompts_per_step",
+        "up, and `policy.train_global_batch_size` with it",
+    ),
+    (
+        "many responses are cut off (`train/truncation_rate`)",
+        "policy.generation.max_new_tokens",
+        "up, and `policy.max_total_sequence_length` with it",
+    ),
+    ("prompts are cut off (`train/cut_prompts_rate`)", "data.max_input_seq_length", "up"),
+    (
+        "answers of a chat model look strange",
+        "policy.tokenizer.chat_template",
+        "`default` for a chat model, `null` for a base model",
+    ),
+    ("the text degrades, or the policy finds a trick", "loss_fn.reference_policy_kl_penalty", "up: 0.01 to 0.1"),
+    ("`train/kl_penalty` is large and learning is slow", "loss_fn.reference_policy_kl_penalty", "down: 0.001 or 0"),
+    ("the policy stops exploring", "loss_fn.ratio_clip_max", "up: 0.28, as DAPO does"),
+    ("one step has few updates", "policy.train_global_batch_size", "down: several updates on the samples of a step"),
+    ("the run does not fit into memory", "policy.train_micro_batch_size", "down"),
+    ("it still does not fit", "policy.max_total_sequence_length", "down"),
+    ("validation takes long", "grpo.val_period", "up, or `grpo.max_val_samples` down"),
+    ("two validations differ by chance", "grpo.max_val_samples", "up: the interval shrinks with its square root"),
+)
+"""What one sees in a run, the key to turn, and which way."""
 
-NeMo RL has these keys, and they are accepted so that its files load.
+_IDLE = """# Keys that change nothing
+
+NeMo RL has these keys, and they are accepted so that its files load. You need this page only if you wonder about such a key: [configuration](configuration.md)
+has the keys that do something. This page is made from the schema (`python -m nemo_rl_cpp.config.document --without-effect`).
 
 | mark | meaning |
 |---|---|
@@ -182,7 +235,7 @@ def _section(model: type[Section], name: str, lines: list[str], idle: list[str])
     elif not rest:
         lines += title
     if rest:
-        idle += [f"### Of `{name}`", "", *([] if effective else title[2:]), *_HEADER, *rest, ""]
+        idle += [f"## `{name}`", "", *([] if effective else title[2:]), *_HEADER, *rest, ""]
     for key, found in inner:
         _section(found, f"{name}.{key}", lines, idle)
 
@@ -197,13 +250,28 @@ def _default_of(dotted: str) -> str:
 def _introduction() -> list[str]:
     first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in _FIRST)
     spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in SPELLINGS)
-    return [_INTRODUCTION.replace("@FIRST@", first).replace("@SPELLINGS@", spellings)]
+    symptoms = "\n".join(f"| {seen} | `{key}` | {way} |" for seen, key, way in _SYMPTOMS)
+    page = _INTRODUCTION.replace("@FIRST@", first).replace("@SPELLINGS@", spellings)
+    return [page.replace("@SYMPTOMS@", symptoms)]
 
 
 def document() -> str:
-    """The whole page."""
-    lines = [*_introduction(), "## A GRPO, DAPO or ProRLv2 run", ""]
-    idle: list[str] = []
+    """The page of the keys that do something."""
+    return _joined([*_introduction(), *_parts()[0]])
+
+
+def document_without_effect() -> str:
+    """The page of the keys that change nothing."""
+    return _joined([_IDLE, *_parts()[1]])
+
+
+def _joined(lines: list[str]) -> str:
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _parts() -> tuple[list[str], list[str]]:
+    """The lines about the keys that do something, and about those that change nothing."""
+    lines, idle = ["## A GRPO, DAPO or ProRLv2 run", ""], []
     shown_sections: set[str] = set()
     titles = (
         (GRPOMasterConfig, None),
@@ -224,10 +292,11 @@ def document() -> str:
             elif name == "env":
                 _environments(lines, idle)
             else:
-                (idle if _is_idle(info) else lines).extend([f"### `{name}`", "", *_HEADER, _row(name, info), ""])
+                into, level = (idle, "##") if _is_idle(info) else (lines, "###")
+                into += [f"{level} `{name}`", "", *_HEADER, _row(name, info), ""]
         if master is GRPOMasterConfig:
             _datasets(lines)
-    return "\n".join([*lines, _IDLE, *idle]).rstrip() + "\n"
+    return lines, idle
 
 
 def _environments(lines: list[str], idle: list[str]) -> None:
@@ -249,4 +318,4 @@ def _datasets(lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    print(document_without_effect() if "--without-effect" in sys.argv else document(), end="")

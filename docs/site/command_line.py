@@ -1,0 +1,134 @@
+"""Writes docs/command-line.md from the help of every command: `python docs/site/command_line.py --write`."""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "command-line.md"
+INTRODUCTION = """# Command line
+
+`nemo-rl-cpp COMMAND --help` prints what stands here. The page is made from the commands' own help
+(`python docs/site/command_line.py --write`), and a test compares the two.
+
+In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are the same commands:
+
+| script | command |
+|---|---|
+| `examples/run_grpo_math.py`, `python -m nemo_rl_cpp.run_grpo_math` | `nemo-rl-cpp train` with a file of GRPO, RLOO, GDPO, DAPO or ProRLv2 |
+| `examples/run_ppo.py`, `python -m nemo_rl_cpp.run_ppo` | `nemo-rl-cpp train` with a file of PPO or VAPO |
+| `examples/run_eval.py`, `python -m nemo_rl_cpp.run_eval` | `nemo-rl-cpp eval` |
+
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | an error; one sentence says which |
+| 2 | the command line or the configuration has a mistake |
+| 130, 143 | Ctrl-C or SIGTERM ended the command at once |
+
+## The commands
+
+| command | what it does |
+|---|---|
+"""
+
+
+def help_of(words: list[str]) -> tuple[str, argparse.ArgumentParser | None]:
+    """What `nemo-rl-cpp WORDS --help` prints, and the parser that printed it, if one did."""
+    from nemo_rl_cpp import cli
+
+    parsers: list[argparse.ArgumentParser] = []
+    plain = argparse.ArgumentParser.print_help
+
+    def note(self: argparse.ArgumentParser, file: object = None) -> None:
+        parsers.append(self)
+        plain(self, file)
+
+    printed, said, before = io.StringIO(), io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "500"  # nothing is broken into lines
+    argparse.ArgumentParser.print_help = note
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            cli.main([*words, "--help"])
+    finally:
+        argparse.ArgumentParser.print_help = plain
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return printed.getvalue() or said.getvalue(), parsers[-1] if parsers else None
+
+
+def commands() -> dict[str, str]:
+    """Name of each command -> what the list of commands says about it."""
+    text, _ = help_of([])
+    listed = re.split(r"^(?:commands|positional arguments):\n", text, flags=re.M)[1].partition("\n\n")[0]
+    return dict(re.findall(r"^ {2,4}([a-z][\w-]*)  +(\S.*)$", listed, re.M))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
+def _sentence(text: str) -> str:
+    plain = _cell(" ".join(text.split()))
+    return plain[:1].upper() + plain[1:] + ("" if plain.endswith(".") else ".")
+
+
+def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    """An option with its value, as one writes it."""
+    formatter = parser.formatter_class(prog="")
+    if not action.option_strings:
+        return f"`{formatter._metavar_formatter(action, action.dest)(1)[0]}`"
+    if action.nargs == 0:
+        return ", ".join(f"`{name}`" for name in action.option_strings)
+    value = formatter._format_args(action, action.dest.upper())
+    return ", ".join(f"`{name} {value}`" for name in action.option_strings)
+
+
+def section(name: str, said: str) -> str:
+    """The part of the page about a command that does what is `said`. A usage that no parser of argparse prints is shown as it
+    is; a command that prints no help takes no options."""
+    text, parser = help_of([name])
+    lines = [f"## `nemo-rl-cpp {name}`", ""]
+    if parser is None:
+        usage = ["```text", text.rstrip(), "```", ""] if text.startswith("usage") else []
+        return "\n".join([*lines, _sentence(said), "", *usage])
+    lines += [_sentence(parser.description or said), ""]
+    lines += ["| argument | default | meaning |", "|---|---|---|"]
+    for action in parser._actions:
+        if action.dest in ("help", "version", "debug") or action.help == argparse.SUPPRESS:
+            continue
+        shown = action.default not in (None, False, [], argparse.SUPPRESS) and "%(default)" not in (action.help or "")
+        said = (action.help or "") % {**vars(action), "prog": f"nemo-rl-cpp {name}"}
+        lines.append(f"| {_option(action, parser)} | {f'`{action.default}`' if shown else ''} | {_cell(said)} |")
+    names = {action.dest for action in parser._actions}
+    common = [option for option in ("debug", "version") if option in names]
+    if common:
+        lines.append(
+            f"| {', '.join(f'`--{option}`' for option in common)} | | the traceback of an error; the version |"
+        )
+    if parser.epilog:
+        more, _, shipped = parser.epilog.partition("shipped configurations:")
+        lines += ["", "```text", more.strip("\n") % {"prog": f"nemo-rl-cpp {name}"}, "```"]
+        lines += (
+            ["", "The shipped configurations are listed [on a page of their own](../configs/README.md)."]
+            if shipped
+            else []
+        )
+    return "\n".join([*lines, ""])
+
+
+def page() -> str:
+    listed = commands()
+    rows = [f"| [`{name}`](#nemo-rl-cpp-{name}) | {_cell(said)} |" for name, said in listed.items()]
+    return INTRODUCTION + "\n".join(rows) + "\n\n" + "\n".join(section(name, said) for name, said in listed.items())
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")

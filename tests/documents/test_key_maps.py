@@ -1,0 +1,90 @@
+"""The pages "coming from" name keys that exist, and agree with what an error says about another trainer's key."""
+
+import inspect
+import re
+from functools import cache
+
+import nemo_rl_cpp
+import pytest
+from documents.snippets import ROOT
+from nemo_rl_cpp.config.foreign_names import FOREIGN
+from nemo_rl_cpp.config.keys import fields_of, section_at
+from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
+
+PAGES = {name: (ROOT / "docs" / f"coming-from-{name}.md").read_text() for name in ("trl", "verl")}
+SECTIONS = {
+    "grpo",
+    "ppo",
+    "policy",
+    "value",
+    "loss_fn",
+    "value_loss_fn",
+    "data",
+    "env",
+    "checkpointing",
+    "logger",
+    "cluster",
+}
+OF_A_DATA_SET = {"data.train.data_path", "data.validation.data_path", "data.train.input_key"}
+OF_THE_LIBRARY = ("policy.optimizer.kwargs.", "policy.tokenizer.chat_template_kwargs", "env.reward_functions.")
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of the tables that have two or three columns of keys."""
+    found = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in PAGES[page].splitlines() if line.startswith("| ")]
+    return [cells for cells in found if cells[0].startswith("`")]
+
+
+@cache
+def exists(key: str) -> bool:
+    if key in OF_A_DATA_SET or key.startswith(OF_THE_LIBRARY):
+        return True
+    for master in (GRPOMasterConfig, PPOMasterConfig):
+        try:
+            parent, _, last = key.rpartition(".")
+            if last in dict(fields_of(section_at(master, parent))):
+                return True
+        except (KeyError, AttributeError, TypeError):
+            continue
+    return False
+
+
+def keys_in(cell: str) -> list[str]:
+    """The keys of this package that a cell names, without their values."""
+    found = (text.partition(":")[0] for text in re.findall(r"`([^`]+)`", cell))
+    return [text for text in found if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", text) and text.partition(".")[0] in SECTIONS]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_exist(page):
+    named = {key for cells in rows(page) for key in keys_in(cells[1])}
+    assert len(named) > 40
+    assert sorted(key for key in named if not exists(key)) == []
+
+
+def test_a_key_that_is_gone_is_found():
+    assert not exists("grpo.num_promts_per_step") and not exists("nobody.knows")
+    assert exists("policy.generation.top_p") and exists("ppo.adv_estimator.gae_lambda")
+
+
+def test_keywords_of_train_grpo_exist():
+    parameters = set(inspect.signature(nemo_rl_cpp.train_grpo).parameters)
+    wrong = []
+    for cells in rows("trl"):
+        for name in re.findall(r"`([a-z_]+)(?:=\w+)?`", cells[2]) if len(cells) > 2 else ():
+            dotted = name.replace("__", ".") if "__" in name else f"grpo.{name}"
+            if name not in parameters and not exists(dotted):
+                wrong.append(name)
+    assert wrong == []
+
+
+def test_errors_and_pages_agree():
+    """Where `foreign_names` knows what a key is called here, a page says the same."""
+    said: dict[str, set[str]] = {}
+    for page in PAGES:
+        for cells in rows(page):
+            for name in re.findall(r"`([^`:]+)[^`]*`", cells[0]):
+                said.setdefault(name.rpartition(".")[2], set()).update(keys_in(cells[1]))
+    differing = {name: (key, said[name]) for name, key in FOREIGN.items() if name in said and key not in said[name]}
+    assert differing == {}
+    assert len(FOREIGN.keys() & said.keys()) > 45

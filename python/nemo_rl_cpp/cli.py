@@ -72,6 +72,21 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.set_defaults(run=_generate)
 
 
+def _serve(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """`serve`: a model behind HTTP."""
+    from nemo_rl_cpp.serving.command import run
+
+    return _refuse(f"unknown arguments: {' '.join(rest)}") if rest else run(arguments)
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from nemo_rl_cpp.serving.command import add_arguments
+
+    parser = commands.add_parser("serve", help="serve a model or a checkpoint over HTTP, as OpenAI and vLLM do")
+    add_arguments(parser)
+    parser.set_defaults(run=_serve)
+
+
 def _train(arguments: Sequence[str]) -> int:
     """`train`: the run script of the configuration's kind."""
     from nemo_rl_cpp import run_grpo_math, run_ppo
@@ -138,6 +153,7 @@ def _main(argv: Sequence[str] | None) -> int:
         commands.add_parser(name, help=help_text, add_help=False)
     _add_check(commands)
     _add_generate(commands)
+    _add_serve(commands)
     for name in set(commands.choices) - set(_PASSED_ON):
         add_common_options(commands.choices[name])
     arguments, rest = parser.parse_known_args(words)

@@ -55,7 +55,6 @@ class VllmConfig(Section):
     http_refit_server_port: Int | None = no_effect(None)
     enable_prefix_caching: bool | None = no_effect(None, "a prompt is always computed once for its group")
     env_vars: dict[str, object] | None = no_effect(None)
-    expose_http_server: bool = only(False, why="there is no HTTP server of the policy")
     http_server_serving_chat_kwargs: dict[str, object] | None = no_effect(None)
     reasoning_parser_plugin: str | None = no_effect(None)
     compilation_config: dict[str, object] | None = no_effect(None)
@@ -120,4 +119,4 @@ class McoreGenerationConfig(Section):
     num_speculative_tokens: Int = no_effect(0)
     refit_backend: str = no_effect("nccl")
     parsers: list = no_effect([])
-    expose_http_server: bool = no_effect(False)
+    expose_http_server: bool = only(False, why="the policy's server is policy.generation.expose_http_server")

@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, m) {
   nemo_rl::bindings::bind_refit(m);
   nemo_rl::bindings::bind_model(m);
   nemo_rl::bindings::bind_generation(m);
+  nemo_rl::bindings::bind_resident(m);
 }

@@ -16,5 +16,6 @@ void bind_distributed(py::module_& m);
 void bind_refit(py::module_& m);
 void bind_model(py::module_& m);
 void bind_generation(py::module_& m);
+void bind_resident(py::module_& m);
 
 }  // namespace nemo_rl::bindings

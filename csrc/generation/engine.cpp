@@ -3,17 +3,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "common/check.h"
-#include "ops/sampling.h"
 
 namespace nemo_rl::generation {
 namespace {
-
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 std::int64_t sum_of_largest(std::vector<std::int64_t> values, std::int64_t count) {
   std::sort(values.begin(), values.end(), std::greater<>());
@@ -23,11 +17,6 @@ std::int64_t sum_of_largest(std::vector<std::int64_t> values, std::int64_t count
 }
 
 }  // namespace
-
-struct Engine::Draw {
-  Sequence* sequence = nullptr;
-  std::int64_t logits_row = 0;
-};
 
 Engine::Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::shared_ptr<const TokenBytes> token_bytes)
     : runner_(std::move(runner)), config_(config), token_bytes_(std::move(token_bytes)) {
@@ -69,7 +58,7 @@ std::vector<Generation> Engine::generate(const std::vector<std::vector<std::int6
   add(prompts, requests);
   while (scheduler_->has_unfinished()) {
     if (interrupted && interrupted()) throw GenerationInterrupted();
-    step(drawn);
+    just_finished_ = run_step(*runner_, *scheduler_, *token_bytes_, config_.with_entropy, metrics_, drawn);
     if (finished && !just_finished_.empty() && scheduler_->has_unfinished()) tell(finished);
   }
   NRL_CHECK(scheduler_->blocks().num_used() == 0, scheduler_->blocks().num_used(), " cache blocks were not given back");
@@ -94,22 +83,14 @@ void Engine::tell(const Finished& finished) {
 void Engine::check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const {
   NRL_CHECK_ARG(request.prompt >= 0 && request.prompt < static_cast<std::int64_t>(prompts.size()), "prompt ",
                 request.prompt, " of ", prompts.size(), " prompts");
-  const auto& prompt = prompts[request.prompt];
-  NRL_CHECK_ARG(!prompt.empty(), "prompt ", request.prompt,
-                " is empty: generation needs at least one token, e.g. the tokenizer's BOS");
-  ops::check_rule(request.params.rule);
-  NRL_CHECK_ARG(request.params.max_new_tokens >= 1, "max_new_tokens = ", request.params.max_new_tokens,
-                ": expected at least 1");
-  NRL_CHECK_ARG(!request.params.stop_strings || !token_bytes_->empty(),
-                "stop strings need the bytes of every token: give the engine a tokenizer");
+  if (prompts[request.prompt].empty()) check_prompt(request.prompt, {}, runner_->vocab_size());  // the others: add()
+  check_sampling(request.params, *token_bytes_);
 }
 
 void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests) {
   const std::int64_t V = runner_->vocab_size();
   for (std::size_t p = 0; p < prompts.size(); ++p) {
-    for (const std::int64_t id : prompts[p]) {
-      NRL_CHECK_ARG(id >= 0 && id < V, "prompt ", p, " holds token ", id, ", but the vocabulary has ", V, " tokens");
-    }
+    if (!prompts[p].empty()) check_prompt(static_cast<std::int64_t>(p), prompts[p], V);  // one without requests may be
     groups_.push_back(std::make_unique<PromptGroup>());
     groups_.back()->tokens = prompts[p];
     groups_.back()->priority = static_cast<std::int64_t>(p);
@@ -169,70 +150,6 @@ void Engine::release_cache() {
   NRL_CHECK(!busy_, "release_cache() was called while generate() runs");
   runner_->release_cache();
   cache_blocks_ = 0;
-}
-
-void Engine::step(const Drawn& drawn) {
-  const std::int64_t preempted = scheduler_->preemptions();
-  const StepPlan plan = scheduler_->schedule();
-  auto start = std::chrono::steady_clock::now();
-  const at::Tensor logits = runner_->forward(plan.batch);
-  metrics_.forward_seconds += seconds_since(start);
-
-  start = std::chrono::steady_clock::now();
-  scheduler_->computed(plan);
-  append_sampled(plan, logits, drawn);
-  metrics_.sampling_seconds += seconds_since(start);
-
-  metrics_.steps += 1;
-  metrics_.prefill_tokens += plan.prefill_tokens;
-  metrics_.decode_tokens += plan.decode_tokens;
-  metrics_.sequence_steps += scheduler_->num_running();
-  metrics_.peak_blocks = std::max(metrics_.peak_blocks, scheduler_->blocks().num_used());
-  metrics_.preemptions += scheduler_->preemptions() - preempted;
-  scheduler_->retire_finished();
-}
-
-/// A running sequence draws its next token; a prompt's last logits serve all its generations that have none yet.
-std::vector<Engine::Draw> Engine::draws_of(const StepPlan& plan) const {
-  std::vector<Draw> draws;
-  for (const PlannedSlice& slice : plan.slices) {
-    if (slice.logits_row < 0) continue;
-    if (slice.sequence) {
-      draws.push_back({slice.sequence, slice.logits_row});
-      continue;
-    }
-    for (Sequence* s : slice.group->pending) {
-      if (s->generated.empty()) draws.push_back({s, slice.logits_row});
-    }
-  }
-  return draws;
-}
-
-void Engine::append_sampled(const StepPlan& plan, const at::Tensor& logits, const Drawn& drawn) {
-  just_finished_.clear();
-  if (plan.batch.logits_rows.empty()) return;
-  NRL_CHECK(logits.defined() && logits.dim() == 2 &&
-                logits.size(0) == static_cast<std::int64_t>(plan.batch.logits_rows.size()) &&
-                logits.size(1) == runner_->vocab_size(),
-            "the model runner gave logits of another shape than [", plan.batch.logits_rows.size(), ", ",
-            runner_->vocab_size(), "]");
-  const std::vector<Draw> draws = draws_of(plan);
-  std::vector<ops::RowDraw> rows;
-  rows.reserve(draws.size());
-  for (const Draw& d : draws) {
-    rows.push_back({d.logits_row, d.sequence->params.rule, random_uniform(d.sequence->random_key())});
-    rows.back().rule.vocab_block = runner_->vocab_block();
-  }
-  const auto sampled = ops::sample_rows(logits, rows, config_.with_entropy);
-  for (std::size_t i = 0; i < draws.size(); ++i) {
-    Sequence& s = *draws[i].sequence;
-    NRL_CHECK(sampled[i].token >= 0, "the model's logits are not finite for request ", s.id, " (draw ", s.key.draw_id,
-              ", sample ", s.key.sample, ") at position ", s.length());
-    s.append(sampled[i], *token_bytes_);
-    if (drawn) drawn(s.id, sampled[i].token);
-    if (s.finished()) just_finished_.push_back(&s);
-  }
-  metrics_.generated_tokens += static_cast<std::int64_t>(draws.size());
 }
 
 }  // namespace nemo_rl::generation

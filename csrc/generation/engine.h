@@ -1,5 +1,4 @@
-// The generation engine: continuous batching of requests over a ModelRunner. A step is schedule, forward, sample,
-// append.
+// The generation engine: continuous batching of requests over a ModelRunner, for batches that are known from the start.
 //
 // The result of a request depends only on its prompt, its parameters and its random key. It never depends on other
 // requests, the batch size, chunk sizes, preemptions or the number of threads.
@@ -10,8 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "generation/model_runner.h"
-#include "generation/scheduler.h"
+#include "generation/engine_step.h"
 
 namespace nemo_rl::generation {
 
@@ -36,21 +34,6 @@ struct Generation {
   FinishReason finish_reason = FinishReason::none;
 };
 
-/// Sums since the last reset.
-struct EngineMetrics {
-  std::int64_t steps = 0;
-  std::int64_t generated_tokens = 0;
-  std::int64_t prefill_tokens = 0;  ///< prompt tokens computed, and tokens computed again after a preemption
-  std::int64_t decode_tokens = 0;
-  std::int64_t shared_prompt_tokens =
-      0;                            ///< prompt tokens that generations took from their group instead of computing them
-  std::int64_t sequence_steps = 0;  ///< running sequences, summed over steps
-  std::int64_t peak_blocks = 0;
-  std::int64_t preemptions = 0;
-  double forward_seconds = 0;
-  double sampling_seconds = 0;
-};
-
 /// Thrown when the interrupt callback returned true. All requests were given up.
 class GenerationInterrupted : public std::runtime_error {
  public:
@@ -60,9 +43,6 @@ class GenerationInterrupted : public std::runtime_error {
 /// Requests (by index) that have ended, and the tokens of each.
 using Finished = std::function<void(const std::vector<std::int64_t>& requests,
                                     const std::vector<const std::vector<std::int64_t>*>& token_ids)>;
-
-/// Request `request` has drawn `token_id`.
-using Drawn = std::function<void(std::int64_t request, std::int64_t token_id)>;
 
 class Engine {
  public:
@@ -95,14 +75,9 @@ class Engine {
   const EngineConfig& config() const { return config_; }
 
  private:
-  struct Draw;
-
   void add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests);
   void check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const;
   void prepare_cache();
-  void step(const Drawn& drawn);
-  std::vector<Draw> draws_of(const StepPlan& plan) const;
-  void append_sampled(const StepPlan& plan, const at::Tensor& logits, const Drawn& drawn);
   void tell(const Finished& finished);
 
   std::shared_ptr<ModelRunner> runner_;

@@ -194,6 +194,16 @@ void Scheduler::retire_finished() {
   });
 }
 
+void Scheduler::remove(Sequence* sequence) {
+  blocks_.release(sequence->blocks);
+  std::erase(running_, sequence);
+  PromptGroup* const group = sequence->group;
+  std::erase(group->pending, sequence);
+  if (!group->pending.empty()) return;
+  release_prompt(group);
+  std::erase(queue_, group);
+}
+
 void Scheduler::abort() {
   for (Sequence* s : running_) blocks_.release(s->blocks);
   for (PromptGroup* group : queue_) release_prompt(group);

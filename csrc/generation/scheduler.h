@@ -48,6 +48,9 @@ class Scheduler {
   void computed(const StepPlan& plan);
   /// Takes sequences that finished out of slots and groups, after their tokens were appended.
   void retire_finished();
+  /// Takes out one sequence that has not finished, wherever it is, and frees its blocks; not between schedule() and
+  /// computed().
+  void remove(Sequence* sequence);
   /// Forgets all sequences and frees all blocks.
   void abort();
 

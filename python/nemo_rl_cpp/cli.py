@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "eval": "evaluate a model or a checkpoint",
     "generate": "write text with a model or a checkpoint",
     "chat": "talk to a model or a checkpoint",
+    "serve": "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do",
     "check": "check a configuration with its overrides, without loading anything else",
     "configs": "list the shipped configurations, each with what it is",
     "models": "list the supported models with the memory that they need",

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.experience.batches import Rollouts
     from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
     from nemo_rl_cpp.models.value.interfaces import ValueInterface
+    from nemo_rl_cpp.serving.generation import ServedGeneration
 
 ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}
 """By the name of their section of the configuration."""
@@ -188,7 +189,7 @@ def make_parts(
 
 def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
     """A run of these parts. The state gets the limits of the configuration. ValueError where critic and estimator do not fit."""
-    loop, policy, environments, state = config.loop, parts.policy, parts.environments, parts.state
+    loop, policy, state = config.loop, parts.policy, parts.state
     if config.has_critic != (parts.value is not None):
         name, given = loop.adv_estimator.name, "no value model" if parts.value is None else "a value model"
         raise ValueError(
@@ -202,6 +203,27 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
         if parts.checkpoints is not None:
             parts.checkpoints.facts["run"] = parts.logger.run_id
     generation = parts.generation or policy.create_generation(config.policy.generation, seed=loop.seed)
+    if config.policy.generation.expose_http_server:
+        generation = _served(config, policy, generation, state)
+    try:
+        return _assembled(config, parts, generation)
+    except BaseException:
+        if config.policy.generation.expose_http_server:
+            generation.shutdown()
+        raise
+
+
+def _served(
+    config: TrainMasterConfig, policy: PolicyInterface, generation: GenerationInterface, state: TrainState
+) -> ServedGeneration:
+    """The engine with its HTTP server. Imported where it is asked for, as its packages are."""
+    from nemo_rl_cpp.serving.attach import serve_policy
+
+    return serve_policy(policy, generation, config.policy, lambda: state.step, config.loop.seed)
+
+
+def _assembled(config: TrainMasterConfig, parts: Parts, generation: GenerationInterface) -> TrainingRun:
+    loop, policy, environments, state = config.loop, parts.policy, parts.environments, parts.state
     algorithm = ALGORITHMS[config.algorithm]
     refit = create_weight_synchronizer(
         policy, generation, "native", colocated=engines_of(config) == 0, version=lambda: state.step

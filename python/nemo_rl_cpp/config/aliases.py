@@ -15,6 +15,8 @@ SPELLINGS: list[tuple[str, str]] = [
     )
 ] + [
     ("policy.generation.max_model_len", "policy.generation.vllm_cfg.max_model_len"),
+    ("policy.generation.vllm_cfg.expose_http_server", "policy.generation.expose_http_server"),
+    ("generation.vllm_cfg.expose_http_server", "generation.expose_http_server"),
     ("generation.max_model_len", "generation.vllm_cfg.max_model_len"),
     ("policy.automodel_cfg", "policy.dtensor_cfg"),
     ("value.automodel_cfg", "value.dtensor_cfg"),

@@ -83,7 +83,6 @@ class VllmConfig(Section):
     env_vars: dict[str, object] | None = key(
         None, "with python: environment variables of vLLM's process; else not read"
     )
-    expose_http_server: bool = only(False, why="there is no HTTP server of the policy")
     http_server_serving_chat_kwargs: dict[str, object] | None = no_effect(None)
     reasoning_parser_plugin: str | None = no_effect(None)
     compilation_config: dict[str, object] | None = no_effect(None)
@@ -148,4 +147,4 @@ class McoreGenerationConfig(Section):
     num_speculative_tokens: Int = no_effect(0)
     refit_backend: str = no_effect("nccl")
     parsers: list = no_effect([])
-    expose_http_server: bool = no_effect(False)
+    expose_http_server: bool = only(False, why="the policy's server is policy.generation.expose_http_server")

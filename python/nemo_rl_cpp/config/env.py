@@ -74,6 +74,31 @@ class GuessNumberEnvConfig(Section):
     stop_strings: StopStrings | None = key(None, "texts that end the next guess; null: those of the generation")
 
 
+class AgentEnvConfig(Section):
+    """Rollouts by a function of the user's that asks the policy over HTTP; needs policy.generation.expose_http_server."""
+
+    function: str = key(..., "dotted name of the function: it takes an AgentTask and returns the reward")
+    max_concurrency: Positive = key(64, "rollouts under way at the same time")
+    timeout_s: Real = key(600.0, "seconds for one rollout; one that is not over scores 0 and is not trained", gt=0)
+
+
+class VerifiersEnvConfig(Section):
+    """Rollouts of the package verifiers, by its own agents; needs policy.generation.expose_http_server."""
+
+    env: dict[str, Any] = key({}, "verifiers' own section env without its taskset: id, roles, timeouts")
+    harness: dict[str, Any] | None = key(None, "the agents' program, a mapping with id; null: that of the task set")
+    runtime: dict[str, Any] = key(
+        {"type": "subprocess"}, "where the program runs; its type subprocess: on this machine"
+    )
+    renderer: dict[str, Any] | None = key(
+        None, "how conversations become tokens, a mapping with name; null: by the model's name"
+    )
+    max_turns: Positive | None = key(None, "answers of the policy in a rollout; null: no limit but the program's")
+    max_tokens: Positive | None = key(None, "tokens of one answer; null: policy.generation.max_new_tokens")
+    max_concurrency: Positive = key(64, "rollouts under way at the same time")
+    timeout_s: Real = key(600.0, "seconds for one rollout; one that is not over scores 0 and is not trained", gt=0)
+
+
 class EnvironmentEntry(TypedDict, total=False):
     """What a name of `env` stands for: the dotted name of its class and, where its keys are known, its section."""
 
@@ -95,6 +120,8 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
     "reasoning_gym": _ours("reasoning_gym_environment.ReasoningGymEnvironment", ReasoningGymEnvConfig),
     "code": _ours("code_environment.CodeEnvironment", CodeEnvConfig),
     "guess_number": _ours("games.guess_number.GuessNumberEnv", GuessNumberEnvConfig),
+    "agent": _ours("agents.AgentFunctionEnvironment", AgentEnvConfig),
+    "verifiers": _ours("verifiers_environment.VerifiersEnvironment", VerifiersEnvConfig),
     "reward_functions": _ours("reward_environment.RewardFunctionEnvironment"),
 }
 """The table of environments. `register_env` adds one at run time; one without a section takes any keys."""

@@ -21,6 +21,7 @@ from .base import (
     section,
 )
 from .engines import ColocatedConfig, McoreGenerationConfig, RefitConfig, VllmConfig
+from .serving import HttpServerConfig
 
 
 class GenerationConfig(Section):
@@ -46,6 +47,12 @@ class GenerationConfig(Section):
     model_name: str | None = only(None, why="the policy itself generates: set policy.model_name")
     stop_token_ids: StopTokenIds | None = key(None, "tokens that end a response; null: the end tokens of the model")
     stop_strings: StopStrings | None = key(None, "texts that end a response; the response keeps them")
+    expose_http_server: bool = key(
+        False,
+        "true: the policy is served over HTTP during training, by the routes of OpenAI and vLLM, and agents can train through it: "
+        "docs/serving.md (alias: policy.generation.vllm_cfg.expose_http_server)",
+    )
+    http_server: HttpServerConfig = section(HttpServerConfig, "where and within which limits it is served")
     kv_cache_gb: Real | None = key(
         None, "memory for keys and values in GB; null: what the largest batch needs, within the free memory", gt=0
     )
@@ -108,3 +115,4 @@ class EvalGenerationConfig(GenerationConfig):
     )
     num_prompts_per_step: Int = key(-1, "prompts generated at a time; -1: all", ge=-1)
     temperature: Temperature = key(0.0, "sampling temperature; 0: greedy")
+    expose_http_server: bool = only(False, why="an evaluation serves nobody: nemo-rl-cpp serve does")

@@ -14,6 +14,7 @@ from .logger import LOGGER_BACKENDS
 from .loop import LoopConfig
 from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig, WholeConfig
 from .resources import check_resources, engines_of, trainers_of
+from .serving import check_serving
 
 
 def check(config: WholeConfig, report: Report) -> None:
@@ -183,6 +184,7 @@ def _check_run(config: TrainMasterConfig, loop: LoopConfig, name: str, report: R
     rules_vllm.check_vllm_run(config, report)
     rules_engine.check_sizes(config, report)
     rules_engine.check_offload(config, report)
+    check_serving(config, report)
     _check_checkpointing(config, report)
     for name, entry in LOGGER_BACKENDS.entries.items():
         package = entry.package if config.logger.is_enabled(name) else None

@@ -181,6 +181,17 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 
 
 @_processor
+def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
+    """Rows {"messages"} for agents, which ask the policy themselves: the environment gets the messages up to the last question as
+    `messages`, with the system prompt in front. The tokens are those of the contents, for their number alone.
+    """
+    messages, info = _asked(row, spec, "agent_data_processor")
+    messages = [*system_message(spec), *messages]
+    text = "\n".join(str(message["content"]) for message in messages)
+    return Prompt([Entry("user", text, prompt_ids(tokenizer, text))], {**info, "messages": messages})
+
+
+@_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Rows {"question", "options": {letter: text}, "answer"} (and "subject"): options are listed after the question."""
     name = "multichoice_qa_processor"
@@ -198,11 +209,12 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
     return Prompt(_separate_messages(question, spec, tokenizer), extra)
 
 
-FILLS_A_PLACE = (math_data_processor, math_hf_data_processor, raw_completion_data_processor)
+FILLS_A_PLACE = (math_data_processor, math_hf_data_processor, raw_completion_data_processor, agent_data_processor)
 """Processors that put the question into the prompt file's place `{}`."""
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
+    "agent_data_processor": agent_data_processor,
     "default": math_hf_data_processor,
     "math_data_processor": math_data_processor,
     "math_hf_data_processor": math_hf_data_processor,

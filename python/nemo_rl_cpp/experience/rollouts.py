@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nemo_rl_cpp.experience.agent_rollouts import are_made_by_agents, run_agent_rollouts
 from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.early_scoring import EarlyScoring
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
@@ -69,10 +70,13 @@ def run_multi_turn_rollout(
     `total_reward` float32 [B] (summed over turns; components under `reward/<name>`) and `truncated` bool [B]: a
     response ran out of room, or an observation did not fit. `draw_ids`, `sample_index` and `stream` of the batch go
     to the engine. Environments that score rows alone do so while other rows are still generated, where the engine says
-    which have ended. `deduplicate_multimodal_data` concerns images only, which this package does not have.
+    which have ended. `deduplicate_multimodal_data` concerns images only, which this package does not have. Environments whose
+    agents make the rollouts (`runs_rollouts`) are let do so.
 
     Returns (batch, rollout metrics with those of the environments).
     """
+    if are_made_by_agents(input_batch, task_to_env):
+        return run_agent_rollouts(policy_generation, input_batch, tokenizer, task_to_env, greedy)
     conversations = Conversations(input_batch.copy(), tokenizer, max_seq_len)
     for _ in range(max_rollout_turns):
         if not conversations.active:

@@ -193,8 +193,12 @@ class NativeGeneration(EngineSettings, GenerationInterface):
 
     def _limit_cache(self) -> None:
         """Of `cache_bytes` the engine takes what its requests can use."""
-        limit = self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")), self._memory_share)
+        limit = self.cache_bytes_now()
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
+
+    def cache_bytes_now(self) -> int:
+        """What keys and values of an engine on this model may take, of the memory that is free now."""
+        return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")), self._memory_share)
 
     def weight_digest(self) -> str:
         """Digest of the weights that the engine reads. RuntimeError when it was made without one."""

@@ -1,0 +1,104 @@
+#include "generation/resident_engine.h"
+
+#include <algorithm>
+
+#include "common/check.h"
+
+namespace nemo_rl::generation {
+namespace {
+
+/// As many blocks as full slots need, within the limit.
+std::int64_t blocks_of(const ModelRunner& runner, const ResidentConfig& config) {
+  NRL_CHECK_ARG(config.max_model_len >= 2, "max_model_len = ", config.max_model_len, ": expected at least 2");
+  NRL_CHECK_ARG(config.max_cache_bytes > 0, "max_cache_bytes = ", config.max_cache_bytes,
+                ": expected a positive number");
+  NRL_CHECK_ARG(config.scheduler.max_batch_size >= 1, "max_batch_size = ", config.scheduler.max_batch_size,
+                ": expected at least 1");
+  const std::int64_t one =
+      Scheduler::blocks_needed(config.max_model_len - 1, config.max_model_len, runner.block_size());
+  const std::int64_t limit = config.max_cache_bytes / std::max<std::int64_t>(runner.bytes_per_block(), 1);
+  NRL_CHECK_ARG(one <= limit, "one sequence of max_model_len = ", config.max_model_len, " tokens needs ", one,
+                " cache blocks (", static_cast<double>(one * runner.bytes_per_block()) / 1e9,
+                " GB), but the cache may hold ", limit, ": raise the cache's size or lower max_model_len");
+  return config.scheduler.max_batch_size >= limit / one ? limit : one * config.scheduler.max_batch_size;
+}
+
+}  // namespace
+
+ResidentEngine::ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConfig config,
+                               std::shared_ptr<const TokenBytes> token_bytes)
+    : runner_(std::move(runner)),
+      config_(config),
+      token_bytes_(token_bytes ? std::move(token_bytes) : std::make_shared<const TokenBytes>()),
+      num_blocks_(blocks_of(*runner_, config_)),
+      scheduler_(config_.scheduler, num_blocks_, runner_->block_size()) {}
+
+std::int64_t ResidentEngine::submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
+                                    const std::vector<RandomKey>& keys) {
+  check_prompt(0, prompt, runner_->vocab_size());
+  check_sampling(params, *token_bytes_);
+  NRL_CHECK_ARG(!keys.empty(), "a request for no generation");
+  const auto group = std::make_shared<PromptGroup>();
+  group->tokens = std::move(prompt);
+  group->priority = next_priority_++;
+  NRL_CHECK_ARG(group->length() < config_.max_model_len, "the prompt has ", group->length(),
+                " tokens, which leaves no room for an answer: the longest sequence is ", config_.max_model_len);
+  const std::int64_t first = next_sequence_;
+  std::vector<std::unique_ptr<Sequence>> made;
+  const std::int64_t room = config_.max_model_len - group->length();
+  for (const RandomKey& key : keys) {
+    auto s = std::make_unique<Sequence>();
+    s->id = first + static_cast<std::int64_t>(made.size());
+    s->group = group.get();
+    s->params = params;
+    s->key = key;
+    s->max_length = group->length() + std::min(params.max_new_tokens, room);
+    group->pending.push_back(s.get());
+    made.push_back(std::move(s));
+  }
+  scheduler_.add(group.get());
+  for (auto& s : made) {
+    const std::int64_t id = s->id;
+    sequences_.emplace(id, Member{group, std::move(s)});
+  }
+  next_sequence_ += static_cast<std::int64_t>(keys.size());
+  metrics_.shared_prompt_tokens += static_cast<std::int64_t>(keys.size() - 1) * group->length();
+  return first;
+}
+
+bool ResidentEngine::cancel(std::int64_t sequence) {
+  const auto found = sequences_.find(sequence);
+  if (found == sequences_.end()) return false;
+  scheduler_.remove(found->second.sequence.get());
+  sequences_.erase(found);
+  return true;
+}
+
+std::vector<DrawnToken> ResidentEngine::step() {
+  std::vector<DrawnToken> drawn;
+  if (!has_work()) return drawn;
+  try {
+    if (!has_cache_) runner_->allocate_cache(num_blocks_);
+    has_cache_ = true;
+    const auto note = [&](std::int64_t id, std::int64_t token) {
+      const Sequence& s = *sequences_.at(id).sequence;
+      drawn.push_back({id, token, s.logprobs.back(), s.finish_reason});
+    };
+    for (const Sequence* s : run_step(*runner_, scheduler_, *token_bytes_, false, metrics_, note)) {
+      sequences_.erase(s->id);
+    }
+  } catch (...) {
+    scheduler_.abort();
+    sequences_.clear();
+    throw;
+  }
+  return drawn;
+}
+
+void ResidentEngine::release_cache() {
+  NRL_CHECK(!has_work(), "release_cache() was called while ", sequences_.size(), " sequences are unfinished");
+  runner_->release_cache();
+  has_cache_ = false;
+}
+
+}  // namespace nemo_rl::generation

@@ -1,0 +1,77 @@
+// An engine whose batch never ends: requests join it and leave it between two steps. It serves callers that come at any
+// time; Engine answers batches that are known from the start.
+//
+// As there, the result of a request depends only on its prompt, its parameters and its random key.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "generation/engine_step.h"
+
+namespace nemo_rl::generation {
+
+struct ResidentConfig {
+  SchedulerConfig scheduler;
+  std::int64_t max_model_len = 0;  ///< limit of prompt and generation together
+  std::int64_t max_cache_bytes = std::int64_t{4} << 30;
+};
+
+/// A token that a sequence has drawn, and whether it ended with it.
+struct DrawnToken {
+  std::int64_t sequence = 0;
+  std::int64_t token_id = 0;
+  float logprob = 0;  ///< under the distribution it was drawn from
+  FinishReason finish_reason = FinishReason::none;
+};
+
+/// Not thread-safe: one thread submits, cancels and steps.
+class ResidentEngine {
+ public:
+  /// The cache takes what the scheduler's slots can fill, within max_cache_bytes; it is allocated by the first step.
+  ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConfig config,
+                 std::shared_ptr<const TokenBytes> token_bytes);
+
+  /// Adds one generation of `prompt` for every key; they share its prefill. Returns the number of the first; the others
+  /// follow. Numbers are never used twice. A generation ends at max_model_len at the latest.
+  ///
+  /// Throws ValueError for an empty prompt, a token id outside of the vocabulary, a prompt that leaves no room, bad
+  /// sampling parameters, stop strings without token bytes, or a sequence that cannot fit the cache.
+  std::int64_t submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
+                      const std::vector<RandomKey>& keys);
+
+  /// Takes a sequence out and frees its blocks. False if it is not there (any more).
+  bool cancel(std::int64_t sequence);
+
+  bool has_work() const { return !sequences_.empty(); }
+  /// The tokens of one step; none without work. Whatever is thrown, the engine is empty and usable afterwards.
+  std::vector<DrawnToken> step();
+
+  /// Gives the cache back until the next step. Throws RuntimeError while there is work.
+  void release_cache();
+
+  std::int64_t num_blocks() const { return num_blocks_; }
+  std::int64_t used_blocks() const { return scheduler_.blocks().num_used(); }
+  std::int64_t num_sequences() const { return static_cast<std::int64_t>(sequences_.size()); }
+  const ResidentConfig& config() const { return config_; }
+  const EngineMetrics& metrics() const { return metrics_; }
+
+ private:
+  struct Member {
+    std::shared_ptr<PromptGroup> group;
+    std::unique_ptr<Sequence> sequence;
+  };
+
+  std::shared_ptr<ModelRunner> runner_;
+  ResidentConfig config_;
+  std::shared_ptr<const TokenBytes> token_bytes_;
+  std::int64_t num_blocks_;
+  Scheduler scheduler_;
+  bool has_cache_ = false;
+  std::int64_t next_sequence_ = 0, next_priority_ = 0;
+  std::map<std::int64_t, Member> sequences_;
+  EngineMetrics metrics_;
+};
+
+}  // namespace nemo_rl::generation

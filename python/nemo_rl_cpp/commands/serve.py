@@ -1,0 +1,22 @@
+"""`nemo-rl-cpp serve`: a model or a checkpoint behind HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from nemo_rl_cpp.command_line import command_parser, run_guarded
+
+_EXAMPLES = """examples:
+  nemo-rl-cpp serve --model smollm2-135m-instruct
+  nemo-rl-cpp serve --model results/grpo_arithmetic_smollm2 --port 8080 --api-key secret"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until it is stopped."""
+    from nemo_rl_cpp.serving.command import add_arguments, run
+
+    parser = command_parser("serve", "Serve a model or a checkpoint over HTTP, as OpenAI and vLLM do.", _EXAMPLES)
+    add_arguments(parser)
+    known = parser.parse_args(arguments)
+    return run_guarded(partial(run, known), known)

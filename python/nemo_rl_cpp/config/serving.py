@@ -1,0 +1,41 @@
+"""The section `policy.generation.http_server` and its rules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .base import Int, Positive, Real, Section, key
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.errors import Report
+    from nemo_rl_cpp.config.master import TrainMasterConfig
+
+EXPOSED = "policy.generation.expose_http_server"
+
+
+class HttpServerConfig(Section):
+    """Where and within which limits the policy is served; read with expose_http_server."""
+
+    host: str = key("127.0.0.1", "address to listen at; the default is reached from this machine only", min_length=1)
+    port: Int = key(0, "0: a free one, which is printed", ge=0, le=65535)
+    api_key_variable: str | None = key(
+        None,
+        "environment variable with the key that requests must carry; null: a new key for each run, which agents are told",
+    )
+    max_queue: Positive = key(1024, "answers under way or waiting; more are refused with status 503")
+    max_batch_size: Positive = key(64, "answers that the server generates at the same time")
+    max_body_mb: Real = key(8.0, "size of a request in MiB", gt=0)
+    request_timeout_s: Real = key(600.0, "seconds for an answer, the wait for new weights included", gt=0)
+
+
+def check_serving(config: TrainMasterConfig, report: Report) -> None:
+    """The server needs the native engine in this process: it reads the weights where training writes them."""
+    generation, cluster = config.policy.generation, config.cluster
+    if not generation.expose_http_server:
+        return
+    if config.policy.backend == "hf":
+        report.add(EXPOSED, "is true, but the server is one of the native engine and policy.backend is hf: set one of the two the other way", "policy.backend")  # fmt: skip
+    if cluster.has_workers:
+        report.add(EXPOSED, f"is true, but the server needs the model in this process and cluster.executor is {cluster.executor}: set it to in_process", "cluster.executor")  # fmt: skip
+    if cluster.device == "cuda":
+        report.add(EXPOSED, "is true, but the server has been tested on CPUs only and cluster.device is cuda: set it to cpu", "cluster.device")  # fmt: skip

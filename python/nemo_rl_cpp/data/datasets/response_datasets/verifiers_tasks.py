@@ -1,0 +1,79 @@
+"""The tasks of the package verifiers as rows. What a task is stays with its task set: a row names it, and `env.verifiers` plays it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.data.datasets.list_dataset import ListDataset
+from nemo_rl_cpp.data.datasets.raw_dataset import RawDataset
+from nemo_rl_cpp.data.interfaces import Row
+
+if TYPE_CHECKING:
+    from verifiers.v1.task import Task
+
+INSTALL = "pip install 'nemo-rl-cpp[agents]'"
+
+
+def check_verifiers(what: str) -> None:
+    """ValueError where the package is missing."""
+    if importlib.util.find_spec("verifiers") is None:
+        raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
+
+
+@cache
+def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
+    """The tasks of a task set, given as JSON of its configuration (a mapping with `id`); the first `limit` of them."""
+    check_verifiers("a task set")
+    from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+    settings = json.loads(taskset)
+    try:
+        loaded = load_taskset(taskset_config_type(settings["id"]).model_validate(settings))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"data: taskset {settings['id']!r} is none of verifiers: {error}") from error
+    if limit is None and not loaded.bounded:
+        raise ValueError(f"data: the task set {settings['id']} has no end: set num_samples")
+    return list(loaded if limit is None else loaded.take(limit))
+
+
+class VerifiersDataset(RawDataset):
+    """The tasks of a task set of verifiers, by its id or a mapping with `id` and its settings: the first `num_samples` of them.
+
+    `split_validation_size` holds the last ones out, a number or a share.
+    """
+
+    task_name = "verifiers"
+    default_processor = "agent_data_processor"
+
+    def __init__(
+        self, taskset: str | Mapping[str, object] | None = None, num_samples: int | None = None, split_validation_size: float = 0,
+        seed: int = 42, **kwargs: object,
+    ) -> None:  # fmt: skip
+        settings = {"id": taskset} if isinstance(taskset, str) else dict(taskset or {})
+        if not isinstance(settings.get("id"), str) or not settings["id"]:
+            raise ValueError(f"data: taskset is {taskset!r}: give the id of a task set, or a mapping with id")
+        text = json.dumps(settings, sort_keys=True)
+        rows = [
+            self._row(task.data.prompt_text, number, text, settings["id"], num_samples)
+            for number, task in enumerate(tasks_of(text, num_samples))
+        ]
+        held = split_validation_size
+        held = held if isinstance(held, int) else max(1, round(held * len(rows))) if held else 0
+        if not 0 <= held < len(rows):
+            raise ValueError(
+                f"data: split_validation_size holds {held} of {len(rows)} tasks out, which leaves none to train on"
+            )
+        self.dataset = ListDataset(rows[: len(rows) - held])
+        self.val_dataset = ListDataset(rows[len(rows) - held :]) if held else None
+
+    def _row(self, text: str, number: int, taskset: str, name: object, limit: int | None) -> Row:
+        shown = text.strip() or f"task {number}"  # a task may have no prompt of its own
+        return {
+            "messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": None}],
+            "task_name": self.task_name,
+            "extra_env_info": {"taskset": taskset, "taskset_id": name, "task": number, "taskset_limit": limit},
+        }

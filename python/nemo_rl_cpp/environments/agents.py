@@ -1,0 +1,214 @@
+"""Environments whose rollouts an agent makes: it asks the policy behind HTTP as often as it likes, and says what came of it."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl_cpp.environments.loading import import_object
+from nemo_rl_cpp.errors import one_sentence, user_code
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import LLMMessageLogType
+    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+
+
+class Address(Protocol):
+    """Where the policy is found: see `serving.generation.ServerAddress`."""
+
+    base_url: str
+    api_key: str
+    model: str
+    header: str
+    tokenizer: str
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """One rollout to make.
+
+    Attributes:
+        key: of the rollout. Every request must carry it, as a header or as the field `rollout_key`.
+        messages: the prompt of the data's row, {"role", "content"} each.
+        info: what the row holds for its environment, `ground_truth` for instance.
+        address: where the policy is.
+    """
+
+    key: str
+    messages: list[dict[str, str]]
+    info: Mapping[str, object]
+    address: Address
+
+    @property
+    def base_url(self) -> str:
+        """For an OpenAI client."""
+        return self.address.base_url
+
+    @property
+    def api_key(self) -> str:
+        """For an OpenAI client."""
+        return self.address.api_key
+
+    @property
+    def model(self) -> str:
+        """The policy's name."""
+        return self.address.model
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Which every request of this rollout carries."""
+        return {self.address.header: self.key}
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What came of a rollout.
+
+    Attributes:
+        reward: of the whole rollout, or named parts of it.
+        error: why it failed, in a sentence; its samples are then not trained.
+        metrics: numbers, averaged over the rollouts of a step.
+    """
+
+    reward: float | dict[str, float] = 0.0
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
+    """The base of these environments. A rollout that fails or exceeds its time scores 0, is not trained, and is counted.
+
+    Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts; and the means of what the agents measure.
+    """
+
+    runs_rollouts = True
+
+    def __init__(self, max_concurrency: int, timeout_s: float) -> None:
+        self._max_concurrency, self._timeout_s = max_concurrency, timeout_s
+        self._errors = self._timeouts = 0
+        self._measured: dict[str, list[float]] = {}
+        self._said = False
+
+    @abc.abstractmethod
+    async def roll_out(self, task: AgentTask) -> AgentResult:
+        """Makes one rollout."""
+
+    def run_rollouts(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
+        """Makes all rollouts, `max_concurrency` at a time."""
+        results = asyncio.run(self._all(tasks))
+        for result in results:
+            for name, value in result.metrics.items():
+                self._measured.setdefault(name, []).append(float(value))
+        return results
+
+    async def _all(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
+        slots = asyncio.Semaphore(self._max_concurrency)
+        return list(await asyncio.gather(*(self._one(task, slots) for task in tasks)))
+
+    async def _one(self, task: AgentTask, slots: asyncio.Semaphore) -> AgentResult:
+        async with slots:
+            try:
+                result = await asyncio.wait_for(self.roll_out(task), self._timeout_s)
+            except TimeoutError:
+                self._timeouts += 1
+                return AgentResult(error=f"it was not over within {self._timeout_s:g} s (timeout_s)")
+            except Exception as error:  # noqa: BLE001 - one rollout must not end the run
+                result = AgentResult(error=one_sentence(error))
+        if result.error is not None:
+            self._errors += 1
+            if not self._said:
+                self._said = True
+                print(f"warning: the rollout {task.key} failed and is not trained: {result.error}", flush=True)
+        return result
+
+    def pop_metrics(self) -> dict[str, float]:
+        """As `Environment`."""
+        metrics = {"agent_errors": float(self._errors), "agent_timeouts": float(self._timeouts)}
+        metrics |= {name: sum(values) / len(values) for name, values in self._measured.items()}
+        self._errors = self._timeouts = 0
+        self._measured = {}
+        return metrics
+
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[dict]) -> EnvironmentReturn[dict]:
+        """There are no turns to be asked for."""
+        self._has_no_turns()
+
+    def global_post_process_and_metrics(self, batch: BatchedDataDict) -> tuple[BatchedDataDict, dict]:
+        """Nothing is left to be done."""
+        return batch, {}
+
+    def _has_no_turns(self) -> NoReturn:
+        raise ValueError(
+            "this environment makes its rollouts itself, through the policy's server: set policy.generation.expose_http_server=true"
+        )
+
+
+AgentFunction = Callable[[AgentTask], "Awaitable[float | AgentResult] | float | AgentResult"]
+
+
+class AgentFunctionEnvironment(AgentEnvironment):
+    """Rollouts by a function of the user's, `env.agent.function`: it takes an `AgentTask`, asks the policy with a client of its
+    own, and returns the reward. It may be `async`; one that is not runs in a thread of its own."""
+
+    def __init__(self, cfg: Mapping[str, object]) -> None:
+        from nemo_rl_cpp.config.env import AgentEnvConfig
+        from nemo_rl_cpp.config.sections import as_model
+
+        config = as_model(cfg, AgentEnvConfig, "env.agent")
+        super().__init__(config.max_concurrency, config.timeout_s)
+        self._function: AgentFunction = import_object(config.function, "agent")
+        if not callable(self._function):
+            raise ValueError(f"env.agent.function is {config.function}, which cannot be called: name a function")
+
+    async def roll_out(self, task: AgentTask) -> AgentResult:
+        """Calls the function."""
+        with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
+            if inspect.iscoroutinefunction(self._function):
+                given = await self._function(task)
+            else:
+                given = await _in_thread(self._function, task)
+                if inspect.isawaitable(given):
+                    given = await given
+        return given if isinstance(given, AgentResult) else AgentResult(_reward(given))
+
+
+def _reward(given: object) -> float | dict[str, float]:
+    if isinstance(given, Mapping):
+        return {str(name): float(value) for name, value in given.items()}
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the agent returned {given!r:.80}: expected a reward, parts of one, or an AgentResult"
+        ) from None
+
+
+def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
+    """What the function gives, from a daemon thread: one that never returns keeps nothing waiting but its rollout."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def put(result: object, error: Exception | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    def work() -> None:
+        result = error = None
+        try:
+            result = function(task)
+        except Exception as raised:  # noqa: BLE001 - it is the caller's
+            error = raised
+        try:
+            loop.call_soon_threadsafe(put, result, error)
+        except RuntimeError:  # the step is over
+            return
+
+    threading.Thread(target=work, daemon=True, name="agent").start()
+    return future

@@ -1,0 +1,100 @@
+"""Rollouts of the package verifiers: its task sets, environments, agents, tools and scores, unchanged, with this run's policy as
+their model.
+
+Verifiers' training client makes token ids of conversations itself and asks the policy by token ids (`/inference/v1/generate`).
+What is trained is what the policy's server has sampled for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_cpp.data.datasets.response_datasets.verifiers_tasks import check_verifiers, tasks_of
+from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, AgentTask
+
+if TYPE_CHECKING:
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.env import Env
+    from verifiers.v1.trace import Trace
+
+_NO_KEY = "NEMO_RL_CPP_NO_KEY"  # a variable that is not set: the key goes by a header
+
+
+class VerifiersEnvironment(AgentEnvironment):
+    """One episode of verifiers a rollout, as `env.verifiers` describes it. The reward is the trace's: the weighted sum of the
+    task's rewards.
+
+    Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors`, `agent_timeouts`.
+    """
+
+    def __init__(self, cfg: Mapping[str, object]) -> None:
+        from nemo_rl_cpp.config.env import VerifiersEnvConfig
+        from nemo_rl_cpp.config.sections import as_model
+
+        check_verifiers("env.verifiers")
+        self._config = as_model(cfg, VerifiersEnvConfig, "env.verifiers")
+        self._envs: dict[str, Env] = {}
+        super().__init__(self._config.max_concurrency, self._config.timeout_s)
+
+    async def _all(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
+        async with AsyncExitStack() as open_ones:  # their servers of tools, and of what their programs ask
+            for taskset in dict.fromkeys(str(task.info["taskset"]) for task in tasks):
+                await open_ones.enter_async_context(self._env(taskset).serving())
+            return await super()._all(tasks)
+
+    async def roll_out(self, task: AgentTask) -> AgentResult:
+        """Plays an episode of the task."""
+        taskset = str(task.info["taskset"])
+        chosen = tasks_of(taskset, task.info["taskset_limit"])[task.info["task"]]
+        episode = await self._env(taskset).run_episode(chosen, self._context(task))
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if len(traces) > 1:
+            raise ValueError(
+                f"the environment of {task.info['taskset_id']} has {len(traces)} agents that are trained in an episode: one is supported"
+            )
+        errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+        if not episode.ok or not traces:
+            return AgentResult(error=f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent was run")
+        return AgentResult(traces[0].reward, metrics=_metrics(traces[0]))
+
+    def _env(self, taskset: str) -> Env:
+        if taskset not in self._envs:
+            from verifiers.v1.configs.agent import agent_config_fields
+            from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+            given: dict[str, Any] = {**self._config.env, "taskset": json.loads(taskset)}
+            roles = agent_config_fields(resolve_env_config(dict(given)))
+            ours = {
+                "runtime": self._config.runtime,
+                "harness": self._config.harness,
+                "max_turns": self._config.max_turns,
+            }
+            ours = {name: value for name, value in ours.items() if value is not None}
+            for role in roles:
+                given[role] = ours | dict(given.get(role) or {})
+            self._envs[taskset] = load_environment(resolve_env_config(given))
+        return self._envs[taskset]
+
+    def _context(self, task: AgentTask) -> ModelContext:
+        from verifiers.v1.clients import ModelContext, TrainClientConfig
+        from verifiers.v1.types import SamplingConfig
+
+        client = TrainClientConfig.model_validate(
+            {
+                "base_url": task.base_url,
+                "api_key_var": _NO_KEY,
+                "renderer": self._config.renderer,
+                "headers": {**task.headers, "Authorization": f"Bearer {task.api_key}"},
+                "renderer_model_name": task.address.tokenizer,
+            }  # fmt: skip
+        )
+        limit = self._config.max_tokens
+        return ModelContext(task.model, client, SamplingConfig(**({} if limit is None else {"max_tokens": limit})))
+
+
+def _metrics(trace: Trace) -> dict[str, float]:
+    rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+    return rewards | {name: float(value) for name, value in trace.metrics.items() if value is not None}

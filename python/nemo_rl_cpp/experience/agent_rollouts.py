@@ -1,0 +1,178 @@
+"""Rollouts that agents make through the policy's server. What is trained are the token ids and log-probabilities that the engine
+gave; text is only what agents and people read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
+from nemo_rl_cpp.environments.remote import answer_of, call_remote
+from nemo_rl_cpp.experience.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
+from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import DatumSpec, LLMMessageLogType, TokenizerType
+    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl_cpp.environments.agents import Address
+    from nemo_rl_cpp.environments.interfaces import Environment
+
+
+class ServedPolicy(Protocol):
+    """The policy behind its server: `serving.generation.ServedGeneration`."""
+
+    @property
+    def address(self) -> Address:
+        """Where it is."""
+
+    def begin_rollout(self, key: str, stream: str, greedy: bool = False) -> None:
+        """Requests that name `key` belong to one rollout from here on."""
+
+    def end_rollout(self, key: str) -> Rollout:
+        """What it has asked and been given."""
+
+
+def are_made_by_agents(batch: BatchedDataDict[DatumSpec], task_to_env: Mapping[str, Environment]) -> bool:
+    """Whether the environments of this batch make their rollouts themselves. ValueError where only some of them do."""
+    by_agent = {
+        task: getattr(task_to_env.get(task), "runs_rollouts", False) is True for task in set(batch["task_name"])
+    }
+    if len(set(by_agent.values())) > 1:
+        agents = sorted(task for task, is_agent in by_agent.items() if is_agent)
+        raise ValueError(
+            f"the tasks {', '.join(agents)} have agents that make their rollouts, the others have not: train them in runs of their own"
+        )
+    return any(by_agent.values())
+
+
+def run_agent_rollouts(
+    policy: ServedPolicy,
+    batch: BatchedDataDict[DatumSpec],
+    tokenizer: TokenizerType,
+    task_to_env: Mapping[str, Environment],
+    greedy: bool = False,
+) -> tuple[BatchedDataDict[DatumSpec], dict[str, float]]:
+    """A rollout for every row, by its environment's agent.
+
+    The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
+    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls that are not part of the one conversation that a
+    rollout ends with are not trained, and counted: `agent_calls_left_out`.
+
+    Returns (batch, rollout metrics with those of the environments).
+    """
+    if not hasattr(policy, "begin_rollout"):
+        raise ValueError(
+            "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
+        )
+    batch = batch.copy()
+    tasks = _tasks(policy, batch)
+    try:
+        for task, stream in zip(tasks, batch["stream"]):
+            policy.begin_rollout(task.key, stream, greedy)
+        results = _results(tasks, batch["task_name"], task_to_env)
+    finally:
+        rollouts = [_ended(policy, task.key) for task in tasks]
+    stats = _attach(batch, rollouts, results, tokenizer)
+    metrics = rollout_metrics(stats) | environment_metrics(task_to_env)
+    calls = sum(len(rollout.calls) for rollout in rollouts)
+    metrics["agent_calls"] = float(calls)
+    metrics["agent_calls_left_out"] = float(calls - sum(s.turns for s in stats))
+    return batch, metrics
+
+
+def _ended(policy: ServedPolicy, key: str) -> Rollout:
+    try:
+        return policy.end_rollout(key)
+    except KeyError:  # it has not begun
+        return Rollout(key, 0)
+
+
+def _tasks(policy: ServedPolicy, batch: BatchedDataDict[DatumSpec]) -> list[AgentTask]:
+    address = policy.address
+    keys = [
+        f"{stream}-{int(draw)}-{int(sample)}"
+        for stream, draw, sample in zip(batch["stream"], batch["draw_ids"], batch["sample_index"])
+    ]
+    return [
+        AgentTask(key, _messages(log, info), info or {}, address)
+        for key, log, info in zip(keys, batch["message_log"], batch["extra_env_info"])
+    ]
+
+
+def _messages(log: LLMMessageLogType, info: Mapping[str, object] | None) -> list[dict[str, str]]:
+    """The prompt as messages: as the data's row gives them, or the one text that was made of them."""
+    given = (info or {}).get("messages")
+    if isinstance(given, list):
+        return [dict(message) for message in given]
+    return [{"role": str(message["role"]), "content": str(message["content"])} for message in log]
+
+
+def _results(
+    tasks: Sequence[AgentTask], names: Sequence[str], task_to_env: Mapping[str, Environment]
+) -> list[AgentResult]:
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        rows_of.setdefault(name, []).append(row)
+    begun = {
+        name: call_remote(task_to_env[name], "run_rollouts", [tasks[row] for row in rows])
+        for name, rows in rows_of.items()
+    }
+    results: list[AgentResult] = [AgentResult()] * len(tasks)
+    for name, rows in rows_of.items():
+        for row, result in zip(rows, answer_of(task_to_env[name], begun[name], name), strict=True):
+            results[row] = result
+    return results
+
+
+def _attach(
+    batch: BatchedDataDict[DatumSpec], rollouts: list[Rollout], results: list[AgentResult], tokenizer: TokenizerType
+) -> list[SampleStats]:
+    chains = [longest_chain(rollout.calls) for rollout in rollouts]
+    counts = [bool(chain) and result.error is None for chain, result in zip(chains, results)]
+    logs = [message_log(chain, tokenizer) if chain else log for chain, log in zip(chains, batch["message_log"])]
+    batch["message_log"] = logs
+    batch["length"] = torch.tensor([len(log[0]["token_ids"]) if chain else sum(len(m["token_ids"]) for m in log) for log, chain in zip(logs, chains)])  # fmt: skip
+    batch["loss_multiplier"] = torch.as_tensor(batch["loss_multiplier"]).float() * torch.tensor(counts).float()
+    batch["truncated"] = torch.tensor([bool(chain) and chain[-1].truncated for chain in chains], dtype=torch.bool)
+    names = dict.fromkeys(name for r in results if isinstance(r.reward, dict) for name in r.reward)
+    for name in names:
+        batch[f"reward/{name}"] = torch.tensor(
+            [r.reward.get(name, 0.0) if isinstance(r.reward, dict) else 0.0 for r in results]
+        )
+    batch["total_reward"] = torch.tensor(
+        [float(sum(r.reward.values())) if isinstance(r.reward, dict) else float(r.reward) for r in results]
+    )
+    return [
+        SampleStats(
+            turns=len(chain),
+            assistant_tokens=sum(len(call.sample.token_ids) for call in chain),
+            env_tokens=sum(len(m["token_ids"]) for m in log[1:] if m["role"] != "assistant") if chain else 0,
+            done=result.error is None,
+            truncated=bool(chain) and chain[-1].truncated,
+        )
+        for chain, log, result in zip(chains, logs, results)
+    ]
+
+
+def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
+    """The messages of a conversation of calls, with the ids that went through the engine: nothing is tokenised again."""
+    log: LLMMessageLogType = []
+    before = 0
+    for call in chain:
+        new = call.prompt_ids[before:]
+        if new:
+            role = "environment" if log else "user"
+            log.append({"role": role, "content": tokenizer.decode(new), "token_ids": torch.tensor(new)})
+        ids = call.sample.token_ids
+        log.append(
+            {
+                "role": "assistant",
+                "content": tokenizer.decode(ids, skip_special_tokens=True),
+                "token_ids": torch.tensor(ids),
+                "generation_logprobs": torch.tensor(call.sample.logprobs, dtype=torch.float32),
+            }  # fmt: skip
+        )
+        before = len(call.prompt_ids) + len(ids)
+    return log

@@ -1,0 +1,105 @@
+"""The bodies of answers, as OpenAI and vLLM write them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.serving.requests import Sample
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.serving.tool_calls import Spoken
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every part of an answer repeats.
+
+    Attributes:
+        id: of the request.
+        model: as it was asked for.
+        version: of the weights that answer.
+    """
+
+    id: str
+    model: str
+    version: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, kind: str, choices: list[Json]) -> Json:
+        """The frame of an answer."""
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
+            "system_fingerprint": f"weights-{self.version}", "weight_version": self.version,
+        }  # fmt: skip
+
+
+def usage(prompt_tokens: int, samples: list[Sample]) -> Json:
+    """Tokens of prompt and answers."""
+    completion = sum(len(sample.token_ids) for sample in samples)
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": completion, "total_tokens": prompt_tokens + completion
+    }  # fmt: skip
+
+
+def spelled(tokenizer: TokenizerType, token_id: int) -> str:
+    """A token's own text; special tokens too."""
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def completion_logprobs(tokenizer: TokenizerType, sample: Sample, top: int) -> Json:
+    """`logprobs` of /v1/completions. Alternatives are not computed: `top_logprobs` holds the token itself."""
+    tokens = [spelled(tokenizer, token) for token in sample.token_ids]
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    above = [{token: logprob} for token, logprob in zip(tokens, sample.logprobs)] if top else None
+    return {"tokens": tokens, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
+
+
+def chat_logprobs(tokenizer: TokenizerType, sample: Sample, top: int) -> Json:
+    """`logprobs` of /v1/chat/completions."""
+    content = []
+    for token_id, logprob in zip(sample.token_ids, sample.logprobs):
+        token = spelled(tokenizer, token_id)
+        entry: Json = {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+        content.append(entry | {"top_logprobs": [dict(entry)] if top else []})
+    return {"content": content, "refusal": None}
+
+
+def generate_logprobs(sample: Sample) -> Json:
+    """`logprobs` of vLLM's route, whose tokens are numbers."""
+    return {
+        "content": [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(sample.token_ids, sample.logprobs)
+        ]
+    }
+
+
+def chat_message(spoken: Spoken) -> Json:
+    """The assistant's message."""
+    message: Json = {"role": "assistant", "content": spoken.text or None if spoken.calls else spoken.text}
+    if spoken.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in spoken.calls
+        ]
+    return message
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
+    """OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def event(body: Json | str) -> bytes:
+    """A server-sent event."""
+    text = body if isinstance(body, str) else json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    return f"data: {text}\n\n".encode()

@@ -1,0 +1,118 @@
+"""Conversations as token ids. What the model has said keeps the ids that were sampled: a later turn adds the template's text
+between, and tokenises nothing again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.prompt_rendering import render_prompt
+from nemo_rl_cpp.serving.tool_calls import MARK
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.data.interfaces import TokenizerType
+    from nemo_rl_cpp.serving.bodies import ChatMessage
+
+_PLACE = "9001place1009"  # digits and letters, which templates let through
+Turn = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Role, content without blanks around it, and calls of a message: what tells two messages apart."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A conversation that the model has answered.
+
+    Attributes:
+        turns: its messages, the answer the last of them.
+        ids: prompt and answer.
+        stopped: whether the answer's last token is the one that ended it.
+    """
+
+    turns: tuple[Turn, ...]
+    ids: list[int]
+    stopped: bool
+
+
+def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = ()) -> Turn:
+    """A message as it is compared."""
+    return role, text.strip(), tuple(calls)
+
+
+def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
+    """The messages of a request as they are compared."""
+    return tuple(
+        turn_of(m.role, m.text, [(c.function.name, c.function.arguments) for c in m.tool_calls or ()]) for m in messages
+    )
+
+
+def takes_tools(tokenizer: TokenizerType) -> bool:
+    """Whether the chat template writes tools in the form whose calls are understood here."""
+    return MARK in str(getattr(tokenizer, "chat_template", None))
+
+
+def chat_prompt(
+    tokenizer: TokenizerType,
+    messages: Sequence[ChatMessage],
+    tools: list[Mapping[str, object]] | None,
+    said: Sequence[Said],
+) -> list[int]:
+    """The prompt of a conversation.
+
+    Where it goes on from one of `said`, that one's ids and then the ids of what is new; else the ids of the template's text.
+    ChatTemplateError where the template takes no such conversation.
+    """
+    plain = [_plain(message) for message in messages]
+    turns = turns_of(messages)
+    known = [s for s in said if len(s.turns) < len(turns) and turns[: len(s.turns)] == s.turns]
+    if known:
+        last = max(known, key=lambda s: len(s.turns))
+        new = _text_behind(tokenizer, plain, len(last.turns) - 1, tools)
+        if new is not None:
+            return last.ids + _ids_of(tokenizer, new, last)
+    return prompt_ids(tokenizer, render_prompt(tokenizer, plain, tools=tools), plain)
+
+
+def _text_behind(
+    tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: list[Mapping[str, object]] | None
+) -> str | None:
+    """What the template writes behind the content of message `answer`; None where that cannot be told."""
+    marked = [*messages]
+    marked[answer] = {"role": "assistant", "content": _PLACE}
+    text = render_prompt(tokenizer, marked, tools=tools)
+    return text.rpartition(_PLACE)[2] if text.count(_PLACE) == 1 else None
+
+
+def _ids_of(tokenizer: TokenizerType, text: str, last: Said) -> list[int]:
+    if last.stopped:  # its end token is there already
+        text = text.removeprefix(tokenizer.decode(last.ids[-1:], skip_special_tokens=False))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [int(i) for i in ids]
+
+
+def _plain(message: ChatMessage) -> dict[str, object]:
+    plain: dict[str, object] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.function.name, "arguments": _parsed(c.function.arguments)},
+            }
+            for c in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _parsed(arguments: str) -> object:
+    """Templates write arguments as JSON themselves, so they take the value."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

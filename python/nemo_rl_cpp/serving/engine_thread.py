@@ -1,0 +1,237 @@
+"""The thread in which the resident engine steps. Anybody may submit and cancel at any time; weights change while it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.serving.requests import Progress, Sample, ServingError, Ticket
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What the engine is at: requests that wait for it and that run, blocks of its cache, tokens since the start."""
+
+    waiting: int
+    running: int
+    used_blocks: int
+    num_blocks: int
+    generated_tokens: int
+    is_open: bool
+    version: int
+
+
+class EngineThread:
+    """Steps a `C.ResidentEngine` while it is open and has work.
+
+    Closed, it answers nothing and its cache is given back; requests wait. What runs when it is closed ends first, so each answer
+    comes from one version of the weights.
+
+    Args:
+        make_engine: makes the engine, in its thread, when it is first needed.
+        version: of the weights, until `open` says another.
+        is_open: whether it begins open.
+    """
+
+    def __init__(self, make_engine: Callable[[], C.ResidentEngine], version: int = 0, is_open: bool = True) -> None:
+        self._make_engine = make_engine
+        self._engine: C.ResidentEngine | None = None
+        self._changed = threading.Condition()
+        self._weights = threading.Lock()
+        self._new: deque[Ticket] = deque()
+        self._leaving: list[Ticket] = []
+        self._running: dict[int, Ticket] = {}
+        self._version, self._open, self._ends = version, is_open, False
+        self._drop_running: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread
+
+    def submit(self, ticket: Ticket) -> None:
+        """Lets a request join the batch at the next step. Its owner is told what comes of it, mistakes in it included (ValueError)."""
+        with self._changed:
+            if self._ends:
+                raise ServingError("the server is ending")
+            self._new.append(ticket)
+            self._changed.notify_all()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Takes a request out, whose owner is told nothing more; its blocks are free after the present step."""
+        with self._changed:
+            if ticket in self._new:
+                self._new.remove(ticket)
+            else:
+                self._leaving.append(ticket)
+            self._changed.notify_all()
+
+    def open(self, version: int) -> None:
+        """The weights are in place, and of this version: requests are answered."""
+        with self._changed:
+            self._version, self._open = version, True
+            self._changed.notify_all()
+
+    def close(self, patience: float) -> None:
+        """Waits until nothing runs, at most `patience` seconds; what still runs then fails. New requests wait from now on."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+            if not self._changed.wait_for(self._is_idle, patience):
+                self._drop_running = ServingError(
+                    "the weights changed before the answer was complete, and the time for that is over: ask again"
+                )
+                self._changed.notify_all()
+                self._changed.wait_for(self._is_idle)
+            if self._engine is not None:
+                self._engine.release_cache()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The engine makes no step meanwhile: another one computes with the same model."""
+        with self._weights:
+            yield
+
+    def shut_down(self, patience: float = 10.0) -> None:
+        """Ends the thread; requests that it has fail. Safe to call twice."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join(patience)
+
+    @property
+    def state(self) -> EngineState:
+        """As of now."""
+        with self._changed:
+            engine = self._engine
+            used, total, tokens = (
+                (0, 0, 0) if engine is None else (engine.used_blocks, engine.num_blocks, engine.generated_tokens)
+            )
+            return EngineState(
+                len(self._new),
+                len(set(map(id, self._running.values()))),
+                used,
+                total,
+                tokens,
+                self._open,
+                self._version,
+            )
+
+    # ---- in the engine's thread
+
+    def _is_idle(self) -> bool:
+        return not self._running
+
+    def _has_something(self) -> bool:
+        runs = bool(self._running)
+        return (
+            self._ends
+            or bool(self._leaving)
+            or self._drop_running is not None
+            or runs
+            or (self._open and bool(self._new))
+        )
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_something)
+                if self._ends:
+                    break
+                self._take_out()
+                if self._open and self._new:
+                    self._take_in()
+                self._changed.notify_all()
+            if self._running:
+                self._step()
+        with self._changed:
+            self._fail([*self._new, *self._distinct()], ServingError("the server is ending"))
+            self._new.clear()
+            self._changed.notify_all()
+
+    def _distinct(self) -> list[Ticket]:
+        return list({id(ticket): ticket for ticket in self._running.values()}.values())
+
+    def _take_out(self) -> None:
+        for ticket in self._leaving:
+            self._forget(ticket)
+        self._leaving.clear()
+        if self._drop_running is not None:
+            self._fail(self._distinct(), self._drop_running)
+            self._drop_running = None
+
+    def _forget(self, ticket: Ticket) -> None:
+        for number in range(ticket.first, ticket.first + ticket.samples):
+            if self._running.get(number) is ticket:
+                self._engine.cancel(number)
+                del self._running[number]
+
+    def _take_in(self) -> None:
+        while self._new:
+            ticket = self._new.popleft()
+            s, d = ticket.sampling, ticket.draw
+            try:
+                if self._engine is None:
+                    self._engine = self._make_engine()
+                rule = C.SamplingRule(
+                    temperature=1.0 if s.greedy else s.temperature, top_p=s.top_p, top_k=s.top_k, greedy=s.greedy
+                )
+                ticket.first = self._engine.submit(
+                    ticket.prompt_ids, rule=rule, max_new_tokens=s.max_new_tokens, stop_token_ids=list(s.stop_token_ids),
+                    stop_strings=[text.encode() for text in s.stop_strings], samples=ticket.samples, seed=d.seed, stream=d.stream,
+                    draw_id=d.draw_id, first_sample=d.first_sample,
+                )  # fmt: skip
+            except Exception as error:  # noqa: BLE001 - the owner's to report
+                ticket.tell(Progress(error=error))
+                continue
+            ticket.version, ticket.left = self._version, ticket.samples
+            ticket.answers = [Sample() for _ in range(ticket.samples)]
+            self._running |= {ticket.first + k: ticket for k in range(ticket.samples)}
+
+    def _step(self) -> None:
+        try:
+            with self._weights:
+                drawn = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
+            failed = ServingError(f"the engine failed: {error}")
+            with self._changed:
+                self._fail(self._distinct(), failed)
+                self._changed.notify_all()
+            return
+        for number, token, logprob, reason in zip(*drawn):
+            ticket = self._running.get(number)
+            if ticket is None:
+                continue
+            k = number - ticket.first
+            answer = ticket.answers[k]
+            answer.token_ids.append(token)
+            answer.logprobs.append(logprob)
+            answer.reason = reason
+            if ticket.every_token:
+                ticket.tell(Progress(k, (token,), (logprob,), reason))
+            elif reason:
+                ticket.tell(Progress(k, tuple(answer.token_ids), tuple(answer.logprobs), reason))
+            if reason:
+                ticket.left -= 1
+                with self._changed:
+                    self._running.pop(number, None)
+                    self._changed.notify_all()
+
+    def _fail(self, tickets: list[Ticket], error: Exception) -> None:
+        for ticket in tickets:
+            self._forget(ticket)
+            ticket.tell(Progress(error=error))
+
+
+def engine_maker(
+    runner: C.ModelRunner, *, max_batch_size: int, prefill_chunk_tokens: int, max_model_len: int, cache_bytes: int,
+    token_bytes: Callable[[], list[bytes]],
+) -> Callable[[], C.ResidentEngine]:  # fmt: skip
+    """Makes the engine of an `EngineThread`; `token_bytes` gives the bytes on which stop strings are matched."""
+    return lambda: C.ResidentEngine(
+        runner, max_batch_size=max_batch_size, prefill_chunk_tokens=prefill_chunk_tokens, max_model_len=max_model_len,
+        max_cache_bytes=cache_bytes, token_bytes=token_bytes(),
+    )  # fmt: skip

@@ -1,0 +1,151 @@
+"""The policy of a run behind HTTP: the engine of the loop, beside which requests are answered while the weights stand still."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, Responses
+from nemo_rl_cpp.models.generation.settings import STREAMS
+from nemo_rl_cpp.serving.rollouts import HEADER, Rollout, TrainedSampling
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+    from nemo_rl_cpp.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+    from nemo_rl_cpp.models.generation.native import NativeGeneration
+    from nemo_rl_cpp.serving.http_server import HttpServer
+    from nemo_rl_cpp.serving.model import ServedModel
+
+_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where an agent finds the policy.
+
+    Attributes:
+        base_url: of an OpenAI client: it ends in /v1.
+        model: its name.
+        header: which names the rollout that a request belongs to.
+        tokenizer: a folder with the tokenizer's files, for clients that tokenise themselves.
+        max_model_len: tokens of the longest sequence.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    header: str
+    tokenizer: str
+    max_model_len: int
+
+
+class ServedGeneration(GenerationInterface):
+    """An engine of the loop and the server beside it, which have one model and never compute at the same time.
+
+    Requests are answered between `prepare_for_generation` and `finish_generation`; at other times they wait. Those under way at
+    `finish_generation` get up to 30 s to end, since the weights are about to change.
+
+    Args:
+        inner: the engine of the loop.
+        version: the step whose weights are in place.
+        sampling: of the stream "train"; `validation` of the stream "val".
+    """
+
+    def __init__(
+        self, inner: NativeGeneration, model: ServedModel, server: HttpServer, version: Callable[[], int], *, api_key: str,
+        sampling: TrainedSampling, validation: TrainedSampling,
+    ) -> None:  # fmt: skip
+        self.inner, self.model, self.server = inner, model, server
+        self._version, self._api_key = version, api_key
+        self._sampling = {"train": sampling, "val": validation}
+        self._tokenizer_folder: Path | None = None
+
+    # ---- as an engine
+
+    @property
+    def reports_finished(self) -> bool:
+        """As the engine of the loop."""
+        return self.inner.reports_finished
+
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
+        """As `GenerationInterface`; opens the server."""
+        done = self.inner.prepare_for_generation(*args, **kwargs)
+        self.model.engine.open(self._version())
+        return done
+
+    def generate(
+        self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False, **beside: object
+    ) -> Responses | BatchedDataDict[GenerationOutputSpec]:
+        """As `GenerationInterface`. The server's requests wait meanwhile."""
+        with self.model.engine.set_aside():
+            return self.inner.generate(data, greedy, **beside)
+
+    def finish_generation(self, *args: object, **kwargs: object) -> bool:
+        """As `GenerationInterface`; closes the server until the next weights."""
+        self.model.engine.close(_PATIENCE_S)
+        return self.inner.finish_generation(*args, **kwargs)
+
+    def shutdown(self) -> bool:
+        """Ends the server too. Safe to call twice."""
+        self.server.stop()
+        self.model.engine.shut_down()
+        if self._tokenizer_folder is not None:
+            shutil.rmtree(self._tokenizer_folder, ignore_errors=True)
+            self._tokenizer_folder = None
+        return self.inner.shutdown()
+
+    def invalidate_kv_cache(self) -> bool:
+        """As the engine of the loop; the server's cache begins anew with every opening."""
+        return self.inner.invalidate_kv_cache()
+
+    def weight_digest(self) -> str:
+        """Of the weights that both read."""
+        return self.inner.weight_digest()
+
+    def get_logger_metrics(self) -> dict[str, float]:
+        """Of the engine of the loop."""
+        return self.inner.get_logger_metrics()
+
+    def clear_logger_metrics(self) -> None:
+        """Of the engine of the loop."""
+        self.inner.clear_logger_metrics()
+
+    # ---- for agents
+
+    @property
+    def address(self) -> ServerAddress:
+        """What an agent needs to know."""
+        if self._tokenizer_folder is None:
+            self._tokenizer_folder = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_tokenizer_"))
+            self.model.tokenizer.save_pretrained(str(self._tokenizer_folder))
+        return ServerAddress(
+            f"{self.server.url}/v1", self._api_key, self.model.names[0], HEADER, str(self._tokenizer_folder), self.model.max_model_len
+        )  # fmt: skip
+
+    def begin_rollout(self, key: str, stream: str, greedy: bool = False) -> None:
+        """Requests that name `key` belong to one rollout from here on, sampled as the stream's are."""
+        sampling = TrainedSampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
+        self.model.rollouts.register(key, STREAMS[stream], sampling)
+
+    def end_rollout(self, key: str) -> Rollout:
+        """What the rollout has asked and been given."""
+        return self.model.rollouts.take(key)
+
+
+def trained_sampling(config: Mapping[str, object] | object, validation: bool = False) -> TrainedSampling:
+    """The distribution of `policy.generation`, for training or validation."""
+
+    def setting(name: str, default: float) -> float:
+        value = getattr(config, f"val_{name}") if validation else None
+        value = getattr(config, name) if value is None else value
+        return default if value is None else value
+
+    temperature = float(setting("temperature", 1.0))
+    if temperature == 0:
+        return TrainedSampling(0.0, 1.0, 0)
+    return TrainedSampling(temperature, float(setting("top_p", 1.0)), max(int(setting("top_k", 0)), 0))

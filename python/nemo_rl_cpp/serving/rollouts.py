@@ -1,0 +1,159 @@
+"""What each rollout has asked the server and been given, by its key: the token ids that are trained are the ones sampled."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nemo_rl_cpp.serving.requests import LENGTH, STOP_TOKEN, Draw, Sample
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.serving.chat import Said
+
+_MOST_UNREGISTERED = 4096
+HEADER = "x-rollout-key"
+"""The header that names a rollout; the field `rollout_key` of a body does the same."""
+
+
+@dataclass(frozen=True)
+class TrainedSampling:
+    """How the samples of a rollout that is trained must be drawn: training computes log-probabilities of this distribution."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answered request."""
+
+    prompt_ids: list[int]
+    sample: Sample
+    version: int
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the answer ran out of room."""
+        return self.sample.reason == LENGTH
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop token ended it."""
+        return self.sample.reason == STOP_TOKEN
+
+
+@dataclass
+class Rollout:
+    """The calls of one key.
+
+    Attributes:
+        stream: of its random draws (csrc/common/random.h).
+        sampling: how its samples must be drawn; None: as each request says.
+        said: conversations by chat, with the token ids of each.
+    """
+
+    key: str
+    seed: int
+    stream: int = 2
+    sampling: TrainedSampling | None = None
+    calls: list[Call] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    asked: Counter[bytes] = field(default_factory=Counter)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a run waits for its samples."""
+        return self.sampling is not None
+
+
+class Rollouts:
+    """Rollouts by key. A run registers those that it is about to train on and takes them when they have ended; others are
+    remembered for their conversations only, the latest few thousand of them.
+
+    Args:
+        seed: part of the key of every draw.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._lock = threading.Lock()
+        self._registered: dict[str, Rollout] = {}
+        self._others: OrderedDict[str, Rollout] = OrderedDict()
+
+    def register(self, key: str, stream: int, sampling: TrainedSampling) -> None:
+        """A rollout that will be taken. ValueError for a key that is in use."""
+        with self._lock:
+            if key in self._registered:
+                raise ValueError(f"the rollout {key!r} is going on already")
+            self._registered[key] = Rollout(key, self.seed, stream, sampling)
+
+    def take(self, key: str) -> Rollout:
+        """What the rollout came to. Requests that name it later are not of it any more."""
+        with self._lock:
+            return self._registered.pop(key)
+
+    def find(self, key: str) -> Rollout:
+        """The rollout of a request."""
+        with self._lock:
+            if key in self._registered:
+                return self._registered[key]
+            found = self._others.setdefault(key, Rollout(key, self.seed))
+            self._others.move_to_end(key)
+            while len(self._others) > _MOST_UNREGISTERED:
+                self._others.popitem(last=False)
+            return found
+
+    def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
+        """The key of the draws of the rollout's next answer to this prompt.
+
+        It follows from the seed, the rollout's key, the prompt and how often the rollout has sent this prompt before; so a
+        rollout that is run again gets its samples again, in whatever order requests that are under way together arrive.
+        """
+        prompt = _digest(rollout.key.encode(), array("q", prompt_ids).tobytes())
+        with self._lock:
+            count = rollout.asked[prompt]
+            rollout.asked[prompt] += 1
+        draw_id = int.from_bytes(_digest(prompt, count.to_bytes(8, "little")), "little")
+        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id)
+
+    def gave_up(self, rollout: Rollout, prompt_ids: list[int]) -> None:
+        """The answer to this prompt was not waited for: a client that asks again gets it."""
+        with self._lock:
+            rollout.asked[_digest(rollout.key.encode(), array("q", prompt_ids).tobytes())] -= 1
+
+    def answered(self, rollout: Rollout, call: Call) -> None:
+        """Keeps an answer that is to be trained."""
+        if rollout.is_trained:
+            with self._lock:
+                rollout.calls.append(call)
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def longest_chain(calls: list[Call]) -> list[Call]:
+    """The calls of one growing conversation that ends with the last call: each prompt begins with the prompt and answer of the
+    call before it. Calls beside it (retries, sub-agents, a conversation that was cut down) are left out."""
+    chain: list[Call] = []
+    for call in reversed(calls):
+        if not chain or _extends(chain[-1].prompt_ids, call):
+            chain.append(call)
+    return chain[::-1]
+
+
+def _extends(prompt_ids: list[int], call: Call) -> bool:
+    n, m = len(call.prompt_ids), len(call.sample.token_ids)
+    return (
+        len(prompt_ids) >= n + m
+        and prompt_ids[:n] == call.prompt_ids
+        and prompt_ids[n : n + m] == call.sample.token_ids
+    )

@@ -1,0 +1,173 @@
+"""Huge, malformed, slow and cut-off requests get a clear refusal or none, and leave the server serving."""
+
+import json
+import socket
+
+import httpx
+import pytest
+from served import make_folder, serving
+
+KEY = "a key"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+GOOD = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
+DEEP = "[" * 100_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = make_folder(tmp_path_factory.mktemp("hostile") / "model")
+    with serving(
+        folder, api_key=KEY, max_queue=8, max_body_bytes=200_000, body_timeout_s=0.4, header_timeout_s=0.4, request_timeout_s=5.0
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60, headers=HEADERS) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def still_serving(http):
+    yield
+    answer = http.post("/v1/completions", json=GOOD)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["finish_reason"]
+
+
+COMPLETIONS = {
+    "prompt": [None, 5, [], ["a", "b"], [[1], [2]], [-1], [10**6], [1.5], {"a": 1}, "", "x" * 5000, [[]], [True]],
+    "max_tokens": [0, -1, 1.5, "5", 10**400],
+    "temperature": [-1, "hot", 1e9, [1]],
+    "top_p": [0, 1.1, -1],
+    "top_k": [-2, 1.5],
+    "n": [0, 129, -1],
+    "seed": [-1, 2**64, "x"],
+    "stop": ["", [""], [1], ["x"] * 17, "x" * 2000],
+    "stop_token_ids": [[-1], ["a"], [2**40]],
+    "logprobs": [5, -1, True],
+    "presence_penalty": [0.5],
+    "logit_bias": [{"5": 1}],
+    "echo": [True],
+    "best_of": [3],
+    "suffix": ["x"],
+    "model": ["other", 5],
+    "stream": ["maybe"],
+    "no_such_field": [1],
+    "rollout_key": ["", "k" * 300],
+}
+CHATS = [
+    {}, {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "king", "content": "x"}]}, {"messages": [{"content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"messages": [{"role": "user", "content": "x", "extra": 1}]}, {"messages": [{"role": "user", "content": "x"}], "tools": "x"},
+    {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, {"messages": [{"role": "user", "content": "x" * 5000}]},
+    {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+]  # fmt: skip
+GENERATES = [
+    {}, {"token_ids": []}, {"token_ids": [1], "sampling_params": {"logprobs": 20}}, {"token_ids": [999]}, {"token_ids": "x"},
+    {"token_ids": [1], "features": {}}, {"token_ids": [1], "stream": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", COMPLETIONS)
+def test_bad_fields_are_refused_by_name(http, field):
+    for value in COMPLETIONS[field]:
+        answer = http.post("/v1/completions", json=GOOD | {field: value})
+        assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
+        error = answer.json()["error"]
+        assert error["message"] and field in f"{error['message']} {error['param']}", error
+
+
+def test_bad_bodies_are_refused(http):
+    for body in (
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        DEEP.encode(),
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b"1" * 5000,
+    ):
+        answer = http.post("/v1/completions", content=body)
+        assert answer.status_code == 400, (body[:40], answer.text)
+    for body in CHATS:
+        assert http.post("/v1/chat/completions", json=body).status_code == 400, body
+    for body in GENERATES:
+        assert http.post("/inference/v1/generate", json=body).status_code == 400, body
+    assert http.post("/v1/completions", content=json.dumps(GOOD | {"user": "x" * 300_000}).encode()).status_code == 413
+    assert http.get("/v1/completions").status_code == 405
+    assert "v1/models" in http.get("/v2/anything").json()["error"]["message"]
+
+
+def test_a_key_is_asked_for(server):
+    with httpx.Client(base_url=server.url) as stranger:
+        assert stranger.get("/health").status_code == 200
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": KEY},
+            {"authorization": "Bearer \u00e9".encode()},
+        ):
+            assert stranger.get("/v1/models", headers=headers).status_code == 401
+            assert stranger.post("/v1/completions", json=GOOD, headers=headers).status_code == 401
+
+
+def test_more_than_the_queue_is_refused_and_a_late_answer_ends(http):
+    refused = http.post("/v1/completions", json=GOOD | {"n": 9})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+
+
+RAW = [
+    b"\x00" * 200, b"GET", b"GET / HTTP/9.9", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{}", b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 30_000,
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a key\r\ncontent-length: 5000\r\n\r\n{\"prompt\":",
+]  # fmt: skip
+
+
+def until_closed(raw):
+    """What the server says until it closes the connection."""
+    said = b""
+    try:
+        while piece := raw.recv(65536):
+            said += piece
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.slow
+def test_broken_and_slow_connections_are_cut(server):
+    connections = []
+    for sent in RAW:
+        raw = socket.create_connection((server.host, server.port), timeout=20)
+        connections.append(raw)
+        try:
+            raw.sendall(sent)
+        except OSError:
+            continue
+    connections.append(socket.create_connection((server.host, server.port), timeout=20))  # says nothing at all
+    answers = []
+    for raw in connections:
+        with raw:
+            answers.append(until_closed(raw))  # ends, since the server closes each of them
+    assert answers[-2].startswith(b"HTTP/1.1 408")
+    for cut in range(0, 60, 7):  # a request that ends in its middle
+        with socket.create_connection((server.host, server.port)) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300\r\n\r\n{"[:cut])
+
+
+@pytest.mark.slow
+def test_an_answer_that_takes_too_long_ends(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    with serving(folder, request_timeout_s=0.05) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        late = http.post("/v1/completions", json=GOOD | {"max_tokens": 500, "ignore_eos": True, "n": 16})
+        assert late.status_code == 504 and "0.05 s" in late.json()["error"]["message"]
+        engine = server.model.engine
+        with engine._changed:
+            assert engine._changed.wait_for(lambda: not engine._running, 30)
+        assert engine.state.used_blocks == 0

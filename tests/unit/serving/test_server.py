@@ -1,0 +1,197 @@
+"""The server's answers against the library's, whatever else it does at the same time."""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from nemo_rl_cpp.generate import TextGenerator
+from served import make_folder, serving
+
+LONG = {"prompt": "Hello there, what", "ignore_eos": True, "max_tokens": 400, "temperature": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    return TextGenerator(str(folder), precision="float32")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def post(http, route, **body):
+    answer = http.post(route, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(http, route, **body):
+    """The events of a stream."""
+    with http.stream("POST", route, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def idle(server):
+    engine = server.model.engine
+    with engine._changed:
+        return engine._changed.wait_for(lambda: not engine._running and not engine._new, 30)
+
+
+SAMPLED = [
+    {"temperature": 0},
+    {"temperature": 1, "seed": 5},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 6},
+]
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_texts_are_those_of_the_library(http, library, rule):
+    mine = library.generate("what is 12 plus", max_new_tokens=30, **rule)
+    answer = post(
+        http, "/v1/completions", model="tiny", prompt="what is 12 plus", max_tokens=30, return_token_ids=True, **rule
+    )
+    (choice,) = answer["choices"]
+    assert choice["text"] == mine.text and choice["token_ids"] == mine.token_ids
+    assert choice["finish_reason"] == mine.finish_reason
+    assert answer["usage"]["completion_tokens"] == len(mine.token_ids)
+    assert answer["weight_version"] == 0 and answer["system_fingerprint"] == "weights-0"
+
+    messages = [{"role": "user", "content": "Hello! It is a fine day"}]
+    mine = library.generate(messages, max_new_tokens=30, **rule)
+    (choice,) = post(http, "/v1/chat/completions", messages=messages, max_tokens=30, **rule)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": mine.text}
+
+
+def test_streams_are_the_whole_answer_in_pieces(http):
+    ask = {"prompt": "Hello there", "max_tokens": 40, "temperature": 1, "seed": 1, "n": 2, "logprobs": 0}
+    whole = post(http, "/v1/completions", **ask)
+    parts = events(http, "/v1/completions", **ask, stream_options={"include_usage": True})
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"] and len(mine) > 2
+        assert sum((c["logprobs"]["token_logprobs"] for c in mine), []) == choice["logprobs"]["token_logprobs"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+    assert whole["choices"][0]["text"] != whole["choices"][1]["text"]
+
+    ask = {
+        "messages": [{"role": "user", "content": "day?"}],
+        "max_tokens": 25,
+        "temperature": 1,
+        "seed": 2,
+        "logprobs": True,
+    }
+    (choice,) = post(http, "/v1/chat/completions", **ask)["choices"]
+    deltas = [part["choices"][0] for part in events(http, "/v1/chat/completions", **ask)]
+    assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(d["delta"].get("content", "") for d in deltas) == choice["message"]["content"]
+    assert deltas[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_a_stop_string_ends_the_text_before_it(http):
+    ask = {"prompt": "Hello there", "max_tokens": 60, "temperature": 1, "seed": 3}
+    text = post(http, "/v1/completions", **ask)["choices"][0]["text"]
+    stop = text[6:9]
+    (choice,) = post(http, "/v1/completions", **ask, stop=[stop])["choices"]
+    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
+    parts = events(http, "/v1/completions", **ask, stop=[stop])
+    assert "".join(c["text"] for part in parts for c in part["choices"]) == choice["text"]
+    kept = post(http, "/v1/completions", **ask, stop=stop, include_stop_str_in_output=True)["choices"][0]["text"]
+    assert kept == choice["text"] + stop
+
+
+def test_token_ids_in_and_out(http, server, library):
+    ids = server.model.tokenizer("The answer is", add_special_tokens=False)["input_ids"]
+    params = {"max_tokens": 20, "temperature": 1.0, "seed": 9, "logprobs": 1, "skip_special_tokens": False}
+    answer = post(http, "/inference/v1/generate", model="tiny", token_ids=list(ids), sampling_params=params)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == library.generate("The answer is", max_new_tokens=20, seed=9).token_ids
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(-50 < entry["logprob"] <= 0 for entry in entries)
+    text = post(http, "/v1/completions", prompt=list(ids), max_tokens=20, temperature=1.0, seed=9, logprobs=1)
+    assert text["choices"][0]["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in entries]
+    (card, _) = http.get("/v1/models").json()["data"]
+    assert card["id"] == "tiny" and card["max_model_len"] == 512
+
+
+def test_an_answer_does_not_depend_on_what_runs_beside_it(http, server):
+    asks = [
+        {"prompt": f"Hello {i}" * (1 + i % 5), "max_tokens": 5 + i, "temperature": i % 2, "seed": i} for i in range(24)
+    ]
+    alone = [post(http, "/v1/completions", logprobs=1, **ask)["choices"] for ask in asks]
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda ask: post(http, "/v1/completions", logprobs=1, **ask)["choices"], asks))
+    assert together == alone
+    assert idle(server) and server.model.engine.state.used_blocks == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_blocks(http, server, stream):
+    engine = server.model.engine
+    body = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
+    before = engine.state.generated_tokens
+    with engine.set_aside():  # so that the answers do not end before the client goes
+        with socket.create_connection((server.host, server.port)) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            with engine._changed:
+                assert engine._changed.wait_for(lambda: engine._running, 30)
+        with engine._changed:
+            assert engine._changed.wait_for(lambda: engine._leaving, 30)
+    assert idle(server) and engine.state.used_blocks == 0
+    assert engine.state.generated_tokens - before < 4 * LONG["max_tokens"] / 10
+    assert http.get("/health").json()["answers_under_way"] == 0
+
+
+def test_a_stream_that_is_left_in_its_middle_ends(http, server):
+    with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+        next(answer.iter_lines())
+    assert idle(server) and server.model.engine.state.used_blocks == 0
+
+
+def test_rollouts_repeat_and_their_calls_differ(http):
+    ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
+
+    def rollout(key):
+        return [
+            http.post("/v1/completions", json=ask, headers={"X-Rollout-Key": key}).json()["choices"] for _ in range(2)
+        ]
+
+    first, other = rollout("a"), rollout("b")
+    assert first[0] != first[1] and first != other
+    with_field = [post(http, "/v1/completions", **ask, rollout_key="c")["choices"] for _ in range(2)]
+    assert with_field[0] != with_field[1]
+
+
+def test_the_openai_client(server):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        assert [card.id for card in client.models.list()][0] == "tiny"
+        ask = {"model": "tiny", "messages": [{"role": "user", "content": "what is"}], "max_tokens": 12, "seed": 4}
+        whole = client.chat.completions.create(**ask)
+        pieces = client.chat.completions.create(**ask, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in pieces) == whole.choices[0].message.content
+        text = client.completions.create(model="tiny", prompt="what is", max_tokens=4, temperature=0)
+        assert text.usage.completion_tokens <= 4
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="gpt", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+            client.completions.create(model="tiny", prompt="x", presence_penalty=1.5)

@@ -58,7 +58,7 @@ template <class T>
 NRL_INLINE T mul_add(T a, T b, T c) {
 #if defined(__CUDA_ARCH__)
   return fma(a, b, c);
-#elif defined(__FMA__)
+#elif defined(__FMA__) || defined(__aarch64__)
   return sizeof(T) == 4
              ? static_cast<T>(__builtin_fmaf(static_cast<float>(a), static_cast<float>(b), static_cast<float>(c)))
              : static_cast<T>(__builtin_fma(a, b, c));

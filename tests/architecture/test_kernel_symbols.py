@@ -13,7 +13,18 @@ CAPABILITIES = {  # the folder of csrc/kernels whose files are compiled for it
     "base": "cpu", "avx2": "cpu", "avx512": "cpu", "avx512_bf16": "cpu", "software_tiles": "tiles", "amx": "tiles",
 }  # fmt: skip
 # headers whose functions are no templates, or leave nothing behind once inlined
-HARMLESS = {"cfloat", "cmath", "cstddef", "cstdint", "cstdlib", "cstring", "immintrin.h", "type_traits", "utility"}
+HARMLESS = {
+    "arm_neon.h",
+    "cfloat",
+    "cmath",
+    "cstddef",
+    "cstdint",
+    "cstdlib",
+    "cstring",
+    "immintrin.h",
+    "type_traits",
+    "utility",
+}
 MERGEABLE = re.compile(r"^[0-9a-f]* *([WwVvu]) (.*)$")
 
 

@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace nemo_rl::kernels {
@@ -59,12 +61,15 @@ template <class Mask, int... at, class Vec>
   return __builtin_convertvector(x == x ? rounded : nan, NativeHalves);
 }
 
-/// a * b + c: fused where the capability has it, two roundings in the base build.
+/// a * b + c: fused where the processor has it, two roundings in the base build of x86.
 [[gnu::always_inline]] inline NativeFloats fma(NativeFloats a, NativeFloats b, NativeFloats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return reinterpret_cast<NativeFloats>(
+      vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
 #else
   return a * b + c;
 #endif
@@ -74,6 +79,9 @@ template <class Mask, int... at, class Vec>
   return _mm512_fmadd_pd(a, b, c);
 #elif defined(__AVX2__)
   return _mm256_fmadd_pd(a, b, c);
+#elif defined(__aarch64__)
+  return reinterpret_cast<NativeDoubles>(
+      vfmaq_f64(reinterpret_cast<float64x2_t>(c), reinterpret_cast<float64x2_t>(a), reinterpret_cast<float64x2_t>(b)));
 #else
   return a * b + c;
 #endif

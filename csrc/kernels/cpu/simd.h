@@ -104,6 +104,15 @@ struct Portable {
     S x[L];
   };
   static constexpr int kLanes = L;
+  /// In one rounding where the processor has the instruction (AArch64), in two where it has not.
+  static S multiply_add(S a, S b, S c) {
+#if defined(__aarch64__)
+    if constexpr (sizeof(S) == 4) return __builtin_fmaf(a, b, c);
+    return __builtin_fma(a, b, c);
+#else
+    return c + a * b;
+#endif
+  }
   static V zero() { return V{}; }
   static V set1(S s) {
     V v;
@@ -130,7 +139,7 @@ struct Portable {
     return a;
   }
   static V fma(V a, V b, V c) {
-    for (int i = 0; i < L; ++i) c.x[i] += a.x[i] * b.x[i];
+    for (int i = 0; i < L; ++i) c.x[i] = multiply_add(a.x[i], b.x[i], c.x[i]);
     return c;
   }
 };

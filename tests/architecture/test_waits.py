@@ -26,6 +26,7 @@ PYTHON = {  # (file, function, call): why it ends
     ("compat/utils/checkpoint.py", "*", "self._thread.join()"): "writes to a disk, and what the caller asked it to wait for",
     ("compat/utils/checkpoint.py", "*", "self._store.acquire()"): "as in checkpoints/manager.py",
     ("compat/distributed/worker_groups.py", "*", "get(futures)"): "calls of workers: one that is lost ends them (ProcessWorker._end)",
+    ("models/generation/vllm/worker_script.py", "_read", "connection.recv(min(size - len(parts), 1 << 20))"): "vLLM's process waits for work; the socket closes with the trainer's process",
     ("data/dataloader.py", "StatefulDataLoader._submit", "future.result()"): "reading rows: the user's own processor, at work in this process",
     ("distributed/futures.py", "get", "get(item, timeout)"): "hands the caller's deadline on",
     ("distributed/worker_calls.py", "values_of", "call.result()"): "calls that have ended",

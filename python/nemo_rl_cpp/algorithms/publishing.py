@@ -44,10 +44,11 @@ def publish(run: TrainingRun) -> dict[str, str]:
     """Uploads the last checkpoint where `checkpointing.push_to_hub` names a repository; the row of the summary. A failure is told
     there and loses nothing."""
     config = run.config.checkpointing
-    if config.push_to_hub is None or not run.services.saves or not run.state.step:
+    repository, private = config.push_to_hub, config.hub_private
+    if repository is None or not run.services.saves or not run.state.step:
         return {}
     folder = run.services.checkpoints.checkpoint_dir / f"step_{run.state.step}"
     try:
-        return {"hub": push_to_hub(folder, config.push_to_hub, private=config.hub_private)}
+        return {"hub": push_to_hub(folder, repository, private=private)}
     except ValueError as error:
         return {"hub": f"not uploaded: {error}"}

@@ -185,8 +185,10 @@ def run_folder(folder: Path) -> Path:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The fewest last parts of the folders' paths that tell all of them apart."""
-    for count in range(1, max(len(folder.parts) for folder in folders) + 1):
+    """The fewest last parts of the folders' paths that tell all of them apart; of numbered ones in several places the place, too."""
+    places = {folder.parent for folder in folders}
+    least = 2 if len(places) > 1 and any(folder.name.startswith("exp_") for folder in folders) else 1
+    for count in range(least, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-count:]).lstrip("/") for folder in folders]
         if len(set(names)) == len(names):
             return names

@@ -89,6 +89,8 @@ def test_the_newest_run_of_a_folder_is_meant(tmp_path):
 def test_names_are_as_short_as_they_can_be(tmp_path):
     assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert short_names([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
+    assert short_names([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
+    assert short_names([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
 
 
 def test_a_page_of_more_runs_of_different_lengths(tmp_path):

@@ -131,7 +131,21 @@ class Comparison:
         ]
 
     def verdict(self) -> str:
-        """Which of the first two runs validates better, and whether the validations tell them apart."""
+        """Which of the first two runs validates better, and whether the validations tell them apart; where their last ones are of
+        different steps, the last step that both have, too."""
+        return self._last_validations() + self._common_validation()
+
+    def _common_validation(self) -> str:
+        first, second = (
+            dict(zip(*run.history.curve("validation/accuracy").finite(), strict=True)) for run in self.runs[:2]
+        )
+        common = max(first.keys() & second.keys(), default=0)
+        if common == 0 or max(first) == max(second):
+            return ""
+        names = [run.name for run in self.runs]
+        return f" At step {common}, the last that both have: {names[0]} {first[common]:.3f}, {names[1]} {second[common]:.3f}."
+
+    def _last_validations(self) -> str:
         first, second = self.runs[:2]
         ends = [_end(run) for run in (first, second)]
         if None in ends:

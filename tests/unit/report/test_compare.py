@@ -62,6 +62,17 @@ def test_validations_that_do_not_tell_runs_apart(tmp_path):
     assert worse.startswith("d validates better than a by 0.400 (95 % interval 0.329 to 0.471)")
 
 
+def test_runs_of_different_lengths_are_compared_where_both_validated(tmp_path):
+    folders = [write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.7)]
+    with open(folders[1] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "validation/accuracy": 0.8}\n')
+    verdict = Comparison.of(folders).verdict()
+    assert (
+        verdict
+        == "Validation accuracy: a 0.500, b 0.800 (after steps 3 and 9). At step 3, the last that both have: a 0.500, b 0.700."
+    )
+
+
 def test_the_interval_of_a_difference_is_newcombes():
     # Newcombe 1998, table II, row (a): 56/70 against 48/80
     a, b = Validated(1, 56 / 70, 0.6916, 0.8769), Validated(1, 48 / 80, 0.4904, 0.7004)

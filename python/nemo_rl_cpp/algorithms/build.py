@@ -25,7 +25,7 @@ from nemo_rl_cpp.algorithms.resume import opened
 from nemo_rl_cpp.algorithms.reward_functions import shaping_warning
 from nemo_rl_cpp.algorithms.run import Algorithm, TrainingRun
 from nemo_rl_cpp.algorithms.run_data import RunData, make_data, make_dataloader, make_tokenizer, make_val_dataloader
-from nemo_rl_cpp.algorithms.services import RunServices
+from nemo_rl_cpp.algorithms.services import make_services
 from nemo_rl_cpp.algorithms.step import shape_rewards
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.utils import set_seed
@@ -36,13 +36,12 @@ from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
-from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
-from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
+from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
@@ -51,12 +50,6 @@ from nemo_rl_cpp.models.generation.vllm.process import check_interpreter
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
-from nemo_rl_cpp.report import ReportWriter
-from nemo_rl_cpp.report.defaults import schema_defaults
-from nemo_rl_cpp.report.progress import Progress
-from nemo_rl_cpp.telemetry.chrome_trace import ChromeTrace
-from nemo_rl_cpp.telemetry.memory import PhaseMemory
-from nemo_rl_cpp.telemetry.timer import TimeoutChecker
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 if TYPE_CHECKING:
@@ -248,7 +241,7 @@ def _assembled(config: TrainMasterConfig, parts: Parts, generation: GenerationIn
         advantages=algorithm.make_advantages(config),
         loss_fn=parts.loss_fn,
         validator=make_validator(config, generation, parts),
-        services=make_services(config, parts),
+        services=make_services(config, parts.logger, parts.checkpoints, parts.state, parts.tokenizer),
         cluster=parts.cluster,
         engine_cluster=parts.engine_cluster,
     )  # fmt: skip
@@ -401,29 +394,6 @@ def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
         raise FolderError(
             f"logger.log_dir={config.logger.log_dir}: the logs cannot be written there ({error.strerror or error})"
         ) from error
-
-
-def make_services(config: TrainMasterConfig, parts: Parts) -> RunServices:
-    """What watches and keeps the run."""
-    report = trace = None
-    logger, state, steps = parts.logger, parts.state, config.loop.max_num_steps
-    if logger is not None and config.logger.chrome_trace:
-        trace = ChromeTrace(Path(logger.log_dir) / f"trace_from_step_{state.step + 1}.json", config.title)
-    if logger is not None and config.logger.report:
-        report = ReportWriter(
-            logger.log_dir, config, schema_defaults(config), total_steps=steps, title=config.title,
-            token_bytes=bytes_of_token(parts.tokenizer),
-        )  # fmt: skip
-    return RunServices(
-        logger=logger,
-        checkpoints=parts.checkpoints,
-        progress=Progress(steps, state.step),
-        report=report,
-        memory=PhaseMemory(),
-        trace=trace,
-        stop=GracefulStop(),
-        timeout=TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True),
-    )
 
 
 def make_validator(config: TrainMasterConfig, generation: GenerationInterface, parts: Parts) -> Validator | None:

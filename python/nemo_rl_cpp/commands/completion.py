@@ -47,11 +47,12 @@ complete -c nemo-rl-cpp -f -a '(__nemo_rl_cpp)'
 """
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 _OPTIONS = {
-    "train": ["--config", "--dry-run", "--debug", "--help"],
-    "eval": ["--config", "--dry-run", "--debug", "--help"],
-    "check": ["--config", "--kind", "--debug", "--help"],
+    "train": ["--config", "--dry-run", "--help"],
+    "eval": ["--config", "--dry-run", "--help"],
+    "check": ["--config", "--kind", "--help"],
     "generate": ["--model", "--chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--greedy", "--seed", "--stop", "--precision", "--threads"],
     "chat": ["--model", "--system", "--max-new-tokens", "--temperature", "--top-p", "--seed", "--precision", "--threads"],
+    "serve": ["--model", "--served-model-name", "--host", "--port", "--api-key", "--precision", "--threads", "--seed", "--max-model-len", "--kv-cache-gb", "--max-batch-size", "--max-queue", "--max-body-mb", "--request-timeout"],
     "models": ["--responses", "--tokens"],
     "compare": ["--out"],
     "doctor": ["--no-train", "--seconds"],
@@ -89,7 +90,7 @@ def candidates(line: Sequence[str], current: str) -> list[str]:
     if before == "--kind":
         return _fitting(["grpo", "ppo", "eval"], current)
     if current.startswith("-"):
-        return _fitting([*_OPTIONS.get(command, []), "--help"], current)
+        return _fitting([*_OPTIONS.get(command, []), "--debug", "--help"], current)
     if command == "completion":
         return _fitting([*_SCRIPTS], current)
     if command in _WITH_KEYS:

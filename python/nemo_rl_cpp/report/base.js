@@ -8,6 +8,11 @@ function make(tag, className, ...children) {
   return node;
 }
 
+// a name that may be broken behind its slashes, dots and underscores
+function breakable(name) {
+  return make("code", "", ...name.split(/(?<=[_/.])(?=\w)/).flatMap((part, i) => (i ? [make("wbr"), part] : [part])));
+}
+
 function escapeHtml(text) {
   return String(text).replace(/[&<>"']/g, (c) => "&#" + c.charCodeAt(0) + ";");
 }

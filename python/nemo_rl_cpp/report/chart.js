@@ -14,11 +14,16 @@ function ticks(low, high, count) {
   return list;
 }
 
-function runningMean(ys, window) {
-  const decay = 1 - 1 / Math.max(window, 1);
-  let total = 0, weight = 0;
-  return ys.map((y) => {
-    if (y !== null) { total = total * decay + y; weight = weight * decay + 1; }
+// the mean around each point, nearer ones counting more; symmetric, so that a rising curve does not lag
+function runningMean(ys, half) {
+  return ys.map((_, i) => {
+    let total = 0, weight = 0;
+    for (let k = Math.max(0, i - half); k <= Math.min(ys.length - 1, i + half); k++) {
+      if (ys[k] === null) continue;
+      const share = half + 1 - Math.abs(k - i);
+      total += share * ys[k];
+      weight += share;
+    }
     return weight ? total / weight : null;
   });
 }
@@ -153,7 +158,7 @@ class Chart {
     let out = `<path class="${smooth ? "raw" : "line"} ${classes}" d="${this.path(line.x, line.y, f)}"/>`;
     if (smooth) {
       const { x, y } = line.means || line;
-      out += `<path class="line ${classes}" d="${this.path(x, runningMean(y, Math.max(3, y.length / 20)), f)}"/>`;
+      out += `<path class="line ${classes}" d="${this.path(x, runningMean(y, Math.max(2, Math.round(y.length / 25))), f)}"/>`;
     }
     if (line.y.length <= 12) line.y.forEach((y, i) => {
       if (y !== null) out += `<circle class="f${line.color}" cx="${f.px(line.x[i]).toFixed(1)}" cy="${f.py(y).toFixed(1)}" r="2.6"/>`;

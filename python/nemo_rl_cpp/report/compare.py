@@ -131,7 +131,21 @@ class Comparison:
         ]
 
     def verdict(self) -> str:
-        """Which of the first two runs validates better, and whether the validations tell them apart."""
+        """Which of the first two runs validates better, and whether the validations tell them apart; where their last ones are of
+        different steps, the last step that both have, too."""
+        return self._last_validations() + self._common_validation()
+
+    def _common_validation(self) -> str:
+        first, second = (
+            dict(zip(*run.history.curve("validation/accuracy").finite(), strict=True)) for run in self.runs[:2]
+        )
+        common = max(first.keys() & second.keys(), default=0)
+        if common == 0 or max(first) == max(second):
+            return ""
+        names = [run.name for run in self.runs]
+        return f" At step {common}, the last that both have: {names[0]} {first[common]:.3f}, {names[1]} {second[common]:.3f}."
+
+    def _last_validations(self) -> str:
         first, second = self.runs[:2]
         ends = [_end(run) for run in (first, second)]
         if None in ends:
@@ -185,8 +199,10 @@ def run_folder(folder: Path) -> Path:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The fewest last parts of the folders' paths that tell all of them apart."""
-    for count in range(1, max(len(folder.parts) for folder in folders) + 1):
+    """The fewest last parts of the folders' paths that tell all of them apart; of numbered ones in several places the place, too."""
+    places = {folder.parent for folder in folders}
+    least = 2 if len(places) > 1 and any(folder.name.startswith("exp_") for folder in folders) else 1
+    for count in range(least, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-count:]).lstrip("/") for folder in folders]
         if len(set(names)) == len(names):
             return names

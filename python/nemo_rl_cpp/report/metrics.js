@@ -7,13 +7,14 @@ function showMetrics(runs) {
   const order = ["train/", "validation/", "performance/", "timing/"], rank = (name) => order.findIndex((head) => name.startsWith(head)) >>> 0;
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
   const picked = new Map();
+  const minor = (head) => (["lowest", "highest"].includes(head) ? "minor" : "");
   const heads = ["metric", ...runs.map((run) => (runs.length > 1 ? run.name : "last")), ...(runs.length > 1 ? [] : ["lowest", "highest", "values"])];
-  list.append(make("thead", "", make("tr", "", ...heads.map((head) => make("th", "", head)))));
+  list.append(make("thead", "", make("tr", "", ...heads.map((head) => make("th", minor(head), head)))));
   const body = list.appendChild(make("tbody"));
   const rows = names.map((name) => row(name));
 
   function row(name) {
-    const box = make("input"), line = make("tr", "", make("td", "", make("label", "", box, make("code", "", name))));
+    const box = make("input"), line = make("tr", "", make("td", "", make("label", "", box, breakable(name))));
     box.type = "checkbox";
     box.addEventListener("change", () => { toggle(name, box.checked); keep(); });
     for (const run of runs) {
@@ -21,7 +22,7 @@ function showMetrics(runs) {
       const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
       const cells = [points ? points.y[points.y.length - 1] : null, low, high, known.length];
       (runs.length > 1 ? cells.slice(0, 1) : cells).forEach((value, place) =>
-        line.append(make("td", "number", points && (known.length || place === 3) ? short(value) : "–")));
+        line.append(make("td", "number " + minor(heads[place + 1]), points && (known.length || place === 3) ? short(value) : "–")));
     }
     body.append(line);
     return { name, line, box };

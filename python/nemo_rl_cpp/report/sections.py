@@ -25,6 +25,7 @@ _STAGES = (
 _OTHER, _MORE = 9, (10, 11)
 """The colour of what is left, and those of large stages that have none of their own, by their names."""
 _SMALL, _LARGE = 0.005, 0.03
+_WHERE = "set in"  # left out on a phone
 
 
 def figure(title: str, unit: str, value: str, index: int, classes: str = "") -> str:
@@ -111,18 +112,19 @@ def configuration_section(
     on_top = f" on top of <code>{escape(base)}</code>" if base else ""
     if given:
         rows = "".join(
-            f"<tr><td><code>{escape(str(row['key']))}</code></td><td>{_text(row['value'])}</td>"
-            f"<td>{_text(row['before'])}</td><td>{escape(str(row['where']))}</td></tr>"
+            f"<tr><td><code>{breakable(str(row['key']))}</code></td><td>{_text(row['value'])}</td>"
+            f'<td>{_text(row["before"])}</td><td class="minor">{escape(str(row["where"]))}</td></tr>'
             for row in given
         )
         parts.append(f"<p>What was set for this run{on_top}:</p>")
-        parts.append(_table(("key", "value", "instead of", "set in"), rows))
+        parts.append(_table(("key", "value", "instead of", _WHERE), rows))
     elif given is not None:
         parts.append(f"<p>Nothing was changed{on_top}.</p>")
     changed = differences(config, defaults) if defaults else []
     if changed:
         rows = "".join(
-            f"<tr><td><code>{escape(k)}</code></td><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for k, a, b in changed
+            f"<tr><td><code>{breakable(k)}</code></td><td>{escape(a)}</td><td>{escape(b)}</td></tr>"
+            for k, a, b in changed
         )
         parts.append(
             f'<details id="differing"><summary>{len(changed)} values differ from the defaults of the schema</summary>'
@@ -134,7 +136,8 @@ def configuration_section(
 
 
 def _table(heads: Sequence[str], rows: str) -> str:
-    return f'<div class="scroll"><table><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table></div>'
+    cells = "".join(f"<th{' class=minor' if head == _WHERE else ''}>{head}</th>" for head in heads)
+    return f'<div class="scroll"><table><tr>{cells}</tr>{rows}</table></div>'
 
 
 def _text(value: object) -> str:

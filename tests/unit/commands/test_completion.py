@@ -1,9 +1,11 @@
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from nemo_rl_cpp import cli
 from nemo_rl_cpp.cli import COMMANDS
 from nemo_rl_cpp.commands import completion
 from nemo_rl_cpp.commands.completion import candidates
@@ -36,6 +38,14 @@ def test_words_that_fit():
     assert "notes.txt" not in at("nemo-rl-cpp train --config ") and at("nemo-rl-cpp compare logs/") == ["logs/exp_001/"]
     assert at("nemo-rl-cpp check --kind p") == ["ppo"] and at("nemo-rl-cpp completion ") == ["bash", "zsh", "fish"]
     assert at("nemo-rl-cpp chat --model Qwen/Qwen3-0") == ["Qwen/Qwen3-0.6B"] and at("nemo-rl-cpp nothing x") == []
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_option_of_a_commands_help_is_offered(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert set(re.findall(r"(?<!\w)--[a-z][\w-]*", usage)) - {"--version"} <= set(at(f"nemo-rl-cpp {command} --"))
 
 
 def test_keys_of_the_configurations_kind_come_section_by_section():

@@ -15,7 +15,7 @@ TINY = ["policy.model_name=tiny-random"]
 
 
 def test_one_line_names_devices_engine_time_and_memory():
-    config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=meta-llama/Llama-3.1-8B-Instruct"])
+    config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=somebody/Great-8B-Instruct"])
     text = fold_text(config)
     assert text.startswith(
         "written for 8 devices (cluster.gpus_per_node 8, policy.dtensor_cfg.tensor_parallel_size 4) and the engine vllm: "
@@ -156,7 +156,7 @@ def test_what_this_machine_cannot_hold_is_refused_by_its_figure(tmp_path):
     config = large_model(tmp_path, 4000)
     [finding] = list(sizes.check(config))
     assert (finding.level, finding.key) == ("error", "policy.model_name")
-    assert re.search(r"take [\d.e+]+ GB, but this machine has [\d.]+ GB", finding.message)
+    assert re.search(r"take [\d.]+ [GT]B, but this machine has [\d.]+ GB", finding.message)
     assert finding in preflight(config)
 
 

@@ -62,6 +62,17 @@ def test_validations_that_do_not_tell_runs_apart(tmp_path):
     assert worse.startswith("d validates better than a by 0.400 (95 % interval 0.329 to 0.471)")
 
 
+def test_runs_of_different_lengths_are_compared_where_both_validated(tmp_path):
+    folders = [write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.7)]
+    with open(folders[1] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "validation/accuracy": 0.8}\n')
+    verdict = Comparison.of(folders).verdict()
+    assert (
+        verdict
+        == "Validation accuracy: a 0.500, b 0.800 (after steps 3 and 9). At step 3, the last that both have: a 0.500, b 0.700."
+    )
+
+
 def test_the_interval_of_a_difference_is_newcombes():
     # Newcombe 1998, table II, row (a): 56/70 against 48/80
     a, b = Validated(1, 56 / 70, 0.6916, 0.8769), Validated(1, 48 / 80, 0.4904, 0.7004)
@@ -89,6 +100,8 @@ def test_the_newest_run_of_a_folder_is_meant(tmp_path):
 def test_names_are_as_short_as_they_can_be(tmp_path):
     assert short_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert short_names([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
+    assert short_names([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
+    assert short_names([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
 
 
 def test_a_page_of_more_runs_of_different_lengths(tmp_path):

@@ -54,28 +54,6 @@ CASES = [
         "rose from 0.1 (step 1) to 0.6",
         H(validation__accuracy=[0.1]),
     ),
-    (
-        learning.validation_trend,
-        H(
-            validation__accuracy=[0.1, 0.2],
-            validation__accuracy_ci95_low=[0.05, 0.14],
-            validation__accuracy_ci95_high=[0.15, 0.3],
-        ),
-        "info",
-        "rose from 0.1",
-        H(),
-    ),
-    (
-        learning.validation_trend,
-        H(
-            validation__accuracy=[0.1, 0.3],
-            validation__accuracy_ci95_low=[0.05, 0.2],
-            validation__accuracy_ci95_high=[0.15, 0.4],
-        ),
-        "good",
-        "rose from 0.1",
-        H(),
-    ),
     (learning.validation_trend, H(validation__accuracy=[0.5, 0.4]), "warn", "fell", H()),
     (learning.validation_trend, H(validation__accuracy=[0.5, 0.5]), "info", "is unchanged", H()),
     (

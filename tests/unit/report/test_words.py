@@ -1,4 +1,5 @@
 import pytest
+from nemo_rl_cpp.report.findings_learning import validation_trend
 from nemo_rl_cpp.report.history import MetricHistory
 from nemo_rl_cpp.report.panels import panels_of
 from nemo_rl_cpp.report.words import validation_word
@@ -29,3 +30,15 @@ def test_flat_curves_are_apart_and_one_point_is_not_flat():
     # two runs with constant but different rates differ
     other = MetricHistory.of(train__lr=[2e-3, 2e-3])
     assert "Learning rate" in [panel.title for panel in panels_of([history, other]).moving]
+
+
+@pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])
+def test_a_validation_that_rose_within_its_intervals_is_no_success_yet(low, level):
+    history = MetricHistory.of(
+        validation__accuracy=[0.1, 0.3],
+        validation__accuracy_ci95_low=[0.05, low],
+        validation__accuracy_ci95_high=[0.15, 0.4],
+    )
+    found = validation_trend(history)
+    assert found.level == level and found.title.startswith("Validation accuracy rose from 0.1")
+    assert ("intervals of the two overlap" in found.advice) == (level == "info")

@@ -1,6 +1,6 @@
 """The first run's step with one and two threads, alone and beside busy neighbours: how threads that wait treat their cores.
 
-    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--spins 2000] [key=value ...]
+    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--spins 2000] [--config FILE] [key=value ...]
 
 A side is a process with a run of configs/grpo_arithmetic_smollm2.yaml that makes one step when it is told to, so that the sides
 take turns, step by step, and share whatever else the machine does. A neighbour is a process that computes all the time. The sides:
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 SIDES: dict[str, dict[str, str]] = {
@@ -31,7 +32,7 @@ SIDES: dict[str, dict[str, str]] = {
 NEIGHBOUR = "x = 1\nwhile True:\n    x = (x * 1103515245 + 12345) % 2147483648\n"
 
 
-def side(folder: str, overrides: list[str]) -> None:
+def side(config_file: str, folder: str, overrides: list[str]) -> None:
     """Makes a step for each line of standard input, and prints its seconds."""
     import nemo_rl_cpp
     from nemo_rl_cpp.report.progress import Progress
@@ -40,12 +41,15 @@ def side(folder: str, overrides: list[str]) -> None:
     os.dup2(2, 1)
 
     class Gate(Progress):
+        began = time.perf_counter()
+
         def step(self, step: int, metrics: object = None) -> None:
-            print(json.dumps({"seconds": metrics["seconds"]}), file=answers, flush=True)
+            print(time.perf_counter() - self.began, file=answers, flush=True)
             sys.stdin.readline()
+            self.began = time.perf_counter()
 
     config = nemo_rl_cpp.load_grpo_config(
-        "configs/grpo_arithmetic_smollm2.yaml",
+        config_file,
         [
             "grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false",
             "checkpointing.enabled=false", "logger.tensorboard_enabled=false", "logger.report=false", f"logger.log_dir={folder}", *overrides,
@@ -62,7 +66,7 @@ def start(name: str, environment: dict[str, str], arguments: argparse.Namespace)
     if name == "bounded" and arguments.spins is not None:
         chosen["GOMP_SPINCOUNT"] = str(arguments.spins)
     folder = tempfile.mkdtemp(prefix="busy_")
-    command = [sys.executable, __file__, "--side", folder, *arguments.overrides]
+    command = [sys.executable, __file__, "--config", arguments.config, "--side", folder, *arguments.overrides]
     return subprocess.Popen(command, env=chosen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -73,7 +77,7 @@ def seconds_of(process: subprocess.Popen[str], again: bool = True) -> float:
     line = process.stdout.readline()
     if not line:
         raise SystemExit("a side ended: its message is above")
-    return float(json.loads(line)["seconds"])
+    return float(line)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
@@ -121,6 +125,7 @@ def show(count: str, rows: dict[str, list[float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/grpo_arithmetic_smollm2.yaml", help="of a GRPO run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sides", nargs="+", choices=list(SIDES))
@@ -130,7 +135,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the configuration, section.key=value")
     arguments = parser.parse_args()
     if arguments.side is not None:
-        return side(arguments.side, arguments.overrides)
+        return side(arguments.config, arguments.side, arguments.overrides)
     found = measure(arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1))

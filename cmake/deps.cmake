@@ -81,10 +81,21 @@ else()
   add_library(nemo::yaml_cpp ALIAS nemo_yaml)
 endif()
 
-# ---- CUDA: any nvcc that runs; never find_package(CUDAToolkit), which wants the dev symlinks that the wheels lack
+# ---- CUDA. auto: in a wheel wherever there is an nvcc; in a source tree's environment where there is a driver, too, since the
+# kernels take minutes to compile and nothing runs them without one. Any nvcc that runs; never find_package(CUDAToolkit), which wants the dev symlinks that the wheels lack
 set(NEMO_HAVE_CUDA OFF)
 set(_why "NEMO_RL_CUDA=off")
-if(NOT NEMO_RL_CUDA STREQUAL "off")
+set(_look ON)
+if(NEMO_RL_CUDA STREQUAL "off")
+  set(_look OFF)
+elseif(NEMO_RL_CUDA STREQUAL "auto" AND "${SKBUILD_STATE}" STREQUAL "editable")
+  nemo_first_existing(_driver /proc/driver/nvidia/version /dev/nvidiactl /dev/dxg)     # the last is that of WSL
+  if(NOT _driver)
+    set(_look OFF)
+    set(_why "no NVIDIA driver is loaded; NEMO_RL_CUDA=on compiles the CUDA kernels all the same")
+  endif()
+endif()
+if(_look)
   set(_nvcc "")
   find_program(_nvcc_path nvcc NO_CACHE)
   foreach(c IN ITEMS "$ENV{CUDACXX}" "$ENV{CUDA_HOME}/bin/nvcc" "$ENV{CUDA_PATH}/bin/nvcc" "${_nvcc_path}"

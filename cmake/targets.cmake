@@ -1,3 +1,5 @@
+include(cmake/precompiled.cmake)
+
 # ---- core: a shared library without Python, so that _C, _cuda and the GoogleTest binary use one copy
 file(GLOB NEMO_CORE_SOURCES CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/runtime/*.cpp csrc/ops/*.cpp csrc/distributed/*.cpp
      csrc/model/*.cpp csrc/trainer/*.cpp csrc/generation/*.cpp csrc/refit/*.cpp)
@@ -9,6 +11,8 @@ target_link_libraries(nemo_rl_core PUBLIC nemo::torch)
 target_compile_options(nemo_rl_core PRIVATE -fopenmp -Wall -Wno-psabi -Wno-unknown-pragmas)
 set(NEMO_RPATH "$ORIGIN" "$ORIGIN/../torch/lib" "$ORIGIN/../nvidia/cu13/lib" "$ORIGIN/../nvidia/nccl/lib" "$ORIGIN/../cmeel.prefix/lib")
 set_target_properties(nemo_rl_core PROPERTIES INSTALL_RPATH "${NEMO_RPATH}")
+
+nemo_precompile(nemo_rl_core <string> <vector> <runtime/tensor.h>)
 
 # ---- config: yaml-cpp only, no torch
 file(GLOB NEMO_CONFIG_SOURCES CONFIGURE_DEPENDS csrc/config/*.cpp)
@@ -39,6 +43,8 @@ if(NEMO_RL_BUILD_PYTHON)
   file(GLOB NEMO_BINDINGS CONFIGURE_DEPENDS csrc/bindings/module.cpp csrc/bindings/bind_*.cpp)
   nemo_python_module(_C ${NEMO_BINDINGS})
   target_link_libraries(_C PRIVATE nemo_rl_core nemo::torch_python)
+  target_compile_options(_C PRIVATE -O1)      # glue without arithmetic; higher levels only take time
+  nemo_precompile(_C <pybind11/stl.h> <torch/csrc/utils/pybind.h> <runtime/tensor.h>)
   target_compile_definitions(_C PRIVATE NEMO_TORCH_VERSION="${NEMO_TORCH_VERSION}" NEMO_HAVE_CUDA=$<BOOL:${NEMO_HAVE_CUDA}>)
 endif()
 
@@ -90,9 +96,12 @@ if(NEMO_RL_BUILD_TESTS)
     message(WARNING "GoogleTest was not found: the C++ tests are not built and `pytest` will say so (apt-get install libgtest-dev)")
   elseif(NEMO_CPP_TESTS)
     include(cmake/nccl_emulation.cmake)
-    add_executable(nemo_core_tests ${NEMO_CPP_TESTS} $<TARGET_OBJECTS:nemo_rl_nccl_emulation>)
+    # not part of `all`: tests/unit/test_cpp_core.py builds it when it is first needed
+    add_executable(nemo_core_tests EXCLUDE_FROM_ALL ${NEMO_CPP_TESTS} $<TARGET_OBJECTS:nemo_rl_nccl_emulation>)
     target_link_libraries(nemo_core_tests PRIVATE nemo_rl_core nemo_rl_config GTest::gtest_main)
     target_include_directories(nemo_core_tests PRIVATE tests/cpp tests tests/nccl_emulation)
+    target_compile_options(nemo_core_tests PRIVATE -O1)
+    nemo_precompile(nemo_core_tests <gtest/gtest.h> <runtime/tensor.h>)
   endif()
 endif()
 

@@ -1,5 +1,4 @@
 // Attention for tests and benchmarks: the decoder calls the C++ ops directly.
-#include <ATen/ATen.h>
 #include <pybind11/stl.h>
 
 #include <tuple>
@@ -7,6 +6,7 @@
 
 #include "bindings/module.h"
 #include "ops/attention.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::bindings {
 namespace {

@@ -1,5 +1,4 @@
 // The generation engine: flat arrays in, flat tensors out.
-#include <ATen/ATen.h>
 #include <pybind11/stl.h>
 
 #include "bindings/interruptible.h"
@@ -9,6 +8,7 @@
 #include "generation/engine.h"
 #include "generation/native_model_runner.h"
 #include "ops/sampling.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::bindings {
 namespace {

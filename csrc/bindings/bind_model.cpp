@@ -1,12 +1,11 @@
 // Decoder, trainer and the model runner: handles that Python orchestrates.
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <numeric>
 
 #include "bindings/model_config.h"
 #include "bindings/module.h"
 #include "common/check.h"
+#include "runtime/tensor.h"
 #include "trainer/trainer.h"
 
 namespace nemo_rl::bindings {

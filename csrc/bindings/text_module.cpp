@@ -1,6 +1,5 @@
 // `_text`: a model that writes text, for programs that need no trainer. It stands on LibTorch alone: torch's Python
 // side takes longer to load than a small model takes to answer.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <pybind11/functional.h>
 
@@ -11,6 +10,7 @@
 #include "common/check.h"
 #include "generation/engine.h"
 #include "generation/native_model_runner.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::bindings {
 namespace {

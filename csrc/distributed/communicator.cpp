@@ -1,11 +1,10 @@
 // Errors of calls, and communicators that are made of others.
 #include "distributed/communicator.h"
 
-#include <ATen/ATen.h>
-
 #include "common/check.h"
 #include "distributed/call.h"
 #include "distributed/nccl_communicator.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 

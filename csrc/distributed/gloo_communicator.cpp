@@ -1,12 +1,11 @@
 // Gloo, by a process group of torch.distributed.
-#include <ATen/ATen.h>
-
 #include <chrono>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "common/check.h"
 #include "distributed/call.h"
 #include "distributed/communicator.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 

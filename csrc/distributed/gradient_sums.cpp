@@ -1,10 +1,9 @@
 #include "distributed/gradient_sums.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 namespace {

@@ -2,7 +2,6 @@
 // reductions add in an order of their choice. A call returns when this rank's stream has done it.
 #include "distributed/nccl_communicator.h"
 
-#include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <cstring>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "distributed/nccl_connection.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 namespace {

@@ -1,6 +1,6 @@
 #include "distributed/peers.h"
 
-#include <ATen/ATen.h>
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 namespace {

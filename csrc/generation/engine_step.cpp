@@ -1,12 +1,11 @@
 #include "generation/engine_step.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <chrono>
 
 #include "common/check.h"
 #include "ops/sampling.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::generation {
 namespace {

@@ -1,13 +1,12 @@
 #include "generation/native_model_runner.h"
 
-#include <ATen/ATen.h>
-
 #include <numeric>
 
 #include "common/check.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "runtime/team.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::generation {
 namespace {

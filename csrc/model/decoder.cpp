@@ -76,7 +76,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
 
 Decoder::OwnTokens Decoder::own_tokens(const at::Tensor& token_ids) const {
   const auto rows = config_.vocab_rows();
-  const auto ids = token_ids - rows.begin;
+  const auto ids = token_ids.sub(rows.begin);
   const auto index = at::logical_and(ids.ge(0), ids.lt(rows.size())).nonzero().view(-1);
   return {index, ids.index_select(0, index)};
 }

@@ -1,11 +1,10 @@
 #include "model/decoder_model.h"
 
-#include <ATen/ATen.h>
-
 #include "common/check.h"
 #include "ops/adamw.h"
 #include "ops/weight_digest.h"
 #include "runtime/large_tensor.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 namespace {

@@ -1,12 +1,11 @@
 #include "model/kept_activations.h"
 
-#include <ATen/ATen.h>
-
 #include <cstring>
 
 #include "common/check.h"
 #include "runtime/large_tensor.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 KeptActivations::KeptActivations(std::int64_t num_layers, std::int64_t layer_bytes, std::int64_t last_bytes)

@@ -1,8 +1,7 @@
 #include "model/lm_head.h"
 
-#include <ATen/ATen.h>
-
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 

@@ -1,11 +1,10 @@
 #include "model/rope_table.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 

@@ -1,9 +1,9 @@
 #include "model/value_head.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 
 #include "ops/linear.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 

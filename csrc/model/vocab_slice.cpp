@@ -1,9 +1,9 @@
 #include "model/vocab_slice.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cstring>
+
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 

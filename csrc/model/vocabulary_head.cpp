@@ -1,6 +1,5 @@
 #include "model/vocabulary_head.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "ops/linear.h"
 #include "runtime/large_tensor.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 namespace {

@@ -1,7 +1,5 @@
 // The head on a CUDA device: whole rows of logits for as many rows at a time as fit a fixed budget. The product has the
 // engine's own shape (all of the vocabulary), so a row of logits has the engine's bits.
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
 #include "common/check.h"
@@ -9,6 +7,7 @@
 #include "ops/index_tensor.h"
 #include "ops/linear.h"
 #include "ops/sampling.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 namespace {

@@ -1,12 +1,11 @@
 // Buffers that are used again: glibc gives large blocks back to the system, so a fresh tensor a step would cost a page
 // fault for every 4 KiB of it.
 #pragma once
-#include <ATen/ATen.h>
-
 #include <array>
 #include <vector>
 
 #include "runtime/large_tensor.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 

@@ -1,12 +1,12 @@
 #include "ops/adamw.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <cmath>
 
 #include "kernels/adamw.h"
 #include "ops/kernel_types.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,10 +1,11 @@
 #include "ops/advantages.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 
 #include "kernels/group_baseline.h"
 #include "ops/checks.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

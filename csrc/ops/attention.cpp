@@ -1,7 +1,5 @@
 #include "ops/attention.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <numeric>
 #include <unordered_map>
@@ -11,6 +9,7 @@
 #include "ops/paged_step.h"
 #include "runtime/large_tensor.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,11 +1,10 @@
-#include <ATen/ATen.h>
-
 #include <algorithm>
 
 #include "common/check.h"
 #include "ops/attention.h"
 #include "ops/attention_checks.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,6 +1,6 @@
 #include "ops/checks.h"
 
-#include <ATen/ATen.h>
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

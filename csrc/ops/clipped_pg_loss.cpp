@@ -1,11 +1,12 @@
 #include "ops/clipped_pg_loss.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 
 #include <cmath>
 
 #include "ops/checks.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

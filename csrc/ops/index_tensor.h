@@ -1,8 +1,8 @@
 // Numbers of rows as a tensor, for ATen's own gathers.
 #pragma once
-#include <ATen/ATen.h>
-
 #include <cstdint>
+
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,6 +1,5 @@
 #include "ops/linear.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include "kernels/linear.h"
@@ -9,6 +8,7 @@
 #include "ops/packed_weights.h"
 #include "ops/swiglu.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,6 +1,5 @@
 #include "ops/packed_weights.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <atomic>
@@ -8,6 +7,7 @@
 #include "ops/kernel_types.h"
 #include "runtime/large_tensor.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 namespace {

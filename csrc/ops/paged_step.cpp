@@ -1,13 +1,12 @@
 #include "ops/paged_step.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "common/check.h"
 #include "ops/attention_checks.h"
 #include "ops/paged_plan.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 namespace {

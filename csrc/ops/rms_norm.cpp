@@ -1,11 +1,11 @@
 #include "ops/rms_norm.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include "kernels/rms_norm.h"
 #include "ops/kernel_types.h"
 #include "runtime/parallel_items.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,11 +1,11 @@
 #include "ops/sampling.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <cmath>
 
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

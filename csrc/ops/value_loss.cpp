@@ -1,9 +1,10 @@
 #include "ops/value_loss.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 
 #include "ops/checks.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

@@ -1,12 +1,11 @@
 #include "refit/manifest.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
 
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::refit {
 namespace {

@@ -1,6 +1,5 @@
 #include "refit/refit.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 
 #include "common/check.h"
 #include "kernels/weight_digest.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::refit {
 namespace {

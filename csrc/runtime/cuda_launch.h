@@ -1,7 +1,6 @@
 // What the CUDA sides of the ops share: the stream, the check of a launch, small arrays on their way to the device,
 // dtype switches. For csrc/ops/*_cuda.cpp only.
 #pragma once
-#include <ATen/ATen.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -12,6 +11,7 @@
 
 #include "common/bfloat16.h"
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::runtime {
 

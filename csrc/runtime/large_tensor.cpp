@@ -1,12 +1,12 @@
 #include "runtime/large_tensor.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <cstring>
 
 #include "common/check.h"
 #include "common/large_memory.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::runtime {
 

@@ -1,12 +1,11 @@
 #include "trainer/packed_batch.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "batching/packing.h"
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::trainer {
 namespace {

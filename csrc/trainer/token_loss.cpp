@@ -1,10 +1,9 @@
 #include "trainer/token_loss.h"
 
-#include <ATen/ATen.h>
-
 #include <cstring>
 
 #include "common/check.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::trainer {
 namespace {

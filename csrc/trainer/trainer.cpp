@@ -1,6 +1,6 @@
 #include "trainer/trainer.h"
 
-#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,7 @@
 #include "ops/linear.h"
 #include "ops/sampling.h"
 #include "runtime/large_tensor.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::trainer {
 namespace {

@@ -1,7 +1,8 @@
 """Reinforcement-learning post-training of language models with a C++/CUDA core.
 
-Importing the package imports nothing else: torch and the native core load at the first name that needs them, so
-that a configuration is checked without torch.
+Importing the package imports next to nothing: torch and the native core load at the first name that needs them, so
+that a configuration is checked without torch. It bounds how long torch's threads spin while they wait (`threads.bound_spinning`),
+which counts where torch is not loaded yet.
 
     nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function; train_ppo likewise
     nemo_rl_cpp.load                a model or a checkpoint that writes; nemo_rl_cpp.evaluate scores one
@@ -13,6 +14,8 @@ that a configuration is checked without torch.
 
 from importlib import import_module
 from typing import Any
+
+from nemo_rl_cpp.threads import bound_spinning
 
 __version__ = "0.1.0"
 
@@ -50,6 +53,8 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+bound_spinning()
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ RUNS = {
     "grpo_step": "grpo_step --steps 4 --rounds 3",
     "lm_head": "lm_head --repeats 3",
     "refit": "refit --repeats 15",
+    "busy_machine": "busy_machine --rounds 5",
 }
 
 

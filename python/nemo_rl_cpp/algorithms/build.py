@@ -36,13 +36,14 @@ from nemo_rl_cpp.config.fold import say_fold
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.config.python_values import checked
 from nemo_rl_cpp.config.resources import engines_of, trainers_of
-from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster, check_device, shut_down, use_threads
 from nemo_rl_cpp.environments.group import Environments
 from nemo_rl_cpp.experience.prompt_source import PromptSource
 from nemo_rl_cpp.experience.rollout_runner import RolloutRunner
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.interrupts import GRACE_SECONDS
-from nemo_rl_cpp.loggers.logger import Logger, get_experiment_dir
+from nemo_rl_cpp.loggers.folders import get_experiment_dir
+from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
 from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import end_engine
@@ -50,6 +51,7 @@ from nemo_rl_cpp.models.generation.vllm.process import check_interpreter
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ def build_run(
     """
     config = _checked(config)
     set_seed(config.loop.seed)
+    stage("preparing tokenizer, data and environments")
     tokenizer = make_tokenizer(config.policy)
     made = data(config, tokenizer)
     parts = None
@@ -153,6 +156,7 @@ def make_parts(
         if config.policy.generation.runs_vllm:
             check_interpreter(config.policy.generation.vllm_cfg.python)  # before a model is loaded
         cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
+        stage("loading the model")
         generation = None
         try:
             policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
@@ -258,6 +262,7 @@ def make_cluster(config: TrainMasterConfig) -> RayVirtualCluster:
     """One device, whatever sizes the configuration was written for (`config/fold.py`), or the workers of `cluster.executor`
     processes and ray. ValueError where `cluster.device` asks for a GPU that cannot be used."""
     say_fold(config)
+    use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return RayVirtualCluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)
 

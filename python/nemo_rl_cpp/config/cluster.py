@@ -33,7 +33,7 @@ class ClusterConfig(Section):
     )
     cpus_per_worker: Positive | None = key(
         None,
-        "threads of a worker (ray: CPUs that it takes of the cluster); null: the threads of one process (OMP_NUM_THREADS, or the processors) shared equally",
+        "threads that the run computes on; with executor processes or ray those of each worker (ray: CPUs that it takes of the cluster); null: OMP_NUM_THREADS, or the cores, which workers share equally",
     )
     worker_timeout_s: Annotated[float, Field(gt=0)] = key(
         60.0, "seconds without a sign of life after which a worker process counts as lost, and the run ends"

@@ -16,7 +16,8 @@ from nemo_rl_cpp.errors import guarded
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.interrupts import raise_if_interrupted
 from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
-from nemo_rl_cpp.preflight import Finding, preflight
+from nemo_rl_cpp.preflight import Finding, banner_lines, preflight
+from nemo_rl_cpp.stages import show_stages, stage
 
 from .errors import ConfigError
 from .fold import keys_without_effect_text
@@ -120,10 +121,15 @@ def _run(
         if (ineffective := keys_without_effect_text(config)) is not None:
             print(ineffective)
         return 2 if print_findings(preflight(config)) else 0
+    show_stages()
+    for line in banner_lines(config):
+        print(line, flush=True)
+    stage("checking data, model and folders")
     if print_findings(preflight(config)):
         return 2
     find_tokenizer(config)
     raise_if_interrupted()
+    stage("loading torch")
     start(config)
     return 0
 

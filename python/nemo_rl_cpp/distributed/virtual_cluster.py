@@ -10,7 +10,7 @@ from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.worker_calls import Workers
 
-__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable", "shut_down"]
+__all__ = ["ClusterConfig", "RayVirtualCluster", "check_device", "cuda_usable", "shut_down", "use_threads"]
 
 
 def cuda_usable() -> bool:
@@ -40,7 +40,15 @@ def _why_no_cuda() -> str:
         if torch.version.cuda is None:
             return f"torch {torch.__version__} was built without CUDA: install a torch with CUDA"
         return "torch sees no GPU: run on a machine with one (nvidia-smi lists them)"
-    return "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on"
+    return "this package was built without its CUDA kernels: build it with NEMO_RL_CUDA=on (in a source tree: NEMO_RL_CUDA=on uv sync)"
+
+
+def use_threads(settings: ClusterConfig) -> None:
+    """Lets this process compute on `cluster.cpus_per_worker` threads, where models live in it and the key is given."""
+    import torch
+
+    if settings.cpus_per_worker is not None and not settings.has_workers:
+        torch.set_num_threads(settings.cpus_per_worker)
 
 
 def shut_down(*clusters: "RayVirtualCluster | None") -> None:

@@ -22,7 +22,7 @@ from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.inspection import Limits, inspect_rows, say
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.virtual_cluster import check_device
+from nemo_rl_cpp.distributed.virtual_cluster import check_device, use_threads
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.utils import create_env
@@ -162,6 +162,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> Engine:
     from nemo_rl_cpp.models.model_folder import open_model_folder
 
     say_fold(config)
+    use_threads(config.cluster)
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
     if config.generation.backend == "hf":

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from nemo_rl_cpp.config.access import to_json, to_plain, written
 from nemo_rl_cpp.config.base import Settings
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
 from nemo_rl_cpp.config.sections import check_keys, read_section
-from nemo_rl_cpp.files.durable import disk_trouble, manifest_facts, own_copy
+from nemo_rl_cpp.files.durable import disk_trouble, own_copy
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import JsonlLogger
@@ -223,52 +222,3 @@ def _json_line(row: Mapping[str, object]) -> str:
         return json.dumps(row, allow_nan=False) + "\n"
     except (TypeError, ValueError):
         return json.dumps(to_json(row), allow_nan=False) + "\n"
-
-
-def get_next_experiment_dir(base_log_dir: str) -> str:
-    """Makes and returns `<base_log_dir>/exp_NNN` with the next free number."""
-    base = Path(base_log_dir)
-    base.mkdir(parents=True, exist_ok=True)
-    taken = [int(match[1]) for path in base.iterdir() if (match := re.fullmatch(r"exp_(\d+)", path.name))]
-    number = max(taken, default=0) + 1
-    while True:
-        try:
-            (base / f"exp_{number:03d}").mkdir()
-            return str(base / f"exp_{number:03d}")
-        except FileExistsError:  # another run started at the same moment
-            number += 1
-
-
-def get_experiment_dir(
-    base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
-) -> str:
-    """The log folder of a run below `base_log_dir`: the one that its checkpoint names (`log_dir` of training_info), if it
-    is there and is this run's own; else a new one.
-
-    Only the name counts, since a checkpoint may have been copied or moved. A folder is the run's own when its ledger has
-    the number that the manifest of `checkpoint` (a folder step_N) has, and names the folder that holds it, or one that is
-    gone: it was moved. In every other case the logs go on in a new folder, and a line says so.
-    """
-    recorded = (training_info or {}).get("log_dir")
-    name = Path(str(recorded)).name if recorded else ""
-    if not re.fullmatch(r"exp_\d+", name, re.ASCII):
-        return get_next_experiment_dir(base_log_dir)
-    candidate = Path(base_log_dir) / name
-    ledger = LogLedger(candidate)
-    owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
-    home = str(Path(checkpoint or "").absolute().parent.resolve())  # of the name: step_N may be a link to another run's
-    at_home = owner is not None and (owner == home or not Path(owner).is_dir())
-    if at_home and run is not None and ledger.run == run:
-        return str(candidate)
-    new = get_next_experiment_dir(base_log_dir)
-    why = (
-        "it is not there"
-        if not candidate.is_dir()
-        else f"it holds the logs of {owner}"
-        if owner
-        else "nothing says that it is this run's"
-    )
-    print(
-        f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).", flush=True
-    )
-    return new

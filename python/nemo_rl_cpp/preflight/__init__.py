@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from . import components, data, environments, folders, model, sizes, warm_start
+from .banner import banner_lines
 from .finding import Finding
 
 if TYPE_CHECKING:
@@ -26,4 +27,4 @@ def preflight(config: WholeConfig) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-__all__ = ["CHECKS", "Finding", "preflight"]
+__all__ = ["CHECKS", "Finding", "banner_lines", "preflight"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     evaluation = not hasattr(config, "policy")
     tokenizer, findings = _tokenizer((config if evaluation else config.policy).tokenizer, config, evaluation)
     yield from findings
-    for where, section in _sections(config.data, evaluation):
+    for where, section in data_sections(config.data, evaluation):
         yield from _check_section(config, where, section, tokenizer, evaluation)
 
 
@@ -92,7 +92,7 @@ def _local_tokenizer(config: WholeConfig, evaluation: bool) -> Path | str | None
 # -- data sets --------------------------------------------------------------------------------------------------------
 
 
-def _sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
+def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
     """(dotted key, section with the defaults filled in) of every data set."""
     from nemo_rl_cpp.data.config_access import to_plain
     from nemo_rl_cpp.data.datasets.utils import update_single_dataset_config
@@ -137,12 +137,17 @@ def _check_section(
             yield Finding(*note_as_said(remark))
 
 
+def made_up_quickly(section: Mapping[str, object]) -> bool:
+    """Whether a data set is generated, in milliseconds."""
+    return section.get("dataset_name") in _QUICK
+
+
 def _is_quick(section: dict[str, object]) -> bool:
     """Whether a data set can be read here and now: made up quickly, or a local file that is not too large."""
     from nemo_rl_cpp.data.datasets.utils import is_local
 
     name, path = section.get("dataset_name"), section.get("data_path")
-    if name in _QUICK:
+    if made_up_quickly(section):
         return True
     if name != "ResponseDataset" or not isinstance(path, str) or not is_local(path):
         return False

@@ -1,13 +1,12 @@
 // Ranks that are threads of this process: messages are copies in memory.
 #pragma once
-#include <ATen/ATen.h>
-
 #include <barrier>
 #include <functional>
 #include <thread>
 #include <vector>
 
 #include "distributed/communicator.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 

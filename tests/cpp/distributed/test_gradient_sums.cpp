@@ -1,11 +1,11 @@
 // The sums of blocks against the tree written out by hand, and their bits over every number of ranks.
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "distributed/gradient_sums.h"
 #include "distributed/memory_communicator.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 namespace {

@@ -1,7 +1,6 @@
 // The host side of NCCL's back end against the emulation of tests/nccl_emulation: ranks are threads, device memory is
 // host memory. Each test ends with the emulation's own counts: nothing left, nothing aborted twice, no rule of NCCL
 // broken.
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "distributed/gradient_sums.h"
 #include "distributed/nccl_communicator.h"
 #include "nccl_emulation/control.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 namespace {

@@ -1,5 +1,4 @@
 // Sums over peers: in the order of ranks, the same bits on all of them, whatever way the numbers travel.
-#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
@@ -7,6 +6,7 @@
 
 #include "distributed/memory_communicator.h"
 #include "distributed/peers.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::distributed {
 namespace {

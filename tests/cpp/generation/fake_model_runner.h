@@ -1,7 +1,6 @@
 // A model whose logits are a hash of all tokens up to a row, read back from the cache through the block table: a wrong
 // block, a missed copy or a token written to the wrong place changes what is generated.
 #pragma once
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "generation/model_runner.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::generation {
 

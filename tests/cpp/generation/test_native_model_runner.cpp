@@ -1,6 +1,5 @@
 // The claim on which everything else rests: whatever the batch, chunks, packing, prefix sharing and threads, the
 // engine's forward and the trainer's give the same bits.
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +9,7 @@
 #include "generation/native_model_runner.h"
 #include "generation/small_model.h"
 #include "kernels/log_softmax.h"
+#include "runtime/tensor.h"
 #include "trainer/trainer.h"
 
 namespace nemo_rl {

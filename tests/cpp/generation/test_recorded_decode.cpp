@@ -1,11 +1,11 @@
 // Decode steps through RecordedSteps: padded rows and work that is done again from the step's own arrays give the bits
 // of plain steps.
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "generation/fake_recorded_work.h"
 #include "generation/native_model_runner.h"
 #include "generation/small_model.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl {
 namespace {

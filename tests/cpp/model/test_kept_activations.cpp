@@ -1,7 +1,7 @@
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "model/kept_activations.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::model {
 namespace {

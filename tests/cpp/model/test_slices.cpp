@@ -1,5 +1,4 @@
 // How a model is cut, and two slices in two threads against the whole model.
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -7,6 +6,7 @@
 #include "common/check.h"
 #include "distributed/memory_communicator.h"
 #include "generation/small_model.h"
+#include "runtime/tensor.h"
 #include "trainer/trainer.h"
 
 namespace nemo_rl::model {

@@ -1,7 +1,8 @@
 // Tensors compared by their largest difference, and random ones from a seed.
 #pragma once
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
+
+#include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 

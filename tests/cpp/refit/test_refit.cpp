@@ -1,11 +1,11 @@
 // What a receiver refuses, and that it then keeps its weights; ranks are threads of this process.
-#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <functional>
 
 #include "distributed/memory_communicator.h"
 #include "refit/refit.h"
+#include "runtime/tensor.h"
 
 namespace nemo_rl::refit {
 namespace {

@@ -19,8 +19,8 @@ from nemo_rl_cpp.loggers import tb_events
 from nemo_rl_cpp.loggers.backends import import_tracker
 from nemo_rl_cpp.loggers.backends import merge_generation_workers as _merge_generation_logger_workers
 from nemo_rl_cpp.loggers.backends import summarize_list as _summarize_list
+from nemo_rl_cpp.loggers.folders import get_experiment_dir, get_next_experiment_dir
 from nemo_rl_cpp.loggers.interface import flatten_dict, scalar_of
-from nemo_rl_cpp.loggers.logger import get_experiment_dir, get_next_experiment_dir
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
 from nemo_rl_cpp.telemetry.monitor import RayGpuMonitorLogger
 

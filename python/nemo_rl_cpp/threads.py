@@ -1,0 +1,45 @@
+"""How many threads compute, and how they wait for each other. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+
+SPIN_COUNT = 2000
+"""Turns of its loop that a thread of libgomp waits for the others before it sleeps, some ten microseconds: about what it costs to
+wake a thread. libgomp's own 300,000 are milliseconds. On a machine that other programs use, too, the thread that is waited for
+often has no core, and the one that waits keeps a core from it meanwhile."""
+
+
+def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Sets GOMP_SPINCOUNT where neither it nor OMP_WAIT_POLICY is set, for this process and those that it starts; whether it did.
+    libgomp reads it when it is loaded, which `import torch` does."""
+    if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
+        return False
+    environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    return "torch" not in sys.modules
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cores() -> int:
+    """Cores that these processors are: two processors may be one core, whose arithmetic two threads would share. torch computes
+    on so many threads."""
+    found = set()
+    for number in os.sched_getaffinity(0):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list", encoding="ascii") as file:
+                found.add(file.read().strip())
+        except OSError:
+            found.add(str(number))
+    return len(found)
+
+
+def threads_at_start(asked: int | None, environment: Mapping[str, str] = os.environ) -> int:
+    """Threads that a run will compute on: what its key asks for, else OMP_NUM_THREADS, else the cores."""
+    given = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return asked or (int(given) if given.isdigit() and int(given) > 0 else cores())

@@ -1,0 +1,145 @@
+"""The first run's step with one and two threads, alone and beside busy neighbours: how threads that wait treat their cores.
+
+    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--spins 2000] [--config FILE] [key=value ...]
+
+A side is a process with a run of configs/grpo_arithmetic_smollm2.yaml that makes one step when it is told to, so that the sides
+take turns, step by step, and share whatever else the machine does. A neighbour is a process that computes all the time. The sides:
+
+    1 thread
+    libgomp     two threads that wait as libgomp does by itself: they spin for 300,000 turns, which are milliseconds
+    bounded     two threads with the spin count of nemo_rl_cpp (or of --spins)
+    passive     two threads that never spin
+
+Each side needs about 2.5 GB of memory.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SIDES: dict[str, dict[str, str]] = {
+    "1 thread": {"OMP_NUM_THREADS": "1"},
+    "libgomp": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "300000"},
+    "bounded": {"OMP_NUM_THREADS": "2"},
+    "passive": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
+}
+NEIGHBOUR = "x = 1\nwhile True:\n    x = (x * 1103515245 + 12345) % 2147483648\n"
+
+
+def side(config_file: str, folder: str, overrides: list[str]) -> None:
+    """Makes a step for each line of standard input, and prints its seconds."""
+    import nemo_rl_cpp
+    from nemo_rl_cpp.report.progress import Progress
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    class Gate(Progress):
+        began = time.perf_counter()
+
+        def step(self, step: int, metrics: object = None) -> None:
+            print(time.perf_counter() - self.began, file=answers, flush=True)
+            sys.stdin.readline()
+            self.began = time.perf_counter()
+
+    config = nemo_rl_cpp.load_grpo_config(
+        config_file,
+        [
+            "grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false",
+            "checkpointing.enabled=false", "logger.tensorboard_enabled=false", "logger.report=false", f"logger.log_dir={folder}", *overrides,
+        ],
+    )  # fmt: skip
+    with nemo_rl_cpp.build_run(config) as run:
+        run.services.progress.close()
+        run.services.progress = Gate(None, 0, "quiet")
+        run.train()
+
+
+def start(name: str, environment: dict[str, str], arguments: argparse.Namespace) -> subprocess.Popen[str]:
+    chosen = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))} | environment
+    if name == "bounded" and arguments.spins is not None:
+        chosen["GOMP_SPINCOUNT"] = str(arguments.spins)
+    folder = tempfile.mkdtemp(prefix="busy_")
+    command = [sys.executable, __file__, "--config", arguments.config, "--side", folder, *arguments.overrides]
+    return subprocess.Popen(command, env=chosen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def seconds_of(process: subprocess.Popen[str], again: bool = True) -> float:
+    if again:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit("a side ended: its message is above")
+    return float(line)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Neighbours -> side -> seconds a step."""
+    names = arguments.sides or list(SIDES)
+    processes = {}
+    for name in names:  # one after the other: loading is not measured
+        processes[name] = start(name, SIDES[name], arguments)
+        seconds_of(processes[name], again=False)
+    found: dict[str, dict[str, list[float]]] = {}
+    try:
+        for count in arguments.neighbours:
+            busy = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR]) for _ in range(count)]
+            try:
+                rows = found[str(count)] = {name: [] for name in names}
+                for turn in range(arguments.rounds):
+                    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                        rows[name].append(seconds_of(processes[name]))
+            finally:
+                for neighbour in busy:
+                    neighbour.kill()
+                    neighbour.wait()
+            show(str(count), rows)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return found
+
+
+def show(count: str, rows: dict[str, list[float]]) -> None:
+    """Medians, and each side's median ratio to the faster of one and two threads in the same round."""
+    load = Path("/proc/loadavg").read_text().split()[0]
+    print(f"{count} busy neighbours, load {load}", flush=True)
+    for name, seconds in rows.items():
+        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        better = [min(one, own) for one, own in zip(rows.get("1 thread", seconds), rows.get("libgomp", seconds))]
+        ratio = statistics.median(own / best for own, best in zip(seconds, better))
+        print(
+            f"  {name:<9} {statistics.median(seconds):7.2f} s  [{quartiles[0]:.2f}, {quartiles[2]:.2f}]   {ratio:.2f} of the better of "
+            "1 thread and libgomp",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/grpo_arithmetic_smollm2.yaml", help="of a GRPO run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES))
+    parser.add_argument("--spins", type=int, help="GOMP_SPINCOUNT of the side `bounded`")
+    parser.add_argument("--json", type=Path, help="file for all seconds")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="of the configuration, section.key=value")
+    arguments = parser.parse_args()
+    if arguments.side is not None:
+        return side(arguments.config, arguments.side, arguments.overrides)
+    found = measure(arguments)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The first lines of a run: right before torch loads, and nothing made up."""
+
+import subprocess
+import sys
+
+import nemo_rl_cpp.preflight.banner as banner
+import pytest
+from nemo_rl_cpp.config import load_eval_config, load_grpo_config
+from nemo_rl_cpp.preflight.banner import banner_lines, count_text, rows_of
+
+
+def lines_of(config):
+    title, *rows = banner_lines(config)
+    return title, {row[2:12].strip(): row[12:] for row in rows}
+
+
+def test_the_first_run_says_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(banner, "cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    logs, saved = tmp_path / "logs", tmp_path / "results"
+    (logs / "exp_006").mkdir(parents=True)
+    config = load_grpo_config(
+        "configs/grpo_arithmetic_smollm2.yaml", [f"logger.log_dir={logs}", f"checkpointing.checkpoint_dir={saved}"]
+    )
+    title, rows = lines_of(config)
+    assert title == "GRPO smollm2-135m-instruct"
+    assert list(rows) == ["model", "steps", "device", "memory", "folder", "report", "data"]
+    assert rows["model"] == "smollm2-135m-instruct, 135 million parameters, bfloat16"
+    assert rows["steps"] == "20 or 1000 epochs, of 16 prompts with 8 answers each"
+    assert rows["device"] == "cpu, 3 threads on 4 cores"
+    assert "at the peak, in policy training; fits into this machine's" in rows["memory"]
+    assert rows["folder"] == f"{saved}, begins anew"
+    assert rows["report"] == f"file://{logs}/exp_007/report.html"
+    # 50 * 51 / 2 unordered pairs of 1 to 50, and those off the diagonal twice, less what is held out
+    assert rows["data"].startswith("arithmetic, ") and rows["data"].endswith("; validation: arithmetic, 256 rows")
+
+
+def test_what_does_not_fit_and_what_is_not_saved_is_said(monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.config.memory.machine_memory", lambda: 1e9)
+    config = load_grpo_config(
+        "configs/grpo_arithmetic_smollm2.yaml",
+        [
+            "checkpointing.enabled=false",
+            "logger.report=false",
+            "cluster.cpus_per_worker=1",
+            "logger.log_dir=/nowhere/logs",
+        ],
+    )
+    _, rows = lines_of(config)
+    assert "does not fit into this machine's 1 GB" in rows["memory"]
+    assert rows["folder"] == "none: checkpointing.enabled is false, nothing is saved"
+    assert "report" not in rows and rows["logs"] == "/nowhere/logs/exp_001"
+    assert rows["device"].startswith("cpu, 1 thread")
+
+
+def test_an_evaluation_has_fewer_lines():
+    title, rows = lines_of(load_eval_config("configs/evals/arithmetic_smollm2.yaml", []))
+    assert title == "Evaluation of smollm2-135m-instruct" and list(rows) == ["model", "device", "data"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(134_515_008, "135 million"), (1_543_714_304, "1.54 billion"), (9_800, "9,800")]
+)
+def test_counts_of_parameters(number, text):
+    assert count_text(number) == text
+
+
+def test_rows_are_counted_only_where_a_line_is_a_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "1"}\n\n{"input": "2"}\n{"input": "3"}')
+    assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(file)}) == 3
+    assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "missing.jsonl")}) is None
+    assert rows_of({"dataset_name": "ResponseDataset", "data_path": "openai/gsm8k"}) is None
+    assert rows_of({"dataset_name": "arithmetic", "max_number": 0}) is None  # a mistake, which the checks name
+
+
+@pytest.mark.slow
+def test_the_lines_need_no_torch():
+    code = (
+        "import sys\n"
+        "from nemo_rl_cpp.config import load_grpo_config\n"
+        "from nemo_rl_cpp.preflight.banner import banner_lines\n"
+        "list(banner_lines(load_grpo_config('configs/grpo_tiny.yaml', [])))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -110,7 +110,8 @@ def do(snippet: Snippet, folder: Path, names: dict[str, object]) -> None:
     if snippet.kind == "file":
         path = folder / file_name(snippet)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        named = snippet.language == "text" and not snippet.value  # its first line is the name and no comment
+        path.write_text(text.partition("\n")[2] if named else text)
     elif snippet.kind == "loads":
         (folder / "fragment.yaml").write_text(f"defaults: {snippet.value}\n{text}")
         LOADERS[kind_of(str(folder / "fragment.yaml"))](str(folder / "fragment.yaml"))

@@ -112,6 +112,8 @@ def do(snippet: Snippet, folder: Path, names: dict[str, object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         named = snippet.language == "text" and not snippet.value  # its first line is the name and no comment
         path.write_text(text.partition("\n")[2] if named else text)
+        if path.suffix == ".yaml":
+            LOADERS[kind_of(str(path))](str(path))
     elif snippet.kind == "loads":
         (folder / "fragment.yaml").write_text(f"defaults: {snippet.value}\n{text}")
         LOADERS[kind_of(str(folder / "fragment.yaml"))](str(folder / "fragment.yaml"))

@@ -17,17 +17,17 @@ OUTSIDE = {
 """Documents whose page has another place than below docs/."""
 
 NAVIGATION: dict[str, tuple[str, ...]] = {
-    "Begin": ("start", "installation", "guides/your-data-your-reward", "documents"),
+    "Begin": ("start", "installation", "guides/your-data-your-reward", "guides/python", "documents"),
     "Algorithms": ("guides/algorithms", "guides/grpo", "guides/dapo", "guides/prorlv2", "guides/ppo"),
     "Use": (
-        "metrics", "troubleshooting", "supported-models", "transformers", "guides/data", "guides/environments",
-        "guides/evaluation", "cluster", "guides/async",
+        "metrics", "report", "troubleshooting", "supported-models", "transformers", "guides/data", "guides/environments",
+        "guides/evaluation", "cluster", "guides/async", "serving", "guides/agents",
     ),
     "Look up": ("configuration", "configuration-without-effect", "configurations", "command-line", "api"),
     "Come from": ("coming-from-trl", "coming-from-verl", "porting-from-nemo-rl"),
     "Change": ("architecture", "kernels", "benchmarks", "contributing", "source-map", "changelog"),
 }  # fmt: skip
-"""Caption of the sidebar -> its pages, in reading order. A document that stands in none of them is put under "More"."""
+"""Caption of the sidebar -> its pages, in reading order. A document that stands in none of them is put under "More"; a name without a document is left out."""
 
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCE = re.compile(r"^ *(```|~~~)")

@@ -7,6 +7,7 @@ from functools import cache
 import nemo_rl_cpp
 import pytest
 from documents.snippets import ROOT
+from nemo_rl_cpp.api.keywords import OF_TRL
 from nemo_rl_cpp.config.foreign_names import FOREIGN
 from nemo_rl_cpp.config.keys import fields_of, section_at
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
@@ -88,3 +89,15 @@ def test_errors_and_pages_agree():
     differing = {name: (key, said[name]) for name, key in FOREIGN.items() if name in said and key not in said[name]}
     assert differing == {}
     assert len(FOREIGN.keys() & said.keys()) > 45
+
+
+def test_the_errors_of_train_grpo_and_the_page_agree():
+    """Where `train_grpo` knows what a keyword of TRL's is called here, the page says the same."""
+    said: dict[str, str] = {}
+    for cells in rows("trl"):
+        for name in re.findall(r"`([a-z_0-9]+)", cells[0]) if len(cells) > 2 else ():
+            said[name] = said.get(name, "") + cells[2]
+    meant = {name: set(re.findall(r"[a-z]\w*(?:__\w+)+|^\w+", text)) for name, text in OF_TRL.items()}
+    differing = {name: said[name] for name in OF_TRL if name in said and not any(m in said[name] for m in meant[name])}
+    assert differing == {}
+    assert len(OF_TRL.keys() & said.keys()) > 35

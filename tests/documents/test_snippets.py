@@ -110,7 +110,8 @@ def do(snippet: Snippet, folder: Path, names: dict[str, object]) -> None:
     if snippet.kind == "file":
         path = folder / file_name(snippet)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        named = snippet.language == "text" and not snippet.value  # its first line is the name and no comment
+        path.write_text(text.partition("\n")[2] if named else text)
     elif snippet.kind == "loads":
         (folder / "fragment.yaml").write_text(f"defaults: {snippet.value}\n{text}")
         LOADERS[kind_of(str(folder / "fragment.yaml"))](str(folder / "fragment.yaml"))
@@ -151,6 +152,8 @@ def test_the_blocks_of_a_document_run(document, tmp_path, monkeypatch, capfd):
             except BaseException as error:
                 error.add_note(f"at {snippet}")
                 raise
+        for path in tmp_path.rglob("*.yaml"):  # when the files that they name are there, too
+            LOADERS[kind_of(str(path))](str(path))
     finally:
         for name in set(sys.modules) - modules:  # those of the document's files: another has files of the same names
             if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):

@@ -26,7 +26,7 @@ class Exactness(NamedTuple):
 _VLLM = Exactness(
     False,
     "another engine with weights of its own, whose digest is compared at each refit: the trainer scores each batch before it trains on it, "
-    "and token_mult_prob_error and gen_kl_error say how far apart they were (about 1e-6 in float32, 0.01 and more in bfloat16)",
+    "and token_mult_prob_error and gen_kl_error say how far apart they were (about 1e-5 in float32, 0.01 and more in bfloat16)",
 )
 EXACTNESS: dict[tuple[str, str], Exactness] = {
     ("native", "native"): Exactness(True, "one computation: token_mult_prob_error is 1 and max_logprob_gap 0"),

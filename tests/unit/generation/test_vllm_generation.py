@@ -1,7 +1,9 @@
 """vLLM as the generator, against a stand-in for its interpreter, and against vLLM itself where NEMO_RL_VLLM_PYTHON names one."""
 
+import contextlib
 import json
 import os
+import signal
 import stat
 import time
 from pathlib import Path
@@ -67,6 +69,17 @@ def change(policy, seed):
 
 def gone(engine):
     return not Path(f"/proc/{engine.process.pid}").exists()
+
+
+def of_group(leader):
+    """Processes of the group that vLLM's process began."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            line = path.read_text()
+            if line.rpartition(")")[2].split()[2] == str(leader):
+                found.append(line)
+    return found
 
 
 REALLY = pytest.mark.skipif(not REAL, reason="NEMO_RL_VLLM_PYTHON names no interpreter with vLLM")
@@ -279,7 +292,7 @@ def test_the_digest_is_of_the_weights_and_their_names():
 
 @pytest.mark.parametrize("kind", INTERPRETERS)
 def test_a_run(kind, interpreter, tmp_path):
-    """Two steps with a refit before each: digests, versions, scored batches, and nothing left over."""
+    """Two steps with a refit before each: digests, versions, scored batches; killed in the middle, vLLM leaves an error and no process."""
     overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]
     run = tiny.make(
         tmp_path, *tiny.SMALL, *overrides, "grpo.max_num_steps=2", "grpo.val_period=2", "policy.generation.backend=vllm",
@@ -291,8 +304,16 @@ def test_a_run(kind, interpreter, tmp_path):
         before = run.policy.weight_digest()
         run.train()
         engine = run.generation
-        assert not gone(engine)
-    assert gone(engine)
+        call = engine.process.call
+
+        def killed(what, message, payload, on_step):
+            """The first step of vLLM is its last."""
+            return call(what, message, payload, lambda *_: os.kill(engine.process.pid, signal.SIGKILL))
+
+        engine.process.call, began = killed, time.monotonic()
+        with pytest.raises(WorkerLostError, match="was ended by SIGKILL; it was doing: generate"):
+            engine.generate(prompts())
+        assert time.monotonic() - began < 30 and gone(engine) and not of_group(engine.process.pid)
     steps = [json.loads(line) for line in (tmp_path / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()]
     refits = [step for step in steps if "train/refit/version" in step]
     assert [step["train/refit/version"] for step in refits] == [0, 1]

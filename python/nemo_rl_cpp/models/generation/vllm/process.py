@@ -121,6 +121,13 @@ class VllmProcess:
         self._send({"call": "start", **message}, b"")
         self._starting = True
 
+    def wait_until_ready(self) -> None:
+        """Until vLLM is loaded. Raises as `call`."""
+        self._must_be_alive()
+        if self._starting:
+            self._answer("loading vLLM", self.start_timeout, None)
+            self._starting = False
+
     def call(
         self, what: str, message: Mapping[str, object] | None = None, payload: bytes = b"", on_step: Callable[[dict, bytes], None] | None = None
     ) -> dict:  # fmt: skip
@@ -128,10 +135,7 @@ class VllmProcess:
 
         Raises VllmError where vLLM cannot do it, WorkerLostError where the process has ended or gives no sign of life.
         """
-        self._must_be_alive()
-        if self._starting:
-            self._answer("loading vLLM", self.start_timeout, None)
-            self._starting = False
+        self.wait_until_ready()
         self._send({"call": what, **(message or {})}, payload)
         return self._answer(what, self._timeout, on_step)
 

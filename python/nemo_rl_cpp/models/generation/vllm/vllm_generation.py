@@ -166,6 +166,7 @@ class VllmGeneration(EngineSettings, GenerationInterface):
         Raises RuntimeError when what arrived has another digest than what was sent, or a parameter of vLLM's model got nothing; vLLM
         generates nothing then.
         """
+        self.process.wait_until_ready()
         began = time.perf_counter()
         self.weight_version = self._digest = None
         sent = self._weights.fill(weights)

@@ -61,7 +61,7 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """What a run asks of an environment: these four names and no others.
+    """What a run asks of an environment: these five names and no others.
 
     A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. Then the run starts the call, works on,
     and waits for the result later; the calls of one environment never overlap. What a method raises ends the run, with the
@@ -71,6 +71,8 @@ class Environment(Protocol):
     scores_rows_alone: bool
     """Whether a conversation's answer depends on that conversation only. True lets rollouts call `step` with some of a
     batch's rows while the others are still generated."""
+    runs_rollouts: bool
+    """Whether its agents make the rollouts, over the policy's HTTP server; `step` is then not called."""
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """One turn for B conversations, of which each ends with a message of the model.
@@ -95,6 +97,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     """
 
     scores_rows_alone: bool = False
+    runs_rollouts: bool = False
     can_be_asked_again: bool = False
     """Whether the answer to each conversation follows from `step`'s arguments for it alone, so that a Ray actor that was lost is
     started again and asked again, and the rows of a batch may be dealt to several actors."""

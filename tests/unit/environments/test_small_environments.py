@@ -178,7 +178,7 @@ def test_registry(monkeypatch):
     assert create_env("fakes.EchoEnvironment").steps == 0
     with pytest.raises(ValueError, match="already registered"):
         register_env("math", "a.B")
-    with pytest.raises(ValueError, match="known: arithmetic"):
+    with pytest.raises(ValueError, match="known: agent, arithmetic"):
         create_env("mathematics")
 
 

@@ -53,6 +53,7 @@ class HfGeneration(EngineSettings, GenerationInterface):
     """
 
     reports_finished = True
+    owns_process = False
 
     def __init__(
         self, module: nn.Module, config: EvalGenerationConfig | Mapping[str, object], tokenizer: TokenizerType, *,

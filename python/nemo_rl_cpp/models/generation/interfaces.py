@@ -119,7 +119,7 @@ class GenerationInterface(Protocol):
 
     reports_finished: bool = False
     """Whether `generate` takes `on_finished`, a callable `(rows, token ids of each)` that is told of responses as they end."""
-    owns_process: bool = False
+    owns_process: bool
     """Whether the engine has a process that its `shutdown` ends; the end of a run calls it then."""
 
     def prepare_for_generation(self) -> bool:

@@ -96,6 +96,7 @@ class NativeGeneration(EngineSettings, GenerationInterface):
     # ---- generating
 
     reports_finished = True
+    owns_process = False
 
     def generate(
         self,

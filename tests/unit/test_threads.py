@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nemo_rl_cpp.stages import stage, stages_shown
 from nemo_rl_cpp.telemetry import starvation
 from nemo_rl_cpp.telemetry.starvation import CoreTime, StarvationWatch
 from nemo_rl_cpp.threads import SPIN_COUNT, bound_spinning, cores, processors, threads_at_start
@@ -71,3 +72,12 @@ def test_time_on_a_core_is_counted():
     total = sum(i * i for i in range(300_000))
     spent = starvation.core_time() - before
     assert total and 0 < spent.running < 60 and spent.waiting >= 0
+
+
+def test_stages_are_shown_to_command_lines_alone(capsys):
+    stage("unheard")
+    with stages_shown():
+        stage("loading torch")
+    stage("unheard")
+    shown = capsys.readouterr().out
+    assert shown.startswith("[  ") and shown.endswith(" s] loading torch\n") and "unheard" not in shown

@@ -17,7 +17,7 @@ from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.interrupts import raise_if_interrupted
 from nemo_rl_cpp.models.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.preflight import Finding, banner_lines, preflight
-from nemo_rl_cpp.stages import show_stages, stage
+from nemo_rl_cpp.stages import stage, stages_shown
 
 from .errors import ConfigError
 from .fold import keys_without_effect_text
@@ -121,7 +121,11 @@ def _run(
         if (ineffective := keys_without_effect_text(config)) is not None:
             print(ineffective)
         return 2 if print_findings(preflight(config)) else 0
-    show_stages()
+    with stages_shown():
+        return _begin(config, start)
+
+
+def _begin(config: C, start: Callable[[C], object]) -> int:
     for line in banner_lines(config):
         print(line, flush=True)
     stage("checking data, model and folders")

@@ -28,7 +28,7 @@ def run(capsys, tmp_path, *overrides):
     said = [line for line in lines if line.startswith("serious: ")]
     table = " ".join(
         re.sub(r"[│┌┐└┘─┬┴]", " ", line).strip()
-        for line in lines[lines.index(next(line for line in lines if line.startswith("GRPO "))) :]
+        for line in lines[lines.index(next(line for line in lines if line.startswith("GRPO tiny-random: "))) :]
     )
     return said, re.sub(r"\s+", " ", table)
 

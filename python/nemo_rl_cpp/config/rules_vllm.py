@@ -67,9 +67,15 @@ def check_vllm(policy: PolicyConfig, report: Report) -> None:
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
     """What a run with vLLM needs of its cluster: one training process on the CPU of this machine."""
-    if not config.policy.generation.runs_vllm:
+    generation, cluster = config.policy.generation, config.cluster
+    if not generation.runs_vllm:
         return
-    cluster = config.cluster
+    if generation.expose_http_server:
+        report.add(
+            "policy.generation.expose_http_server",
+            f"is true, but the server is one of the native engine, and vLLM generates: set it to false, or {_PYTHON} to null",
+            _PYTHON,
+        )
     if cluster.has_workers:
         report.add(
             "cluster.executor",

@@ -58,6 +58,7 @@ def test_every_pair_that_can_be_has_a_row():
         (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
         (["++policy.generation.vllm_kwargs.quantization=fp8"], "quantised generation changes results"),
         (["policy.generation.vllm_cfg.precision=fp8"], "quantised generation changes results"),
+        (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
         (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Replaces one requirement in a wheel's metadata: `python tools/wheel_requires.py WHEEL torch==2.15.0 torch==2.14.1`.
+"""Replaces one requirement in a wheel's metadata: `python cmake/wheel_requires.py WHEEL torch==2.15.0 torch==2.14.1`.
 
 A wheel fits the torch that it was compiled with. One for another version than that of pyproject.toml must ask for that other.
 """

@@ -82,6 +82,6 @@ def test_torch_is_the_same_everywhere():
         for line in project["build-system"]["requires"] + project["project"]["dependencies"]
         if line.startswith("torch")
     ]
-    files = [path.read_text() for path in sorted((ROOT / "docker").glob("Dockerfile.*"))]
+    files = [path.read_text() for path in sorted((ROOT / "examples/docker").glob("Dockerfile.*"))]
     found += re.findall(r"torch==[\w.]+", "\n".join(files))
     assert len(found) >= 4 and len(set(found)) == 1

@@ -57,8 +57,8 @@ def run_agent_rollouts(
     """A rollout for every row, by its environment's agent.
 
     The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
-    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls that are not part of the one conversation that a
-    rollout ends with are not trained, and counted: `agent_calls_left_out`.
+    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls beside the longest conversation of a
+    rollout are not trained, and counted: `agent_calls_left_out`.
 
     Returns (batch, rollout metrics with those of the environments).
     """

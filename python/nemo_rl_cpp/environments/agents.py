@@ -169,13 +169,16 @@ class AgentFunctionEnvironment(AgentEnvironment):
 
     async def roll_out(self, task: AgentTask) -> AgentResult:
         """Calls the function."""
-        with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
+        try:
             if inspect.iscoroutinefunction(self._function):
                 given = await self._function(task)
             else:
                 given = await _in_thread(self._function, task)
                 if inspect.isawaitable(given):
                     given = await given
+        except Exception:  # not the end of the rollout's time, which is no error of the user's code
+            with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
+                raise
         return given if isinstance(given, AgentResult) else AgentResult(_reward(given))
 
 

@@ -57,10 +57,10 @@ def run_agent_rollouts(
     """A rollout for every row, by its environment's agent.
 
     The message logs become what the engine was asked and answered; else the result is that of `run_multi_turn_rollout`. A
-    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls that are not part of the one conversation that a
-    rollout ends with are not trained, and counted: `agent_calls_left_out`.
+    rollout that failed, or asked nothing, has `loss_multiplier` 0. Calls beside the longest conversation of a
+    rollout are not trained, and counted: `agent_calls_left_out`.
 
-    Returns (batch, rollout metrics with those of the environments).
+    Returns (batch, rollout metrics with those of the environments). RuntimeError where every rollout failed.
     """
     if not hasattr(policy, "begin_rollout"):
         raise ValueError(
@@ -74,6 +74,8 @@ def run_agent_rollouts(
         results = _results(tasks, batch["task_name"], task_to_env)
     finally:
         rollouts = [_ended(policy, task.key) for task in tasks]
+    if all(result.error is not None for result in results):
+        raise RuntimeError(f"all {len(results)} rollouts of the agent failed; the first one: {results[0].error}")
     stats = _attach(batch, rollouts, results, tokenizer)
     metrics = rollout_metrics(stats) | environment_metrics(task_to_env)
     calls = sum(len(rollout.calls) for rollout in rollouts)

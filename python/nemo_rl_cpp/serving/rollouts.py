@@ -141,13 +141,22 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def longest_chain(calls: list[Call]) -> list[Call]:
-    """The calls of one growing conversation that ends with the last call: each prompt begins with the prompt and answer of the
-    call before it. Calls beside it (retries, sub-agents, a conversation that was cut down) are left out."""
-    chain: list[Call] = []
-    for call in reversed(calls):
-        if not chain or _extends(chain[-1].prompt_ids, call):
-            chain.append(call)
-    return chain[::-1]
+    """The calls of the longest growing conversation: each prompt begins with the prompt and answer of the call before it. Calls
+    beside it (retries, sub-agents, a conversation that was cut down) are left out.
+
+    Of several, that with most calls, then with most tokens; so the order in which calls came in does not matter.
+    """
+    ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
+    chains: list[list[Call]] = []
+    for call in ordered:
+        before = [chain for chain in chains if _extends(call.prompt_ids, chain[-1])]
+        chains.append([*max(before, key=_size, default=[]), call])
+    return max(chains, key=_size, default=[])
+
+
+def _size(chain: list[Call]) -> tuple[int, int, list[int]]:
+    last = chain[-1]
+    return len(chain), len(last.prompt_ids) + len(last.sample.token_ids), [*last.prompt_ids, *last.sample.token_ids]
 
 
 def _extends(prompt_ids: list[int], call: Call) -> bool:

@@ -1,0 +1,27 @@
+"""A task set of verifiers, as its users write them: say the last digit of the prompt."""
+
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+__all__ = ["DigitTaskset"]
+
+
+class DigitData(vf.TaskData):
+    answer: str
+
+
+class DigitTask(vf.Task[DigitData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.metric
+    async def is_digit(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply.isdigit())
+
+
+class DigitTaskset(vf.Taskset[DigitTask, vf.TasksetConfig]):
+    def load(self) -> Iterator[DigitTask]:
+        for number in range(64):
+            yield DigitTask(DigitData(prompt=f"{number % 10}=", answer="7"), self.config.task)

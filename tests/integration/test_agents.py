@@ -1,0 +1,106 @@
+"""Agents that train through the policy's HTTP server: what is trained is what was sampled."""
+
+import digit_agent
+import pytest
+import tiny
+import torch
+
+AGENT = (
+    "++env.agent={{function:digit_agent.{0},timeout_s:60}}", "data.default.env_name=agent", "++data.default.processor=agent_data_processor",
+    "policy.generation.expose_http_server=true", "policy.generation.max_new_tokens=1", "policy.optimizer.kwargs.lr=1e-2",
+    "policy.max_total_sequence_length=16", *tiny.SMALL,
+)  # fmt: skip
+
+
+def overrides(function, *more):
+    return [each.format(function) if "{0}" in each else each for each in AGENT] + list(more)
+
+
+STEPS = 10
+
+
+class Kept:
+    """The batches that a run trains on."""
+
+    def __init__(self, run):
+        self.batches, train = [], run.policy.train
+
+        def keeping(batch, *args, **kwargs):
+            self.batches.append(
+                {name: batch.tokens[name].clone() for name in ("input_ids", "token_mask", "generation_logprobs")}
+            )
+            self.batches[-1]["rows"] = batch.offsets.tolist()
+            return train(batch, *args, **kwargs)
+
+        run.policy.train = keeping
+
+
+def trained_rows(kept):
+    return [
+        (batch["input_ids"][a:b].tolist(), batch["token_mask"][a:b].tolist())
+        for batch in kept.batches
+        for a, b in zip(batch["rows"], batch["rows"][1:])
+    ]
+
+
+def run_of(folder, function, *more):
+    digit_agent.SEEN.clear()
+    run = tiny.make(folder, *overrides(function, *more))
+    kept = Kept(run)
+    with run:
+        run.train()
+    return run, kept
+
+
+def test_an_agent_learns_and_what_is_trained_was_sampled(tmp_path):
+    run, kept = run_of(tmp_path / "a", "two_turns", f"grpo.max_num_steps={STEPS}")
+    rewards = [row["accuracy"] for row in run.history]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+    for row in run.history:
+        assert row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0
+        assert row["agent_calls"] == 3 * 32 and row["agent_calls_left_out"] == 32 and row["avg_turns_per_sample"] == 2
+        assert row["agent_errors"] == row["agent_timeouts"] == 0 and 0 <= row["aside"] <= 1
+    seen = {}
+    for key, version, ids in digit_agent.SEEN:
+        seen.setdefault(version, {}).setdefault(key, []).append(ids)
+    assert sorted(seen) == list(range(STEPS))  # the version rises with every step
+    rows = trained_rows(kept)
+    assert len(rows) == STEPS * 32
+    for version, rollouts in seen.items():
+        conversations = sorted(max(calls, key=len) for calls in rollouts.values())
+        assert conversations == sorted(ids for ids, _ in rows[32 * version : 32 * (version + 1)])
+    assert all(mask == [0] * (len(mask) - 3) + [1, 0, 1] for _, mask in rows)
+
+    again, kept_again = run_of(tmp_path / "b", "two_turns", "grpo.max_num_steps=3")
+    for one, other in zip(kept.batches[:3], kept_again.batches, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "generation_logprobs"))
+    assert [row["loss"] for row in again.history] == [row["loss"] for row in run.history[:3]]
+
+
+def test_rollouts_that_fail_or_hang_are_counted_and_not_trained(tmp_path, capsys):
+    run, kept = run_of(tmp_path / "a", "fails", "grpo.max_num_steps=2")
+    assert [row["agent_errors"] for row in run.history] == [16, 16]
+    assert "KeyError" in capsys.readouterr().out
+    for function, seconds, said in (
+        ("sleeps", 0.5, "all 32 .*timeout_s"),
+        ("wants_another_temperature", 120, r"policy\.generation\.temperature"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            run_of(tmp_path / function, function, "grpo.max_num_steps=1", f"env.agent.timeout_s={seconds}")
+
+
+def test_validation_is_made_by_the_agent_too(tmp_path):
+    run = tiny.make(tmp_path, *overrides("two_turns", "grpo.max_num_steps=1", "grpo.max_val_samples=8"))
+    with run:
+        result = run.validate()
+        assert result.metrics["num_samples"] == 8 and 0 <= result.metrics["accuracy"] <= 1
+        assert result.metrics["avg_turns_per_sample"] == 2
+        assert all(key.startswith("val-") for key, _, _ in digit_agent.SEEN[-24:])
+
+
+def test_an_agent_without_a_server_is_told_which_key_to_set(tmp_path):
+    run = tiny.make(
+        tmp_path, *overrides("two_turns", "policy.generation.expose_http_server=false", "grpo.max_num_steps=1")
+    )
+    with run, pytest.raises(ValueError, match="policy.generation.expose_http_server"):
+        run.train()

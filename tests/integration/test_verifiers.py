@@ -1,0 +1,43 @@
+"""A task set of the package verifiers, unchanged, trained through the policy's HTTP server."""
+
+import pytest
+import tiny
+
+pytest.importorskip("verifiers")
+
+OVERRIDES = (
+    "data.default.env_name=verifiers", "~data.train.num_digits", "++data.train.dataset_name=verifiers", "++data.train.taskset=digit_taskset",
+    "data.validation=null", "++env.verifiers={harness:{id:digit_harness},max_turns:1,max_tokens:1,renderer:{name:default},timeout_s:120}",
+    "policy.generation.expose_http_server=true", "policy.generation.max_new_tokens=1", "policy.optimizer.kwargs.lr=1e-2", "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+)  # fmt: skip
+
+
+def test_a_task_set_is_learnt_and_what_is_trained_was_sampled(tmp_path, monkeypatch):
+    from nemo_rl_cpp.environments import verifiers_environment
+
+    told, metrics = [], verifiers_environment._metrics
+
+    def watch(trace):
+        told.extend(branch.token_ids for branch in trace.branches)
+        return metrics(trace)
+
+    monkeypatch.setattr(verifiers_environment, "_metrics", watch)
+    run = tiny.make(tmp_path, *OVERRIDES, "grpo.max_num_steps=20")
+    trained, train = [], run.policy.train
+
+    def keeping(batch, *args, **kwargs):
+        ids, rows = batch.input_ids.tolist(), batch.offsets.tolist()
+        trained.extend(ids[a:b] for a, b in zip(rows, rows[1:]))
+        return train(batch, *args, **kwargs)
+
+    run.policy.train = keeping
+    with run:
+        run.train()
+    rewards = [row["accuracy"] for row in run.history]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
+    for row in run.history:
+        assert row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 and row["agent_errors"] == 0
+        assert row["right"] == row["accuracy"] and row["agent_calls_left_out"] == 0
+    assert len(trained) == 20 * 16 and sorted(trained) == sorted(told)  # verifiers' own record of each rollout's tokens
+    print("rewards:", [round(r, 2) for r in rewards])

@@ -20,6 +20,14 @@ function rememberPlace() {
   memory.save();
 }
 
+// what the reader does is kept at once: what is kept while a page goes may come too late for the next one
+function keepPlace() {
+  let waiting = 0;
+  const soon = () => { clearTimeout(waiting); waiting = setTimeout(rememberPlace, 200); };
+  for (const kind of ["scroll", "toggle", "input", "change", "click", "pointerup", "dblclick"]) addEventListener(kind, soon, { capture: true, passive: true });
+  addEventListener("pagehide", rememberPlace);
+}
+
 function restorePlace() {
   const values = memory.values;
   for (const id of values.open || []) { const node = document.getElementById(id); if (node) node.open = true; }
@@ -58,7 +66,6 @@ async function start() {
   history.scrollRestoration = "manual";
   showAge();
   setInterval(showAge, 5000);
-  addEventListener("pagehide", rememberPlace);
   const smooth = document.getElementById("smooth");
   settings.smooth = memory.values.smooth !== false;
   if (smooth) {
@@ -80,6 +87,7 @@ async function start() {
   restorePlace();
   charts.forEach((chart) => chart.draw());
   restoreInner();
+  keepPlace();
   document.body.dataset.ready = "yes";
 }
 start();

@@ -158,8 +158,6 @@ class TrainingRun:
         """Ends the environments', the cluster's and the engine's processes and gives logs and checkpoint folder free; may be called again. An environment that
         does not answer for `patience` seconds is left behind; None: waits."""
         self.collection.close()
-        if self.config.policy.generation.expose_http_server:
-            self.generation.shutdown()
         self.environments.close(patience)
         shut_down(self.engine_cluster, self.cluster)
         end_engine(self.generation)

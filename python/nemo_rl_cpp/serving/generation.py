@@ -67,6 +67,8 @@ class ServedGeneration(GenerationInterface):
 
     # ---- as an engine
 
+    owns_process = True  # a server with threads, which `shutdown` ends
+
     @property
     def reports_finished(self) -> bool:
         """As the engine of the loop."""

@@ -23,6 +23,11 @@ class WeightedParts(dict[str, "Tensor"]):
         super().__init__(parts)
         self.weights = dict(weights)
 
+    @staticmethod
+    def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
+        """Other values of the parts `given`, with its weights where it has any."""
+        return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
+
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """What an environment answers to a batch of conversations.

@@ -50,7 +50,8 @@ class RunEvent:
     status: str = ""
 
     def stop(self, reason: str = "a callback") -> None:
-        """Ends the run after this step, with its last validation and checkpoint; `reason` stands in the summary."""
+        """Ends the run after this step, with its last validation and checkpoint; `reason` stands in the summary. Said in
+        `on_checkpoint`, that checkpoint is the last, and nothing is validated after it."""
         self.run.state.stop(reason)
 
 
@@ -70,7 +71,7 @@ class Callback:
         """After each validation, also the one before the first step."""
 
     def on_checkpoint(self, event: RunEvent) -> None:
-        """When a checkpoint lies whole in `event.checkpoint`."""
+        """When a checkpoint lies whole in `event.checkpoint`; the step's validation, if it has one, is over."""
 
     def on_end(self, event: RunEvent) -> None:
         """Once, at the end of the run. Not where a second Ctrl-C ends it at once."""
@@ -92,24 +93,35 @@ class Callbacks:
         self._call("on_checkpoint", run, _last(run), checkpoint=folder)
 
     def end(self, run: TrainingRun, status: str) -> None:
-        """`on_end` of each. After a failure, what one raises is only printed: the failure goes on to the caller."""
-        try:
-            self._call("on_end", run, _last(run), status=status)
-        except Exception as error:
-            if status != "failed":
-                raise
-            print(f"warning: {one_sentence(error)}", file=sys.stderr, flush=True)
-
-    def _call(
-        self, method: str, run: TrainingRun, metrics: Metrics, checkpoint: Path | None = None, status: str = ""
-    ) -> None:
-        state = run.state
-        event = RunEvent(state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
+        """`on_end` of each, whatever one raises: the first error goes on to the caller, further ones are printed. After a failure
+        all are, since the failure goes on."""
+        event, first = _event(run, _last(run), status=status), None
         for callback in self._callbacks:
-            function = getattr(callback, method, None)
-            if function is not None:
-                with user_code(f"callback {type(callback).__name__}.{method}"):
-                    function(event)
+            try:
+                _tell(callback, "on_end", event)
+            except Exception as error:
+                if status != "failed" and first is None:
+                    first = error
+                else:
+                    print(f"warning: {one_sentence(error)}", file=sys.stderr, flush=True)
+        if first is not None:
+            raise first
+
+    def _call(self, method: str, run: TrainingRun, metrics: Metrics, checkpoint: Path | None = None) -> None:
+        event = _event(run, metrics, checkpoint)
+        for callback in self._callbacks:
+            _tell(callback, method, event)
+
+
+def _event(run: TrainingRun, metrics: Metrics, checkpoint: Path | None = None, status: str = "") -> RunEvent:
+    return RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
+
+
+def _tell(callback: Callback, method: str, event: RunEvent) -> None:
+    function = getattr(callback, method, None)
+    if function is not None:
+        with user_code(f"callback {type(callback).__name__}.{method}"):
+            function(event)
 
 
 def _last(run: TrainingRun) -> Metrics:

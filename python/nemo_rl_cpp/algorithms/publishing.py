@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.own_components import OwnEstimator, OwnLoss
+from nemo_rl_cpp.algorithms.validation import mean_word
 from nemo_rl_cpp.checkpoints.model_card import CardFacts
+from nemo_rl_cpp.config.data import datasets_of
 from nemo_rl_cpp.models.hub_upload import push_to_hub
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ def card_facts(run: TrainingRun) -> CardFacts:
     if services.history:
         results["reward, last step"] = services.history[-1]["reward"]
     if services.validations and services.validations[-1]["step"] == run.state.step:
-        results["validation accuracy"] = services.validations[-1]["accuracy"]
+        last = services.validations[-1]
+        results[f"validation {mean_word(last)}"] = last["accuracy"]
     own = {"loss_fn": run.loss_fn, "adv_estimator": run.advantages.estimator}
     components = {what: each.name for what, each in own.items() if isinstance(each, (OwnLoss, OwnEstimator))}
     return CardFacts(run.state.step, _rewards(run), results, components)
@@ -28,12 +31,17 @@ def card_facts(run: TrainingRun) -> CardFacts:
 def _rewards(run: TrainingRun) -> list[str]:
     """The names of environments; of reward functions their own, with their weights."""
     found: list[str] = []
+    data = run.config.data
+    default = data.default.env_name if data.default is not None else None
+    used = {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
+    section = (
+        run.config.env.get("reward_functions") if used == {"reward_functions"} else None
+    )  # else it may be another task's
     for task, environment in run.environments.train.items():
         described = getattr(getattr(environment, "_instance", environment), "described", None)
         if isinstance(described, list):
             found += described
             continue
-        section = run.config.env.get("reward_functions")
         functions = section.get("functions") if isinstance(section, Mapping) else None
         given = [functions] if isinstance(functions, str) else functions
         found += list(given) if isinstance(given, list) else [task]
@@ -52,3 +60,7 @@ def publish(run: TrainingRun) -> dict[str, str]:
         return {"hub": push_to_hub(folder, repository, private=private)}
     except ValueError as error:
         return {"hub": f"not uploaded: {error}"}
+    except KeyboardInterrupt:  # the run is over and saved: only the upload is given up
+        return {
+            "hub": f"not uploaded: the upload to {repository} was interrupted; nemo_rl_cpp.push_to_hub does it again"
+        }

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl_cpp.algorithms.own_components import OwnEstimator, own_loss
+from nemo_rl_cpp.algorithms.own_components import OwnEstimator, component_name, own_loss
 from nemo_rl_cpp.argument_checks import in_a_line, names_of
 from nemo_rl_cpp.config.master import TrainMasterConfig
+from nemo_rl_cpp.dotted_names import GivenObject
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 
 
@@ -20,14 +21,12 @@ class Given:
     Attributes:
         what: the argument.
         keys: key -> (argument, value).
-        component: a function, an object or a class of the user's; None: there is none.
-        name: of an estimator that was given by its name.
+        component: a function, an object or a class of the user's, which `keys` has as the name; None: there is none.
     """
 
     what: str
     keys: dict[str, tuple[str, object]] = field(default_factory=dict)
     component: object = None
-    name: str | None = None
 
     def made(self, config: TrainMasterConfig) -> Any:
         """The component as a run takes it; ValueError for what is none."""
@@ -47,19 +46,19 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
     if given is None:
         return Given(what)
     if isinstance(given, str):
-        return Given(what, {f"{section}.name": (what, given)}, name=given)
+        return Given(what, {f"{section}.name": (what, given)})
     if isinstance(given, Mapping):
-        keys = {f"{section}.{key}": (what, value) for key, value in given.items()}
-        return Given(what, keys, name=str(given["name"]) if "name" in given else None)
+        return Given(what, {f"{section}.{key}": (what, value) for key, value in given.items()})
     if not callable(given) and not hasattr(given, "compute_advantage"):
         raise ValueError(
             f"{what} is {in_a_line(given)}: give a function, an object or a class of yours, its dotted name, or a mapping of keys of {section}"
         )
-    return Given(what, component=given)
+    return Given(what, {f"{section}.name": (what, GivenObject(component_name(given), given))}, given)
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Reward functions as an environment; `as_parts` for gdpo, whose estimator weighs them."""
+    """Reward functions as an environment; `as_parts` for gdpo, whose estimator weighs them: it gets them raw. ValueError where
+    gdpo would have less than two parts."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
@@ -71,7 +70,13 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
         names, functions = list(functions), list(functions.values())
     if isinstance(weights, Mapping):
         weights = _weights_by_name(weights, names)
-    return RewardFunctionEnvironment(functions, weights, as_parts, names)
+    environment = RewardFunctionEnvironment(functions, weights, as_parts, names, raw_parts=as_parts)
+    if as_parts and len(environment.described) < 2:
+        raise ValueError(
+            "adv_estimator is gdpo, which weighs the parts of a reward, but reward_funcs is one function: give at least two, or leave "
+            "adv_estimator out"
+        )
+    return environment
 
 
 def _weights_by_name(weights: Mapping[str, float], names: Sequence[str] | None) -> list[float]:

@@ -79,7 +79,8 @@ def evaluate(
 
     `model` is what `load` takes, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and `reward_weights` are as
     in `train_grpo`. pass@k is estimated without bias from n answers, of which at least k are needed. `options`: temperature
-    (0: greedy; above 0 where n is), top_p, top_k, max_new_tokens (256; of a training its own), stop_strings, precision.
+    (0: greedy; above 0 where n is), top_p, top_k, max_new_tokens (256), stop_strings, precision; of a training
+    its own max_new_tokens and stop_strings.
 
     Raises ValueError for a mistake in these, before a model is loaded.
     """
@@ -131,8 +132,9 @@ def _config(model: object, given: dict[str, object], max_is_given: bool) -> Eval
             raise ValueError(
                 f"precision is {in_a_line(given['precision'])}, but the model is loaded already: leave it out"
             )
-        if isinstance(model, TrainResult) and not max_is_given:
-            given["max_new_tokens"] = model.config.policy.generation.max_new_tokens
+        if isinstance(model, TrainResult):
+            if not max_is_given:
+                given["max_new_tokens"] = model.config.policy.generation.max_new_tokens
             given.setdefault("stop_strings", model.config.policy.generation.stop_strings)
     elif not isinstance(model, (str, Path)):
         raise ValueError(

@@ -88,7 +88,7 @@ class TrainResult:
     def push_to_hub(self, repo_id: str, *, private: bool = True, client: HubClient | None = None) -> str:
         """Uploads the policy to the hub; see `nemo_rl_cpp.push_to_hub`. Returns the address."""
         with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
-            message = f"{self.config.title}, {len(self.history)} steps, by nemo_rl_cpp"
+            message = f"{self.config.title}, {self._facts.step} steps, by nemo_rl_cpp"
             return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)
 
     @property

@@ -16,7 +16,7 @@ from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.callbacks import Callback, Callbacks, checked_callbacks
 from nemo_rl_cpp.algorithms.publishing import card_facts
 from nemo_rl_cpp.algorithms.run_data import RunData
-from nemo_rl_cpp.api.components import Given, component_keys, reward_environment
+from nemo_rl_cpp.api.components import component_keys, reward_environment
 from nemo_rl_cpp.api.keywords import Function, dotted_keys
 from nemo_rl_cpp.api.prompting import TASK, dataset_of
 from nemo_rl_cpp.api.result import TrainResult
@@ -27,7 +27,7 @@ from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.environments.group import Environments
-from nemo_rl_cpp.environments.reward_environment import RewardFunction
+from nemo_rl_cpp.environments.reward_environment import RewardFunction, RewardFunctionEnvironment
 from nemo_rl_cpp.preflight import preflight
 
 if TYPE_CHECKING:
@@ -160,27 +160,17 @@ def _train_call(kind: _Kind, arguments: dict[str, Any]) -> TrainResult:
     rows, val_rows = _rows(arguments)
     search_for_modules(Path.cwd())
     loss, estimator = (component_keys(arguments[name], name, kind.algorithm) for name in ("loss_fn", "adv_estimator"))
-    environment = reward_environment(arguments["reward_funcs"], arguments["reward_weights"], estimator.name == "gdpo")
     callbacks = checked_callbacks(arguments["callbacks"])
-    given = _given(kind, arguments) | loss.keys | estimator.keys
-    if estimator.name == "gdpo" and arguments["reward_weights"] is not None:
-        given["grpo.adv_estimator.reward_weights"] = ("reward_weights", environment.weights_by_name)
-    twice = next((key for key in given.keys() & own if _is_given(kind, arguments, given[key][0])), None)
-    if twice is not None:
-        raise ValueError(f"{given[twice][0]} and {own[twice][0]} are the same thing: give one of them")
-    config = _config(kind, given | own, len(rows), val_rows is not None, _folders(arguments))
+    components = loss.keys | estimator.keys
+    given, folders = _given(kind, arguments) | components, _folders(arguments)
+    _check_twice(kind, arguments, folders | given, own)
+    _check_checkpointing(arguments, own)
+    environment, weights = _rewards(arguments, given | own)
+    given |= weights
+    config = _config(kind, given | own, len(rows), val_rows is not None, folders)
     loss.check(config), estimator.check(config)
     _preflight(config)
-    return _train(config, rows, val_rows, environment, _Own(loss, estimator, callbacks))
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What of a run came as an object."""
-
-    loss: Given
-    estimator: Given
-    callbacks: Callbacks
+    return _train(config, rows, val_rows, environment, callbacks)
 
 
 def _rows(arguments: Mapping[str, Any]) -> tuple[list[Row], list[Row] | None]:
@@ -189,6 +179,49 @@ def _rows(arguments: Mapping[str, Any]) -> tuple[list[Row], list[Row] | None]:
         raise ValueError("prompts and dataset are the same thing: give one of them")
     rows = rows_of(prompts, "prompts") if dataset is None else rows_of(dataset, "dataset")
     return rows, rows_of(validation, "validation") if validation is not None else None
+
+
+def _rewards(
+    arguments: Mapping[str, Any], keys: Mapping[str, tuple[str, object]]
+) -> tuple[RewardFunctionEnvironment, dict[str, tuple[str, object]]]:
+    """The environment of the reward functions, and the keys that follow from their weights: with gdpo the estimator weighs
+    them. `keys`: what else was given. ValueError for weights given twice."""
+    gdpo, weights = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo", arguments["reward_weights"]
+    environment = reward_environment(arguments["reward_funcs"], weights, gdpo)
+    if not gdpo or weights is None:
+        return environment, {}
+    key = "grpo.adv_estimator.reward_weights"
+    if keys.get(key, ("", None))[1] is not None:
+        other = "its key of adv_estimator" if keys[key][0] == "adv_estimator" else keys[key][0]
+        raise ValueError(f"reward_weights and {other} are the same thing: give one of them")
+    return environment, {key: ("reward_weights", environment.weights_by_name)}
+
+
+def _check_twice(
+    kind: _Kind, arguments: Mapping[str, Any], given: Mapping[str, tuple[str, object]], own: Mapping[str, tuple[str, object]]
+) -> None:  # fmt: skip
+    """ValueError for a key that an argument gives and a keyword, too. `checkpointing__enabled=True` beside checkpoint_dir says
+    nothing else."""
+    for key in given:
+        name = given[key][0]
+        if key in own and _is_given(kind, arguments, name) and (key, own[key][1]) != ("checkpointing.enabled", True):
+            raise ValueError(f"{name} and {own[key][0]} are the same thing: give one of them")
+
+
+def _check_checkpointing(arguments: Mapping[str, Any], own: Mapping[str, tuple[str, object]]) -> None:
+    """ValueError for keys about checkpoints of a call that saves none. Of push_to_hub the configuration's own rule speaks."""
+    if arguments["checkpoint_dir"] is not None or "checkpointing.enabled" in own:
+        return
+    idle = [
+        name
+        for key, (name, _) in own.items()
+        if key.startswith("checkpointing.") and key != "checkpointing.push_to_hub"
+    ]
+    if idle:
+        raise ValueError(
+            f"{' and '.join(idle)} would have no effect, since nothing is saved without checkpoint_dir: give checkpoint_dir, the folder of "
+            "the checkpoints"
+        )
 
 
 def _given(kind: _Kind, arguments: Mapping[str, Any]) -> dict[str, tuple[str, object]]:
@@ -278,7 +311,7 @@ def _preflight(config: TrainMasterConfig) -> None:
 
 
 def _train(
-    config: TrainMasterConfig, rows: list[Row], val_rows: list[Row] | None, environment: Any, own: _Own
+    config: TrainMasterConfig, rows: list[Row], val_rows: list[Row] | None, environment: Any, callbacks: Callbacks
 ) -> TrainResult:
     def data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
         limit = config.policy.max_total_sequence_length
@@ -287,11 +320,7 @@ def _train(
         return RunData(train, validation, Environments({TASK: environment}, owned=False))
 
     with build_run(config, data=data) as run:
-        if own.loss.component is not None:
-            run.loss_fn = own.loss.made(config)
-        if own.estimator.component is not None:
-            run.advantages.estimator = own.estimator.made(config)
-        run.services.callbacks = own.callbacks
+        run.services.callbacks = callbacks
         run.train()
     services = run.services
     return TrainResult(

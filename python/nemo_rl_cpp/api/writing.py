@@ -102,6 +102,8 @@ class Writer:
             raise ValueError(f"system is {in_a_line(system)}: give a text")
         said = [{"role": "system", "content": system}] if system is not None else []
         conversation = [*said, *history, {"role": "user", "content": message}]
+        if "n" in options:
+            raise ValueError("chat gives one answer and takes no n: use generate, which takes conversations")
         given = dict(options)
         greedy, seed = given.pop("greedy", None), given.pop("seed", None)
         (answer,) = self.write([conversation], greedy, 1, seed, given)
@@ -121,6 +123,10 @@ def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bo
     if greedy and temperature:
         raise ValueError(
             f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out"
+        )
+    if greedy is False and temperature == 0:
+        raise ValueError(
+            "greedy=False samples, but temperature is 0, which is greedy: give a temperature above 0, or leave greedy out"
         )
     if greedy is not None:
         return greedy

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp import __version__
 from nemo_rl_cpp.config.data import datasets_of
+from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> Non
     path = folder / CARD
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
-    path.write_text(card_text(config, facts), encoding="utf-8")
+    write_atomic(path, card_text(config, facts), durable=False)
 
 
 def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
@@ -63,12 +64,17 @@ def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
     if names := [path for _, path in sets if path is not None and _is_repository(path)]:
         front["datasets"] = list(dict.fromkeys(names))
     title = f"{_shown(base)}, trained with {config.algorithm.upper()}"
-    table = "\n".join(f"| {name} | {value} |" for name, value in _rows(config, facts, base, sets).items())
+    table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in _rows(config, facts, base, sets).items())
     return (
         f"---\n{dump_yaml(front).strip()}\n---\n\n{_MARK} {__version__} -->\n\n# {title}\n\n"
         f"This model was trained by reinforcement learning with nemo_rl_cpp. Its terms of use are those of the base model.\n\n"
         f"| | |\n|---|---|\n{table}\n{_LOADING}"
     )
+
+
+def _cell(value: object) -> str:
+    """A text as a table's cell shows it: nothing in it ends the cell, or is read as markup of the page."""
+    return re.sub(r"([\\|<`*])", r"\\\1", " ".join(str(value).split()))
 
 
 _LOADING = """

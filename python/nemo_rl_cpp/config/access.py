@@ -47,8 +47,10 @@ def to_plain(value: object) -> Plain:
     """
     if isinstance(value, Enum):  # also one that is a str or an int
         return to_plain(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float)):
         return value
+    if isinstance(value, str):
+        return str(value)  # of a class derived from it the text
     if hasattr(value, "model_dump"):
         return to_plain(value.model_dump(by_alias=True))
     if isinstance(value, Mapping):

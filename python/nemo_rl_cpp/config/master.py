@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PrivateAttr
 
-from nemo_rl_cpp.dotted_names import is_dotted
+from nemo_rl_cpp.dotted_names import is_own
 
 from .base import Section, key, only, section
 from .checkpointing import CheckpointingConfig
@@ -111,7 +111,7 @@ class PPOMasterConfig(TrainMasterConfig):
     @property
     def has_critic(self) -> bool:
         estimator = self.ppo.adv_estimator
-        return estimator.name == "gae" or (is_dotted(estimator.name) and estimator.uses_critic)
+        return estimator.name == "gae" or (is_own(estimator.name) and estimator.uses_critic)
 
     def fill_defaults(self) -> None:
         super().fill_defaults()

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import in_a_line
-from nemo_rl_cpp.dotted_names import is_dotted
+from nemo_rl_cpp.dotted_names import is_own
 
 from . import rules_data, rules_engine, rules_hf, rules_loss, rules_model, rules_vllm
 from .errors import Report
@@ -46,7 +46,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
             "checkpointing.enabled",
         )
     for key, section in (("loss_fn", config.loss_fn), (f"{name}.adv_estimator", loop.adv_estimator)):
-        if section.kwargs and not is_dotted(section.name):
+        if section.kwargs and not is_own(section.name):
             report.add(
                 f"{key}.kwargs",
                 f"go to a class or function of yours, but {key}.name is {section.name}: leave them out, or give a dotted name",
@@ -101,6 +101,13 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 def _check_critic(config: PPOMasterConfig, report: Report) -> None:
     loop = config.ppo
+    if config.has_critic and not loop.adv_estimator.uses_critic:
+        report.add(
+            "ppo.adv_estimator.uses_critic",
+            f"is read with an estimator of yours only, but ppo.adv_estimator.name is {loop.adv_estimator.name}, which needs a critic: leave it "
+            "out, or take raw_reward",
+            "ppo.adv_estimator.name",
+        )
     if config.has_critic:  # raw_reward builds no value model
         rules_model.check_trained_model(config.value, "value", report)
         _check_batches(loop, "ppo", config.value.train_global_batch_size, "value", report)
@@ -297,7 +304,7 @@ def _check_group(config: GRPOMasterConfig, report: Report) -> None:
         or config.loss_fn.positive_example_nll_weight > 0
     ):
         return
-    if is_dotted(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
+    if is_own(estimator.name) or (estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline):
         return
     report.add(
         "grpo.num_generations_per_prompt",

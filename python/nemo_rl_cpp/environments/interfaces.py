@@ -1,6 +1,7 @@
 """What the rollout asks of an environment."""
 
 import abc
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
 MetadataT = TypeVar("MetadataT")
 
 
+class WeightedParts(dict[str, "Tensor"]):
+    """Parts of a reward, name -> [B], as they are; `weights` are those that the parts have in the total. The estimator gdpo
+    weighs the parts by itself, after it has brought each to the same scale."""
+
+    def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
+        super().__init__(parts)
+        self.weights = dict(weights)
+
+    @staticmethod
+    def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
+        """Other values of the parts `given`, with its weights where it has any."""
+        return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
+
+
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """What an environment answers to a batch of conversations.
 
@@ -21,7 +36,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
         observations: [B] the message that follows: {"role", "content"}. Empty content adds no token.
         metadata: [B] the state of each conversation, handed back at the next step.
         next_stop_strings: [B] stop strings of the next turn, None for those of the generation configuration.
-        rewards: [B] reward of this turn (turns add up), or a dictionary of named components [B].
+        rewards: [B] reward of this turn (turns add up), or a dictionary of named components [B], which add up; of `WeightedParts`
+            times their weights.
         terminateds: [B] true where the conversation has ended.
         answers: [B] the answers found in the responses, or None when they were not asked for.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,11 +138,11 @@ def joined(parts: Sequence[EnvironmentReturn]) -> EnvironmentReturn:
     def listed(name: str) -> list:
         return [value for part in parts for value in getattr(part, name)]
 
-    rewards = (
-        {name: torch.cat([part.rewards[name] for part in parts]) for name in first.rewards}
-        if isinstance(first.rewards, dict)
-        else torch.cat([part.rewards for part in parts])
-    )
+    if isinstance(first.rewards, dict):
+        rewards = copy(first.rewards)  # with its weights, where it is `WeightedParts`
+        rewards.update({name: torch.cat([part.rewards[name] for part in parts]) for name in first.rewards})
+    else:
+        rewards = torch.cat([part.rewards for part in parts])
     return first._replace(
         observations=listed("observations"),
         metadata=listed("metadata"),

@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
-from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.loading import reward_function
 from nemo_rl_cpp.environments.reward_values import awaited, check_signature, distinct_names, rewards_of
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
@@ -37,7 +37,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         names: what each is called in logs; by default the function's own name.
 
     With `as_parts` each function's reward, times its weight, is a part of its own, `reward/<function name>`, for
-    `adv_estimator.name: gdpo`; None counts 0 there.
+    `adv_estimator.name: gdpo`; None counts 0 there. With `raw_parts` the parts are the functions' own rewards, and only their
+    total is weighted: for an estimator that has the weights itself.
 
     Raises ValueError when a function returns anything but one finite number (or None) a completion, or asks for a column that
     the samples do not have; whatever a function raises reaches the caller, with a message that names the function and its
@@ -50,6 +51,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         weights: Sequence[float] | None = None,
         as_parts: bool = False,
         names: Sequence[str] | None = None,
+        raw_parts: bool = False,
     ) -> None:
         if isinstance(reward_funcs, Mapping):
             unknown = set(reward_funcs) - {"functions", "weights", "as_parts", "names"}
@@ -76,7 +78,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
                 f"{len(self._functions)} reward functions and {len(self._weights)} weights were given: one weight a function is expected"
             )
         self._said_unscored = False
-        self._as_parts = as_parts
+        self._as_parts, self._raw_parts = as_parts or raw_parts, raw_parts
         self._sums = [0.0] * len(self._functions)
         self._counts = [0] * len(self._functions)
 
@@ -95,7 +97,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
             for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
                 if value is not None:
                     scored[row] = True
-                    part[row] = weight * value
+                    part[row] = value if self._raw_parts else weight * value
                     rewards[row] += weight * value
                     self._sums[i] += value
                     self._counts[i] += 1
@@ -107,6 +109,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
                 file=sys.stderr,
             )
         result = self._finish(rewards, metadata)
+        if self._raw_parts:
+            parts = WeightedParts(parts, dict(zip(self._names, self._weights)))
         return result._replace(rewards=parts) if self._as_parts else result
 
     @property

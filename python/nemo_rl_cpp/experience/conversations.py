@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.experience.rollout_metrics import SampleStats
 from nemo_rl_cpp.experience.turns import append_observation, attach_responses
 
@@ -40,6 +40,7 @@ class Conversations:
         self.active = list(range(size))
         self.stats = [SampleStats() for _ in range(size)]
         self.rewards: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, float] = {}
         self.stop_strings = list(batch.get("stop_strings") or [None] * size)
         self.extra_env_info = list(batch["extra_env_info"])
 
@@ -91,6 +92,8 @@ class Conversations:
 
     def _add_rewards(self, rewards: "torch.Tensor | dict[str, torch.Tensor]") -> None:
         components = rewards if isinstance(rewards, dict) else {"": rewards}
+        if isinstance(rewards, WeightedParts):
+            self.weights |= {name.removeprefix("reward/"): weight for name, weight in rewards.weights.items()}
         for name, values in components.items():
             total = self.rewards.setdefault(name.removeprefix("reward/"), torch.zeros(len(self.stats)))
             total[self.active] += values
@@ -102,6 +105,7 @@ class Conversations:
         self.batch["extra_env_info"] = self.extra_env_info
         self.batch["stop_strings"] = self.stop_strings
         self.batch |= {f"reward/{name}": values for name, values in self.rewards.items() if name}
-        self.batch["total_reward"] = sum(self.rewards.values(), torch.zeros(len(self.stats)))
+        weighted = (values * self.weights.get(name, 1.0) for name, values in self.rewards.items())
+        self.batch["total_reward"] = sum(weighted, torch.zeros(len(self.stats)))
         self.batch["truncated"] = torch.tensor([stats.truncated for stats in self.stats], dtype=torch.bool)
         return self.batch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, checked_return
+from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.experience.early_scoring import visible
 from nemo_rl_cpp.models.generation.interfaces import Responses
@@ -124,6 +124,10 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
             name: tensor([part.rewards.get(name, torch.zeros(len(rows))) for rows, part in parts], torch.float32)
             for name in names
         }
+        if weighted := [part.rewards for _, part in parts if isinstance(part.rewards, WeightedParts)]:
+            rewards = WeightedParts(
+                rewards, {name: weight for each in weighted for name, weight in each.weights.items()}
+            )
     else:
         rewards = tensor([part.rewards for _, part in parts], torch.float32)
     return EnvironmentReturn(

@@ -69,11 +69,17 @@ def test_a_run_tells_and_may_be_stopped(tmp_path, stop_at, said, capsys):
     assert not stop_at or "enough" in capsys.readouterr().out
 
 
-def test_a_stopped_run_goes_on_when_it_is_called_again(tmp_path):
+def test_a_stopped_run_goes_on_when_it_is_called_again(tmp_path, monkeypatch):
     train(tmp_path, Heard("step 1"))
     heard = Heard()
-    assert [row["step"] for row in train(tmp_path, heard, resume=True).history] == [2, 3]
-    assert heard.said[0] == "step 2"
+    result = train(tmp_path, heard, resume=True)
+    assert [row["step"] for row in result.history] == [2, 3] and heard.said[0] == "step 2"
+    sent = {}
+    monkeypatch.setattr("nemo_rl_cpp.api.result.push_to_hub", lambda *folder, **options: sent.update(options))
+    result.push_to_hub("org/x")
+    assert sent["message"] == "GRPO tiny-random, 3 steps, by nemo_rl_cpp"  # of the run, not of this call
+    card = (result.save(tmp_path / "model") / "README.md").read_text()
+    assert "| validation reward | " in card and "accuracy" not in card  # lengths are neither right nor wrong
 
 
 def test_a_callback_that_fails_ends_the_run(tmp_path, capsys):
@@ -87,6 +93,29 @@ def test_a_callback_that_fails_ends_the_run(tmp_path, capsys):
     with pytest.raises(KeyError, match=r"^callback Broken.on_step failed with KeyError 'mine', in .*Broken.on_step"):
         train(tmp_path, [Broken()])
     assert "warning: callback Broken.on_end failed with RuntimeError: after failed" in capsys.readouterr().err
+
+
+def test_every_on_end_is_called(tmp_path, capsys):
+    class Broken(nemo_rl_cpp.Callback):
+        def on_end(self, event):
+            raise RuntimeError("mine")
+
+    heard = Heard()
+    with pytest.raises(RuntimeError, match="^callback Broken.on_end failed with RuntimeError: mine"):
+        train(tmp_path, [Broken(), Broken(), heard])
+    assert heard.said[-1] == "end 3 finished" and capsys.readouterr().err.count("warning: callback Broken.on_end") == 1
+
+
+def test_ctrl_c_in_the_upload_gives_only_that_up(tmp_path, monkeypatch, capsys):
+    def interrupted(*folder, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nemo_rl_cpp.preflight.folders.can_push", lambda: True)
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.publishing.push_to_hub", interrupted)
+    heard = Heard()
+    assert len(train(tmp_path, heard, checkpointing__push_to_hub="org/x").history) == 3
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert heard.said[-1] == "end 3 finished" and "hub not uploaded: the upload to org/x was interrupted" in said
 
 
 def test_resume_says_whether_a_run_is_there(tmp_path):
@@ -123,7 +152,7 @@ def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
     ((repository, files),) = Hub.sent
     assert repository == name and {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert not (tmp_path / "c" / "step_3" / "policy" / "optimizer").exists()
-    assert "| rewards | <lambda> |" in (tmp_path / "c" / "step_3" / "policy" / "weights" / "README.md").read_text()
+    assert r"| rewards | \<lambda> |" in (tmp_path / "c" / "step_3" / "policy" / "weights" / "README.md").read_text()
     assert result.push_to_hub("org/again", client=Hub()) == "https://huggingface.co/org/again" and len(Hub.sent) == 2
 
 

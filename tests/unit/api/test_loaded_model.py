@@ -62,6 +62,7 @@ def test_options_of_generation(result, model):
         ({"n": 2, "greedy": True}, "n=2 greedy answers would be equal: give a temperature above 0"),
         ({"n": 0}, "n = 0: expected a whole number from 1 to 4096"),
         ({"do_sample": True}, "do_sample is unknown; did you mean greedy=False"),
+        ({"n": 4, "greedy": False, "temperature": 0}, "greedy=False samples, but temperature is 0"),
         ({"temprature": 1.0}, "temprature is unknown; did you mean temperature"),
         ({"top_p": 2.0}, "top_p must be at most 1, not 2"),
         ({"seed": -1}, "seed = -1: expected a whole number"),
@@ -74,6 +75,17 @@ def test_wrong_options(model, options, words):
         return
     with pytest.raises(ValueError, match=words):
         model.generate("12=", **options)
+
+
+def test_a_chat_has_one_answer(model):
+    with pytest.raises(ValueError, match="^chat gives one answer and takes no n: use generate"):
+        model.chat("12=", n=2)
+
+
+def test_an_evaluation_keeps_the_trainings_stop_strings(result, monkeypatch):
+    monkeypatch.setattr(result.config.policy.generation, "stop_strings", list("0123456789+-*/=. "))
+    found = nemo_rl_cpp.evaluate(result, ROWS[:2], share_right, max_new_tokens=2)
+    assert all(len(sample["response"]) <= 1 for sample in found.samples)
 
 
 def test_an_evaluation_is_what_the_functions_say(result, model):

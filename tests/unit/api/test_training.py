@@ -261,3 +261,87 @@ def test_a_reward_function_that_fails_says_so(tmp_path):
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         run(tmp_path, reward=broken)
+
+
+def captured(monkeypatch, call, reward_funcs=share_right, **options):
+    """(configuration, environment) of a call that is checked and then does not train."""
+    from nemo_rl_cpp.api import training
+
+    monkeypatch.setattr(
+        training, "_train", lambda config, rows, val_rows, environment, callbacks: (config, environment)
+    )
+    return call("tiny-random", ROWS, reward_funcs, num_prompts_per_step=1, max_new_tokens=3, max_length=16, **options)
+
+
+def test_gdpo_weighs_the_raw_parts_once(tmp_path, monkeypatch):
+    from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
+    from nemo_rl_cpp.experience.conversations import Conversations
+
+    functions = {"good": lambda completions: [1.0] * 4, "bad": lambda completions: [0.0, 1.0, 0.0, 1.0]}
+    options = dict(adv_estimator="gdpo", reward_weights={"good": 1, "bad": -0.5}, num_generations=4)
+    for more in ({}, {"adv_estimator": None, "grpo__adv_estimator__name": "gdpo"}):
+        config, environment = captured(monkeypatch, nemo_rl_cpp.train_grpo, functions, **options | more)
+        parts = environment.step([[{"role": "assistant", "content": ""}]] * 4, [None] * 4).rewards
+        batch = {f"reward/{name}": values for name, values in parts.items()}
+        estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
+        advantages = estimator.compute_advantage(
+            torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4), torch.ones(4, 1), repeated_batch=batch
+        )
+        assert advantages.flatten().tolist() == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
+        assert parts["bad"].tolist() == [0, 1, 0, 1] and environment.described == ["good", "bad (weight -0.5)"]
+        talk = Conversations({"message_log": [[]] * 4, "extra_env_info": [None] * 4}, None, 16)
+        talk._add_rewards(parts)
+        assert talk.finish()["total_reward"].tolist() == [1.0, 0.5, 1.0, 0.5]  # what is logged has the weights
+
+
+def test_a_run_with_gdpo_logs_the_weighted_total(tmp_path):
+    functions = {
+        "one": lambda completions: [1.0] * len(completions),
+        "two": lambda completions: [2.0] * len(completions),
+    }
+    result = run(
+        tmp_path, ["1="], functions, num_steps=1, adv_estimator="gdpo", reward_weights={"one": 1, "two": -0.25}
+    )
+    assert result.rewards == [0.5] and result.history[0]["rewards/two"] == 2.0
+
+
+def own_estimator(rewards):
+    return rewards
+
+
+def own_loss(next_token_logprobs):
+    return next_token_logprobs.sum()
+
+
+def test_an_object_is_no_built_in_component(tmp_path, monkeypatch):
+    from nemo_rl_cpp.config.access import to_plain
+
+    config, _ = captured(
+        monkeypatch, nemo_rl_cpp.train_grpo, adv_estimator=own_estimator, loss_fn=own_loss, num_generations=1
+    )
+    plain = to_plain(config)
+    assert plain["grpo"]["adv_estimator"]["name"] == "own_estimator (given from Python)"
+    assert plain["loss_fn"]["name"] == "own_loss (given from Python)" and type(plain["loss_fn"]["name"]) is str
+    for uses_critic in (True, False):
+        config, _ = captured(
+            monkeypatch, nemo_rl_cpp.train_ppo, adv_estimator=own_estimator, num_generations=2, ppo__adv_estimator__uses_critic=uses_critic
+        )  # fmt: skip
+        assert config.has_critic == uses_critic
+
+
+def test_a_run_with_objects_writes_their_names(tmp_path):
+    import yaml
+
+    result = run(tmp_path, num_steps=1, adv_estimator=own_estimator, loss_fn=own_loss, checkpoint_dir=tmp_path / "c")
+    assert result._facts.components == {"loss_fn": "own_loss", "adv_estimator": "own_estimator"}
+    (written,) = (tmp_path / "c").glob("step_1/config.y*ml")
+    assert yaml.safe_load(written.read_text())["loss_fn"]["name"] == "own_loss (given from Python)"
+    assert "own_estimator (given from Python)" in (result.log_dir / "report.html").read_text()
+
+
+def test_checkpoints_may_be_switched_on_by_their_own_keys(tmp_path, monkeypatch):
+    options = {"checkpointing__enabled": True, "checkpointing__checkpoint_dir": "b", "checkpointing__save_period": 5}
+    checkpointing = captured(monkeypatch, nemo_rl_cpp.train_grpo, **options)[0].checkpointing
+    assert (checkpointing.enabled, checkpointing.checkpoint_dir, checkpointing.save_period) == (True, "b", 5)
+    config, _ = captured(monkeypatch, nemo_rl_cpp.train_grpo, checkpoint_dir="a", checkpointing__enabled=True)
+    assert config.checkpointing.enabled and config.checkpointing.checkpoint_dir == "a"

@@ -72,3 +72,19 @@ def test_somebody_elses_card_stays(tmp_path, there):
     write_card(tmp_path, config, FACTS)
     text = (tmp_path / "README.md").read_text()
     assert text == (there if there == "# My model\n" else card_text(config, FACTS))
+
+
+def test_a_name_cannot_break_the_table():
+    names = ["a|b", "<lambda>", "one\ntwo"]
+    text = card_text(load_grpo_config("grpo_tiny.yaml"), FACTS._replace(rewards=names))
+    assert r"| rewards | a\|b, \<lambda>, one two |" in text
+
+
+def test_a_card_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    config = load_grpo_config("grpo_tiny.yaml")
+    write_card(tmp_path, config, FACTS)
+    before = (tmp_path / "README.md").read_text()
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        write_card(tmp_path, config, FACTS._replace(step=21))
+    assert (tmp_path / "README.md").read_text() == before and len(list(tmp_path.iterdir())) == 1

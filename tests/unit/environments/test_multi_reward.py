@@ -1,8 +1,13 @@
 """Environments that give their reward in parts."""
 
+import pickle
+
 import torch
+from nemo_rl_cpp.compat.experience.async_rollouts import _row
 from nemo_rl_cpp.environments.multi_reward import MathMultiRewardEnvironment, extract_answer
+from nemo_rl_cpp.environments.ray_environment import joined
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
+from nemo_rl_cpp.experience.turns import _merge
 
 RESPONSES = {
     "<think>2 and 2</think>\n<answer>4</answer>": (1, 1, 1),
@@ -59,3 +64,16 @@ def test_reward_functions_as_parts():
     assert summed.rewards.tolist() == [3.0, 1.5, 0.0]
     twice = RewardFunctionEnvironment([even, even], as_parts=True).step(logs(["ab"]), [{}])
     assert len(twice.rewards) == 2 and all(values.tolist() == [1.0] for values in twice.rewards.values())
+
+
+def test_raw_parts_keep_the_weights_of_their_total():
+    environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], raw_parts=True)
+    answers = [environment.step(logs([text]), [{}]) for text in ("ab", "abc")]
+    merged = _merge([([1], answers[0]), ([0], answers[1])], 2).rewards
+    for rewards, length in (
+        (merged, [3, 2]),
+        (joined(answers).rewards, [2, 3]),
+        (_row(joined(answers), 1).rewards, [3]),
+    ):
+        again = pickle.loads(pickle.dumps(rewards))
+        assert again["longer"].tolist() == length and again.weights == {"longer": 0.5, "even": -2.0}

@@ -42,7 +42,10 @@ def test_the_newest_checkpoint_is_uploaded_privately(run_folder):
     (_, name, made), (_, sent) = client.calls
     assert name == "org/model" and made == {"private": True, "exist_ok": True, "repo_type": "model"}
     assert sent["folder_path"] == str(run_folder / "step_10" / "policy" / "weights") and sent["repo_id"] == "org/model"
-    assert sent["commit_message"] == "step_10, by nemo_rl_cpp" and "README.md" in sent["allow_patterns"]
+    assert sent["commit_message"] == "step_10, by nemo_rl_cpp" and sent["allow_patterns"] == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_a_name_without_an_organisation_is_the_users(run_folder):
@@ -88,3 +91,26 @@ def test_without_a_token_nothing_is_asked(run_folder, monkeypatch):
     monkeypatch.setattr(hub_upload, "can_push", lambda: False)
     with pytest.raises(UploadError, match="nothing was uploaded, since this machine has no token of the hub"):
         push_to_hub(run_folder, "org/model")
+
+
+def test_only_files_of_the_model_itself_go(tmp_path):
+    from huggingface_hub.utils import filter_repo_objects
+
+    model = ["config.json", "model.safetensors", "merges.txt", "a[1].json", "README.md"]
+    others = [
+        "step_10/policy/optimizer/state.safetensors",
+        "sub/token.json",
+        "notes.txt",
+        "merges.txt.bak",
+        ".hidden.json",
+        "[x]*.json/a1.json",
+    ]
+    for name in model + others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    client = Client()
+    push_to_hub(tmp_path, "org/model", client=client)
+    sent = client.calls[1][1]
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    went = filter_repo_objects(files, allow_patterns=sent["allow_patterns"], ignore_patterns=sent["ignore_patterns"])
+    assert sorted(went) == sorted(model)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
+from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.experience.conversations import Conversations
 from nemo_rl_cpp.experience.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.turns import attach_responses, calculate_rewards
@@ -154,7 +154,9 @@ def _row(answer: EnvironmentReturn, i: int) -> EnvironmentReturn:
         answer.observations[one],
         answer.metadata[one],
         answer.next_stop_strings[one],
-        {name: values[one] for name, values in rewards.items()} if isinstance(rewards, dict) else rewards[one],
+        WeightedParts.like(rewards, {name: values[one] for name, values in rewards.items()})
+        if isinstance(rewards, dict)
+        else rewards[one],
         answer.terminateds[one],
         None if answer.answers is None else answer.answers[one],
     )

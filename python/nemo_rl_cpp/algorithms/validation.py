@@ -15,6 +15,7 @@ from nemo_rl_cpp.evals.metrics import wilson_interval
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts, run_multi_turn_rollout
 from nemo_rl_cpp.loggers.samples import print_message_log_samples
+from nemo_rl_cpp.models.generation.interfaces import generating
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.step_metrics import Metrics
@@ -96,21 +97,20 @@ class Validator:
         metrics.
         """
         start = time.perf_counter()
-        self._generation.prepare_for_generation()
         logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
         right: list[object] = []
         rounds = []
-        for prompts in self._prompts():
-            rollouts, metrics = run_multi_turn_rollout(
-                self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len,
-                self._loop.max_rollout_turns, greedy=self._greedy,
-            )  # fmt: skip
-            rounds.append((rollouts.size, metrics))
-            rewards += rollouts["total_reward"].tolist()
-            logs += [[{key: m[key] for key in ("role", "content")} for m in log] for log in rollouts["message_log"]]
-            right += truths(rollouts).get("ground_truth", [None] * rollouts.size)
-        self._generation.finish_generation()
+        with generating(self._generation):
+            for prompts in self._prompts():
+                rollouts, metrics = run_multi_turn_rollout(
+                    self._generation, prompts, self._tokenizer, self._task_to_env, self._max_seq_len,
+                    self._loop.max_rollout_turns, greedy=self._greedy,
+                )  # fmt: skip
+                rounds.append((rollouts.size, metrics))
+                rewards += rollouts["total_reward"].tolist()
+                logs += [[{key: m[key] for key in ("role", "content")} for m in log] for log in rollouts["message_log"]]
+                right += truths(rollouts).get("ground_truth", [None] * rollouts.size)
         metrics = self._metrics(rewards, combine_rollout_metrics(rounds))
         if self._logger is not None:
             table: dict[str, object] = {"content": logs, "rewards": rewards}

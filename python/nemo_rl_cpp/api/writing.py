@@ -14,6 +14,7 @@ from nemo_rl_cpp.argument_checks import in_a_line, stop_texts, whole_number
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.experience.rollouts import generate_responses
+from nemo_rl_cpp.models.generation.interfaces import generating
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -87,9 +88,8 @@ class Writer:
         inputs = BatchedDataDict(
             input_ids=ids, input_lengths=lengths, draw_ids=rows // n, sample_index=rows % n, stream=["eval"] * len(logs)
         )
-        self.generation.prepare_for_generation()
-        batch, _, _ = generate_responses(self.generation, inputs, batch, self.tokenizer, lengths, greedy=greedy)
-        self.generation.finish_generation()
+        with generating(self.generation):
+            batch, _, _ = generate_responses(self.generation, inputs, batch, self.tokenizer, lengths, greedy=greedy)
         return [log[-1]["content"] for log in batch["message_log"]]
 
     def chat(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_rl_cpp.command_line import command_parser
 
@@ -12,18 +14,13 @@ _EXAMPLES = """examples:
   bash: source <(nemo-rl-cpp completion bash)              # for good: put this line into ~/.bashrc
   zsh:  source <(nemo-rl-cpp completion zsh)               # for good: into ~/.zshrc, behind compinit
   fish: nemo-rl-cpp completion fish | source               # for good: > ~/.config/fish/completions/nemo-rl-cpp.fish"""
-# the words before the cursor, and the beginning of the one at it, are asked about; bash takes "=" and ":" for ends of words
+# Bash takes "=" and ":" for ends of words, and hands quotes over as they were typed: it gives the line up to the cursor and its own
+# last word, which it replaces. Zsh quotes what it inserts itself, and fish does too.
 _BASH = """_nemo_rl_cpp() {
-  local line=${COMP_LINE:0:COMP_POINT} current word found
-  local -a words
-  current=${line##*[[:space:]]}
-  read -ra words <<< "$line"
-  found=$(nemo-rl-cpp completion --words "${words[@]}" "|$current" 2>/dev/null) || return
-  local here=${COMP_WORDS[COMP_CWORD]}
-  case $here in =|:) here= ;; esac
-  local cut=${current%"$here"}
+  local word found
+  found=$(nemo-rl-cpp completion --words-bash "${COMP_LINE:0:COMP_POINT}" "|${COMP_WORDS[COMP_CWORD]}" 2>/dev/null) || return
   COMPREPLY=()
-  while IFS= read -r word; do [ -n "$word" ] && COMPREPLY+=("${word#"$cut"}"); done <<< "$found"
+  while IFS= read -r word; do [ -n "$word" ] && COMPREPLY+=("$word"); done <<< "$found"
   case ${COMPREPLY[0]} in *=|*.|*/) compopt -o nospace 2>/dev/null ;; esac
 }
 complete -F _nemo_rl_cpp nemo-rl-cpp
@@ -31,11 +28,11 @@ complete -F _nemo_rl_cpp nemo-rl-cpp
 _ZSH = """#compdef nemo-rl-cpp
 _nemo_rl_cpp() {
   local -a found
-  found=("${(@f)$(nemo-rl-cpp completion --words ${words[1,CURRENT]} "|${words[CURRENT]}" 2>/dev/null)}")
+  found=("${(@f)$(nemo-rl-cpp completion --words ${(Q)words[1,CURRENT]} "|${(Q)words[CURRENT]}" 2>/dev/null)}")
   found=(${found:#})
   local -a open=(${(M)found:#*[=/.]}) closed=(${found:#*[=/.]})
-  (( $#open )) && compadd -Q -S '' -- $open
-  (( $#closed )) && compadd -Q -- $closed
+  (( $#open )) && compadd -S '' -- $open
+  (( $#closed )) && compadd -- $closed
 }
 compdef _nemo_rl_cpp nemo-rl-cpp
 """
@@ -62,10 +59,11 @@ _WITH_FILES = ("report", "compare")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints a shell's script; with --words, which the scripts call, the words that fit."""
-    if arguments and arguments[0] == "--words":
-        found = candidates(arguments[1:-1], arguments[-1].removeprefix("|"))
-        sys.stdout.write("".join(f"{word}\n" for word in found))
+    """Prints a shell's script; with --words or --words-bash, which the scripts call, the words that fit."""
+    if arguments and arguments[0] in ("--words", "--words-bash"):
+        of_bash, begun = arguments[0] == "--words-bash", arguments[-1].removeprefix("|")
+        found = bash_candidates(arguments[1], begun) if of_bash else candidates(arguments[1:-1], begun)
+        sys.stdout.write("".join(f"{word}\n" for word in found if word.isprintable()))
         return 0
     parser = command_parser("completion", "Print the completion of a shell.", _EXAMPLES)
     parser.add_argument("shell", choices=tuple(_SCRIPTS))
@@ -96,6 +94,60 @@ def candidates(line: Sequence[str], current: str) -> list[str]:
     if command in _WITH_KEYS:
         return _overrides(command, words, current)
     return _files(current, None) if command in _WITH_FILES else []
+
+
+class _Typed(NamedTuple):
+    """A line of bash up to the cursor: its words without their quotes, the last one as it was typed, and the quote that is open in
+    it ("" without one) with the place behind it."""
+
+    words: list[str]
+    last: str
+    quote: str
+    behind: int
+
+
+def _typed(line: str) -> _Typed:
+    words, start, quote, behind, escaped = [""], 0, "", 0, False
+    for place, letter in enumerate(line):
+        if escaped:
+            words[-1] += letter if quote == "" or letter in '"\\$`' else "\\" + letter
+            escaped = False
+        elif letter == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote, words[-1] = ("", words[-1]) if letter == quote else (quote, words[-1] + letter)
+        elif letter in "'\"":
+            quote, behind = letter, place + 1 - start
+        elif letter.isspace():
+            if place > start:
+                words.append("")
+            start = place + 1
+        else:
+            words[-1] += letter
+    return _Typed(words, line[start:], quote, behind)
+
+
+def bash_candidates(line: str, replaced: str) -> list[str]:
+    """What bash may put in the place of `replaced`, its own last word of `line`, which ends at the cursor: quoted as the line needs it."""
+    typed = _typed(line)
+    found = candidates(typed.words, typed.words[-1])
+    if typed.quote:  # bash replaces what is behind the opening quote
+        kept = typed.last[: typed.behind]
+    elif replaced in ("=", ":"):  # it replaces nothing
+        kept = typed.last
+    else:
+        while not typed.last.endswith(replaced):  # only the part before the cursor is replaced
+            replaced = replaced[:-1]
+        kept = typed.last.removesuffix(replaced)
+    before = _typed(kept).words[-1]
+    return [_quoted(word.removeprefix(before), typed.quote) for word in found if typed.quote != "'" or "'" not in word]
+
+
+def _quoted(word: str, quote: str) -> str:
+    """A word as it stands in a line of bash, behind an open quote or without one."""
+    if quote == "'":
+        return word
+    return re.sub(r'["\\$`]' if quote else r"[^\w@%+=:,./~-]", r"\\\g<0>", word)
 
 
 def _fitting(words: Sequence[str], current: str) -> list[str]:

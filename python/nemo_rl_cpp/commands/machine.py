@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +23,11 @@ class Fact(NamedTuple):
     advice: str = ""
 
 
-def facts() -> dict[str, list[Fact]]:
-    """The lines by their headings."""
-    return {"machine": _machine(), "installation": _installation(), "GPU": _gpu(), "optional packages": _extras()}
+def facts() -> Iterator[tuple[str, list[Fact]]]:
+    """Headings with their lines, one after another: where one cannot be told, those before it have been."""
+    groups = {"machine": _machine, "installation": _installation, "GPU": _gpu, "optional packages": _extras}
+    for title, group in groups.items():
+        yield title, group()
 
 
 def _machine() -> list[Fact]:
@@ -150,8 +152,10 @@ def _core() -> Fact:
 
 
 def _gpu() -> list[Fact]:
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [Fact("!", "not known", f"torch cannot be imported, and says: {error}")]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         return [Fact("✓", "torch sees", ", ".join(names))]

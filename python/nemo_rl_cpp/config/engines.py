@@ -81,7 +81,7 @@ class VllmConfig(Section):
         "with python: handed to vLLM (null: vLLM's own default); else a prompt is always computed once for its group",
     )
     env_vars: dict[str, object] | None = key(
-        None, "with python: environment variables of vLLM's process; else not read"
+        None, "with python: environment variables of vLLM's process (null takes one away); else not read"
     )
     http_server_serving_chat_kwargs: dict[str, object] | None = no_effect(None)
     reasoning_parser_plugin: str | None = no_effect(None)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.config.policy import PolicyConfig
 
 _PYTHON = "policy.generation.vllm_cfg.python"
+_LEAST_TEMPERATURE = 0.01
 _OURS = {  # arguments of vllm.LLM that follow from elsewhere -> where
     "model": "policy.model_name", "tokenizer": "policy.tokenizer", "skip_tokenizer_init": None, "load_format": None, "seed": None,
     "dtype": "policy.generation.vllm_cfg.precision", "max_model_len": "policy.generation.vllm_cfg.max_model_len",
@@ -43,6 +44,7 @@ def check_vllm(policy: PolicyConfig, report: Report) -> None:
             _PYTHON,
             f"is {python}, which is no program that can be run: name the Python interpreter of an environment that has vLLM (docs/vllm.md)",
         )
+    _check_temperatures(generation, report)
     for key in generation.vllm_kwargs:
         if key in _OURS:
             elsewhere = _OURS[key]
@@ -63,6 +65,18 @@ def check_vllm(policy: PolicyConfig, report: Report) -> None:
             f"is {policy.kept_activations_gb:g}, but vLLM keeps no activations for training: set it to null or 0",
             _PYTHON,
         )
+
+
+def _check_temperatures(generation: GenerationConfig, report: Report) -> None:
+    """vLLM draws with 0.01 where a lower temperature is given, while log-probabilities of training are of the given one."""
+    for name, greedy in (("temperature", ""), ("val_temperature", ", or to 0 for greedy responses")):
+        value = getattr(generation, name)
+        if value is not None and 0 < value < _LEAST_TEMPERATURE:
+            report.add(
+                f"policy.generation.{name}",
+                f"is {value:g}, which vLLM would raise to {_LEAST_TEMPERATURE:g}: set it to {_LEAST_TEMPERATURE:g} or more{greedy}",
+                _PYTHON,
+            )
 
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:

@@ -33,7 +33,7 @@ from nemo_rl_cpp.experience.early_scoring import visible
 from nemo_rl_cpp.experience.rollout_metrics import environment_metrics, rollout_metrics
 from nemo_rl_cpp.experience.rollout_runner import combine_rollout_metrics
 from nemo_rl_cpp.experience.rollouts import repeat_prompts
-from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
+from nemo_rl_cpp.models.generation.interfaces import GenerationInterface, generating
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 from nemo_rl_cpp.models.sources import find_policy_weights
 
@@ -225,11 +225,12 @@ def measure(
     wanted = master_config.eval
     run = _Run(vllm_generation, env, master_config)
     start = time.perf_counter()
-    vllm_generation.prepare_for_generation()
-    for batch in dataloader:
-        run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
-        print(f"{run.prompts} prompts, {len(run.rewards)} responses, {time.perf_counter() - start:.1f} s", flush=True)
-    vllm_generation.finish_generation()
+    with generating(vllm_generation):
+        for batch in dataloader:
+            run.one(repeat_prompts(batch, wanted.num_tests_per_prompt, run.prompts, stream="eval"))
+            print(
+                f"{run.prompts} prompts, {len(run.rewards)} responses, {time.perf_counter() - start:.1f} s", flush=True
+            )
     return run.result(time.perf_counter() - start), run.samples
 
 

@@ -13,9 +13,10 @@ MOST_POINTS = 500
 
 
 def packed(data: Plain) -> str:
-    """Plain data as gzipped JSON in base64: a text without any character that HTML knows."""
+    """Plain data as gzipped JSON in base64: a text without any character that HTML knows. A lone surrogate, which UTF-8 does not
+    have, becomes a question mark."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
 
 def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:

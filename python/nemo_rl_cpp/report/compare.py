@@ -130,6 +130,15 @@ class Comparison:
             if not key.startswith(_WHERE_ONLY) and any(one.get(key) != flat[0].get(key) for one in flat)
         ]
 
+    def no_keys(self) -> str:
+        """Why `differing_keys` is empty, for a reader."""
+        without = [run.name for run in self.runs if not run.config]
+        if not without:
+            return "No key of their configurations differs."
+        names = f"{', '.join(without[:-1])} and {without[-1]}" if len(without) > 1 else without[0]
+        have = "have" if len(without) > 1 else "has"
+        return f"Their configurations cannot be compared: {names} {have} no {HYPERPARAMS} in the log folder that can be read."
+
     def verdict(self) -> str:
         """Which of the first two runs validates better, and whether the validations tell them apart; where their last ones are of
         different steps, the last step that both have, too."""

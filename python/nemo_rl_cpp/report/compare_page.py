@@ -10,6 +10,8 @@ from nemo_rl_cpp.report.page import METRICS, curves_section
 from nemo_rl_cpp.report.panels import panels_of
 from nemo_rl_cpp.report.shell import PageSection, breakable, document
 
+_COLORS = 9  # as many as chart.js has
+
 
 def render_comparison(comparison: Comparison, now: float | None = None) -> str:
     """The page. `now`: Unix time that it says it was written at."""
@@ -22,7 +24,7 @@ def render_comparison(comparison: Comparison, now: float | None = None) -> str:
     sections = [
         PageSection("results", "Side by side", _table(names, comparison.results())),
         PageSection("curves", "Curves", curves_section(panels.moving, panels.flat, histories)),
-        PageSection("keys", "Keys that differ", _keys(names, keys, all(run.config for run in runs))),
+        PageSection("keys", "Keys that differ", _keys(names, keys, comparison.no_keys())),
         PageSection("time", "Where the time goes", _timings(comparison)),
         PageSection("metrics", "All metrics", METRICS),
     ]
@@ -33,7 +35,7 @@ def render_comparison(comparison: Comparison, now: float | None = None) -> str:
 
 def _header(comparison: Comparison) -> str:
     legend = "".join(
-        f'<li><i class="b{number}"></i>{escape(run.name)} <b>{escape(str(run.facts.get("title") or ""))}</b></li>'
+        f'<li><i class="{_color(number)}"></i>{escape(run.name)} <b>{escape(str(run.facts.get("title") or ""))}</b></li>'
         for number, run in enumerate(comparison.runs)
     )
     verdict = comparison.verdict() or f"{len(comparison.runs)} runs, without a validation that tells them apart."
@@ -43,9 +45,14 @@ def _header(comparison: Comparison) -> str:
     )
 
 
+def _color(number: int) -> str:
+    """The class that gives a run's mark the colour of its curves."""
+    return f"b{number % _COLORS}"
+
+
 def _heads(names: Sequence[str]) -> str:
     return "".join(
-        f'<th><span class="swatch b{number}"></span>{escape(name)}</th>' for number, name in enumerate(names)
+        f'<th><span class="swatch {_color(number)}"></span>{escape(name)}</th>' for number, name in enumerate(names)
     )
 
 
@@ -59,10 +66,10 @@ def _table(names: Sequence[str], rows: Sequence[Row], code: bool = False) -> str
     return f'<div class="scroll"><table><tr><th></th>{_heads(names)}</tr>{body}</table></div>'
 
 
-def _keys(names: Sequence[str], keys: Sequence[Row], known: bool) -> str:
+def _keys(names: Sequence[str], keys: Sequence[Row], none: str) -> str:
     if keys:
         return _table(names, keys, code=True)
-    return f"<p>{'No key of their configurations differs.' if known else 'The configuration of a run is not in its log folder.'}</p>"
+    return f"<p>{escape(none)}</p>"
 
 
 def _timings(comparison: Comparison) -> str:
@@ -72,7 +79,7 @@ def _timings(comparison: Comparison) -> str:
         return ""
     rows = "".join(
         f"<li{'' if number else ' class=next'}><span>{breakable(label if number == 0 else '')}</span>"
-        f'<i><b class="b{number}" style="width:{100 * seconds / most:.1f}%"></b></i><em>{seconds:.3g}</em></li>'
+        f'<i><b class="{_color(number)}" style="width:{100 * seconds / most:.1f}%"></b></i><em>{seconds:.3g}</em></li>'
         for label, means in timings
         for number, seconds in enumerate(means)
     )

@@ -26,7 +26,7 @@ def print_comparison(comparison: Comparison) -> None:
             _print_row(row, widths)
         print()
     if not keys:
-        print("No key of their configurations differs.\n" if all(run.config for run in comparison.runs) else "")
+        print(textwrap.fill(comparison.no_keys(), max(shutil.get_terminal_size().columns, 40)) + "\n")
     if verdict := comparison.verdict():
         print(textwrap.fill(verdict, max(shutil.get_terminal_size().columns, 40)))
 

@@ -84,9 +84,10 @@ class ReportWriter:
             return False
         try:
             self._write()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if not self._warned:
-                print(f"{self.path} could not be written: {error}", file=sys.stderr)
+                text = f"{self.path} could not be written: {error}"
+                print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
             self._warned = True
             return False
         finally:
@@ -105,6 +106,7 @@ class ReportWriter:
         for row in rows:
             self._history.add(row)
         page = render(self._history, replace(self._facts, samples=self._book.samples()))
+        page = page.encode("utf-8", "replace").decode()  # a folder's name that is no UTF-8 holds lone surrogates
         stored = {name: getattr(self._facts, name) for name in _STORED}
         write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
         write_atomic(self.path, page, durable=False)

@@ -1,11 +1,15 @@
 """Validation: how many prompts, which randomness, what is measured."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms.validation import Validator, reached_target
+from nemo_rl_cpp.api.writing import Writer
+from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.models.generation import interfaces
 
 TOKENIZER = ByteTokenizer()
 
@@ -123,3 +127,52 @@ def test_early_stop_by_metric():
     assert not reached_target({"accuracy": 1.0}, loop())
     with pytest.raises(ValueError, match="stop_at_validation_metric"):
         reached_target({"other": 1.0}, stop)
+
+
+class Watched(FakeGeneration):
+    """Counts what is open; generation, and giving back, may fail."""
+
+    def __init__(self, error=None, second=None):
+        super().__init__(respond=self.answer)
+        self.error, self.second, self.open, self.finished = error, second, 0, 0
+
+    def answer(self, prompt, key):
+        if self.error is not None:
+            raise self.error
+        return prompt
+
+    def prepare_for_generation(self):
+        self.open += 1
+
+    def finish_generation(self):
+        self.open, self.finished = self.open - 1, self.finished + 1
+        if self.second is not None:
+            raise self.second
+
+
+def asked(engine):
+    return Writer(engine, TOKENIZER, "the limit").write("1", True, 1, None, {})
+
+
+@pytest.mark.parametrize("use", [lambda engine: validator(engine).run(step=0), asked], ids=["validation", "writer"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_leaves_no_engine_open_and_is_the_one_that_is_told(use, error):
+    engine = Watched(error("the first"), RuntimeError("the second"))
+    engine.config, engine.seed, engine.max_model_len = GenerationConfig(), 1, 64
+    with pytest.raises(error, match="the first") as caught:
+        use(engine)
+    assert (engine.open, engine.finished) == (0, 1) and "RuntimeError: the second" in caught.value.__notes__[0]
+
+
+def test_a_failure_to_give_back_is_told_where_nothing_else_failed():
+    with pytest.raises(RuntimeError, match="alone"):
+        validator(Watched(second=RuntimeError("alone"))).run(step=0)
+
+
+def test_ctrl_c_does_not_wait_for_an_engine_that_does_not_come_back(monkeypatch):
+    monkeypatch.setattr(interfaces, "_AT_ONCE_SECONDS", 0.01)
+    engine, free = Watched(KeyboardInterrupt()), threading.Event()
+    engine.finish_generation = free.wait
+    with pytest.raises(KeyboardInterrupt):
+        validator(engine).run(step=0)
+    free.set()

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_cpp import cli
 from nemo_rl_cpp.cli import COMMANDS
 from nemo_rl_cpp.commands import completion
-from nemo_rl_cpp.commands.completion import candidates
+from nemo_rl_cpp.commands.completion import bash_candidates, candidates
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,31 @@ def test_keys_of_the_configurations_kind_come_section_by_section():
     ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "replaced", "expected"),
+    [  # what stands in the line, the part of it that bash replaces, and by what
+        ("m", "m", ["my\\ logs/"]),
+        (r"my\ l", r"my\ l", ["my\\ logs/"]),
+        (r"my\ logs/", r"my\ logs/", ["my\\ logs/it\\'s\\ \\$1/"]),
+        ('"my l', '"my l', ["my logs/"]),
+        ('"my logs/', '"my logs/', ["my logs/it's \\$1/"]),
+        ("'my l", "'my l", ["my logs/"]),
+        ("'my logs/", "'my logs/", []),  # its name has the quote that is open
+        ("my' 'l", "my' 'l", ["my\\ logs/"]),
+    ],
+)
+def test_bash_gets_words_with_spaces_in_quotes(typed, replaced, expected, tmp_path):
+    (tmp_path / "my logs" / "it's $1").mkdir(parents=True)
+    assert bash_candidates(f"nemo-rl-cpp  report {typed}", replaced) == expected
+
+
+def test_a_name_of_several_lines_is_left_out(tmp_path, capsys):
+    (tmp_path / "a\nb").mkdir()
+    (tmp_path / "ab").mkdir()
+    assert completion.main(["--words", "nemo-rl-cpp", "report", "a", "|a"]) == 0
+    assert capsys.readouterr().out == "ab/\n"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
@@ -65,12 +90,14 @@ def test_keys_of_the_configurations_kind_come_section_by_section():
     [
         ("nemo-rl-cpp trai", ["nemo-rl-cpp", "trai"], ["train"]),
         ("nemo-rl-cpp train --config my", ["nemo-rl-cpp", "train", "--config", "my"], ["my.yaml"]),
+        ("nemo-rl-cpp report our\\ l", ["nemo-rl-cpp", "report", "our\\ l"], ["our\\ logs/"]),
         # bash cuts words at "="
         ("nemo-rl-cpp train grpo.val_at_end=t", ["nemo-rl-cpp", "train", "grpo.val_at_end", "=", "t"], ["true"]),
         ("nemo-rl-cpp train grpo.val_at_end=", ["nemo-rl-cpp", "train", "grpo.val_at_end", "="], ["true", "false"]),
     ],
 )
-def test_bash_completes(line, words, expected, capsys):
+def test_bash_completes(line, words, expected, capsys, tmp_path):
+    (tmp_path / "our logs").mkdir()
     assert completion.main(["bash"]) == 0
     script = capsys.readouterr().out
     listed = " ".join(f"'{word}'" for word in words)
@@ -82,7 +109,7 @@ def test_bash_completes(line, words, expected, capsys):
     done = subprocess.run(
         ["bash", "-c", program], capture_output=True, text=True, env={"PATH": f"{place}:/usr/bin:/bin"}, check=True
     )
-    assert done.stdout.split() == expected, done.stderr
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -53,6 +53,8 @@ def test_every_pair_that_can_be_has_a_row():
         (["policy.generation.backend=native"], "names an interpreter with vLLM, but policy.generation.backend is native"),
         (["cluster.executor=processes", "cluster.gpus_per_node=2"], "vLLM gets its weights from one training process: set it to auto"),
         (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
+        (["policy.generation.temperature=0.009"], "policy.generation.temperature is 0.009, which vLLM would raise to 0.01: set it to 0.01 or more"),
+        (["policy.generation.val_temperature=1e-6"], "val_temperature is 1e-06, which vLLM would raise to 0.01: set it to 0.01 or more, or to 0"),
         (["policy.kept_activations_gb=1"], "vLLM keeps no activations for training"),
         (["++policy.generation.vllm_kwargs.dtype=float32"], "vllm_kwargs.dtype is given by the run itself: leave it out, and set policy.generation.vllm_cfg.precision"),
         (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
@@ -69,3 +71,12 @@ def test_what_cannot_be_beside_it(overrides, text):
 def test_an_evaluation_refuses_it():
     with pytest.raises(ConfigError, match="is for training: an evaluation generates with native or hf"):
         load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.python={sys.executable}"])
+
+
+def test_temperatures_that_vllm_keeps_and_other_engines_with_lower_ones():
+    low = ["policy.generation.temperature=0.01", "policy.generation.val_temperature=0"]
+    assert load_grpo_config("grpo_tiny.yaml", [*VLLM, *low]).policy.generation.val_temperature == 0
+    assert (
+        load_grpo_config("grpo_tiny.yaml", ["policy.generation.temperature=0.001"]).policy.generation.temperature
+        == 0.001
+    )

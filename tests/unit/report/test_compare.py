@@ -1,9 +1,11 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 import synthetic_run
 from nemo_rl_cpp.commands import compare as command
+from nemo_rl_cpp.report import compare_page
 from nemo_rl_cpp.report.compare import Comparison, Validated, newcombe, run_folder, short_names
 from nemo_rl_cpp.report.compare_page import render_comparison
 from test_report import check, unpacked
@@ -111,3 +113,20 @@ def test_a_page_of_more_runs_of_different_lengths(tmp_path):
     comparison = Comparison.of([tmp_path / name for name in ("long", "short", "other")])
     text = "".join(check(render_comparison(comparison)).text)
     assert "3 runs" in text and "grpo.max_num_steps" in text
+
+
+def test_the_colours_of_many_runs_are_those_of_their_curves(tmp_path):
+    comparison = Comparison.of([write_log(tmp_path / f"run{number}", 0.5, lr=number) for number in range(11)])
+    colors = int(re.search(r"COLORS = (\d+)", Path(compare_page.__file__).with_name("chart.js").read_text())[1])
+    shown = re.findall(r'<(?:i|span|b) class="(?:swatch )?b(\d+)"', render_comparison(comparison))
+    # the legend, the heads of two tables, the bars of a stage
+    assert list(map(int, shown)) == 4 * [number % colors for number in range(11)] and colors < 11
+
+
+def test_a_run_without_its_configuration_is_named(tmp_path, capsys):
+    folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
+    (folders[1] / "hyperparams.json").unlink()
+    page = tmp_path / "page.html"
+    assert command.main([*map(str, folders), "--out", str(page)]) == 0
+    told = "Their configurations cannot be compared: b has no hyperparams.json in the log folder that can be read."
+    assert told in " ".join(capsys.readouterr().out.split()) and told in page.read_text()

@@ -147,6 +147,22 @@ def test_hostile_text_cannot_leave_its_place(tmp_path):
     assert "<script>alert" not in page and page.count("<script") == 3
 
 
+def test_a_lone_surrogate_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+    """Half of an emoji, as data sets that were cut hold it; and a folder whose name is no UTF-8."""
+    folder = tmp_path / "run\udcff"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.25}\n')
+    row = {"content": ["a", "b"], "rewards": 1.0, "ground_truth": "\ud83d"}
+    (folder / "train_data_step1.jsonl").write_text(json.dumps(row) + "\n")
+    writer = ReportWriter(folder)
+    assert writer.update(force=True) and write_report(folder) == writer.path
+    samples = unpacked(check(writer.path.read_text(encoding="utf-8")).scripts["data-samples"])
+    assert samples[0]["groups"][0]["truth"] == "?"
+    monkeypatch.setattr("nemo_rl_cpp.report.writer.render", lambda *args: float("no number"))
+    writer.finish("finished")
+    assert "could not be written: could not convert" in capsys.readouterr().err
+
+
 def test_an_empty_run_has_a_page_too(tmp_path):
     writer = ReportWriter(tmp_path, total_steps=10)
     writer.start()

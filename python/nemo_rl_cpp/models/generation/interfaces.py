@@ -1,6 +1,8 @@
 """The contract between rollouts and a generation engine: token ids in, token ids out."""
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
@@ -11,6 +13,8 @@ from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+
+_AT_ONCE_SECONDS = 1.0
 
 
 class GenerationDatumSpec(TypedDict):
@@ -145,6 +149,35 @@ class GenerationInterface(Protocol):
 
     def weight_digest(self) -> str:
         """The digest of the weights that the engine reads, comparable with `PolicyInterface.weight_digest`."""
+
+
+@contextmanager
+def generating(generation: GenerationInterface) -> Iterator[None]:
+    """`prepare_for_generation` on entering and `finish_generation` on leaving, also where an error or Ctrl-C leaves: an engine
+    takes no requests and holds no cache then.
+
+    An error of `finish_generation` does not hide the first one, but is a note of it. After Ctrl-C, which may end the program
+    within seconds, it goes on in a thread of its own where it needs longer than a second.
+    """
+    generation.prepare_for_generation()
+    try:
+        yield
+    except Exception as error:
+        _finish_after(generation, error)
+        raise
+    except BaseException as error:
+        thread = threading.Thread(target=_finish_after, args=(generation, error), daemon=True, name="finish_generation")
+        thread.start()
+        thread.join(_AT_ONCE_SECONDS)
+        raise
+    generation.finish_generation()
+
+
+def _finish_after(generation: GenerationInterface, error: BaseException) -> None:
+    try:
+        generation.finish_generation()
+    except Exception as second:
+        error.add_note(f"then finish_generation failed, too: {type(second).__name__}: {second}")
 
 
 def end_engine(generation: GenerationInterface | None) -> None:

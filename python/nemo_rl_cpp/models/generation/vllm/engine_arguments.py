@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,9 +65,13 @@ def _cache_bytes(gigabytes: float | None, model: Model, rows: int, element: int)
 
 
 def worker_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Environment variables of vLLM's process: all in one process, as many threads as here, nothing sent out; `env_vars` last."""
+    """All environment variables of vLLM's process: those of this one, then all of vLLM in one process, as many threads as here,
+    nothing sent out; `env_vars` last, of which null takes a variable away."""
     ours = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    return ours | {name: str(value) for name, value in (given or {}).items()}
+    given = given or {}
+    taken = {name for name, value in given.items() if value is None}
+    every = {**os.environ, **ours, **{name: str(value) for name, value in given.items()}}
+    return {name: value for name, value in every.items() if name not in taken}

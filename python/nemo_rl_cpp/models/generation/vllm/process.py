@@ -70,7 +70,7 @@ class VllmProcess:
 
     Args:
         python: vLLM's interpreter.
-        environment: environment variables beside those of this process.
+        environment: all of its environment variables.
         memory: an open file, the weights' memory.
         start_timeout: seconds until it must have answered `start`.
         timeout: seconds without a sign of life in any other call.
@@ -92,7 +92,7 @@ class VllmProcess:
             with open(self._log, "wb") as log:
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno(), lifeline, memory], stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **environment},
+                    stderr=subprocess.STDOUT, start_new_session=True, env=dict(environment),
                 )  # fmt: skip
         except BaseException:
             self._connection.close()
@@ -103,10 +103,10 @@ class VllmProcess:
             theirs.close()
             os.close(lifeline)
         self._finalizer = weakref.finalize(self, _end, self._process, self._connection, self._lifeline, self.folder)
-        hello, _ = self._receive("beginning", start_timeout)
         try:
+            hello, _ = self._receive("beginning", start_timeout)
             check_version(python, hello.get("vllm"))
-        except ValueError:
+        except BaseException:
             self.kill()
             raise
 
@@ -158,6 +158,15 @@ class VllmProcess:
             raise
 
     def _answer(self, what: str, patience: float, on_step: Callable[[dict, bytes], None] | None) -> dict:
+        try:
+            return self._last_frame(what, patience, on_step)
+        except VllmError:
+            raise
+        except BaseException:  # also one of `on_step`: what it answers later is nobody's
+            self.kill()
+            raise
+
+    def _last_frame(self, what: str, patience: float, on_step: Callable[[dict, bytes], None] | None) -> dict:
         while True:
             message, payload = self._receive(what, patience)
             if message["event"] == "error":
@@ -177,9 +186,6 @@ class VllmProcess:
             return receive_frame(self._connection)
         except (EOFError, OSError, FrameError, ValueError) as error:
             raise self._lost(what, patience, error) from error
-        except BaseException:  # Ctrl-C: what it answers later is nobody's
-            self.kill()
-            raise
 
     def _lost(self, what: str, patience: float, error: BaseException | None = None) -> WorkerLostError:
         """What happened to it; it is ended."""

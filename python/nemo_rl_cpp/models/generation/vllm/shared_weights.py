@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -33,6 +34,9 @@ class WeightBuffer:
             end = offset + size
         self.size = max(end, 1)
         self.descriptor = _unnamed_file()
+        self._closing = weakref.finalize(
+            self, os.close, self.descriptor
+        )  # where an engine fails while it is made, nobody closes
         os.ftruncate(self.descriptor, self.size)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
 
@@ -60,9 +64,8 @@ class WeightBuffer:
 
     def close(self) -> None:
         """Closes the file; the memory goes with the last view of it. Safe to call twice."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self._closing()
+        self.descriptor = -1
 
 
 def _unnamed_file() -> int:

@@ -28,7 +28,7 @@ complete -F _nemo_rl_cpp nemo-rl-cpp
 _ZSH = """#compdef nemo-rl-cpp
 _nemo_rl_cpp() {
   local -a found
-  found=("${(@f)$(nemo-rl-cpp completion --words ${(Q)words[1,CURRENT]} "|${(Q)words[CURRENT]}" 2>/dev/null)}")
+  found=("${(@f)$(nemo-rl-cpp completion --words ${(Q)words[1,CURRENT-1]} ${(Q)PREFIX} "|${(Q)PREFIX}" 2>/dev/null)}")
   found=(${found:#})
   local -a open=(${(M)found:#*[=/.]}) closed=(${found:#*[=/.]})
   (( $#open )) && compadd -S '' -- $open

@@ -84,7 +84,9 @@ def test_they_are_documented_and_leave_no_trace(recipes):
         "### `logger.csv`",
     ):
         assert text in page
-    with pytest.raises(ConfigError, match="adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'best_of_group'"):
+    with pytest.raises(
+        ConfigError, match="adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'best_of_group'"
+    ):
         load_ppo_config("ppo_tiny.yaml", ["ppo.adv_estimator.name=best_of_group"])  # it is GRPO's
     with pytest.raises(ValueError, match="the logger back end csv is there already|logger has a key csv already"):
         register_logger("csv", None)

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--seed", type=int, default=42, help="of requests that name a rollout and no seed")
-    parser.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's positions)")
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest sequence (default: what the model and the cache allow)"
+    )
     parser.add_argument(
         "--kv-cache-gb", type=float, help="memory of keys and values (default: half of what is free, 4 at most)"
     )

@@ -226,6 +226,15 @@ class EngineThread:
             ticket.tell(Progress(error=error))
 
 
+def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
+    """Tokens of the longest sequence whose keys and values a cache of that size holds; below 2 it can answer nothing.
+
+    The engine counts ceil(length / block) blocks, and one more where a copied prompt ends within a block.
+    """
+    blocks = cache_bytes // max(runner.bytes_per_block(), 1)
+    return max((blocks - 1) * runner.block_size() + 1, 0)
+
+
 def engine_maker(
     runner: C.ModelRunner, *, max_batch_size: int, prefill_chunk_tokens: int, max_model_len: int, cache_bytes: int,
     token_bytes: Callable[[], list[bytes]],

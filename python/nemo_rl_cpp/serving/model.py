@@ -84,14 +84,18 @@ class ServedModel:
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
         """How a request is sampled. `longest`: answer where the body names none; None: as long as there is room behind the prompt.
 
+        An answer of a rollout that is trained has at most `default.max_new_tokens` tokens, the run's longest response.
+
         RequestError where a rollout that is trained asks for another distribution than training's.
         """
-        limit = (
-            body.max_tokens or getattr(body, "max_completion_tokens", None) or longest or self.max_model_len - prompt
-        )
+        asked_tokens = body.max_tokens or getattr(body, "max_completion_tokens", None)
         ends = () if body.ignore_eos else self.end_token_ids
         of_rollout = None if rollout is None else rollout.sampling
         base = of_rollout or self.default
+        if of_rollout is None:
+            limit = asked_tokens or longest or self.max_model_len - prompt
+        else:
+            limit = min(asked_tokens or self.default.max_new_tokens, self.default.max_new_tokens)
         asked = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
         if asked["top_k"] is not None:
             asked["top_k"] = max(asked["top_k"], 0)

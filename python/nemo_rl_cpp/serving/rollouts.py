@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import threading
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,21 @@ class Call:
 
 
 @dataclass
+class Numbers:
+    """Numbers 0, 1, ... of which the smallest free one is handed out; one that is given back is free again."""
+
+    following: int = 0
+    free: list[int] = field(default_factory=list)
+
+    def take(self) -> int:
+        """The smallest free number."""
+        if self.free:
+            return heapq.heappop(self.free)
+        self.following += 1
+        return self.following - 1
+
+
+@dataclass
 class Rollout:
     """The calls of one key.
 
@@ -63,7 +79,7 @@ class Rollout:
     sampling: TrainedSampling | None = None
     calls: list[Call] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
-    asked: Counter[bytes] = field(default_factory=Counter)
+    asked: dict[bytes, Numbers] = field(default_factory=dict)
 
     @property
     def is_trained(self) -> bool:
@@ -111,20 +127,20 @@ class Rollouts:
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
         """The key of the draws of the rollout's next answer to this prompt.
 
-        It follows from the seed, the rollout's key, the prompt and how often the rollout has sent this prompt before; so a
+        It follows from the seed, the rollout's key, the prompt and the smallest number that no answer to this prompt has; so a
         rollout that is run again gets its samples again, in whatever order requests that are under way together arrive.
         """
         prompt = _digest(rollout.key.encode(), array("q", prompt_ids).tobytes())
         with self._lock:
-            count = rollout.asked[prompt]
-            rollout.asked[prompt] += 1
+            count = rollout.asked.setdefault(prompt, Numbers()).take()
         draw_id = int.from_bytes(_digest(prompt, count.to_bytes(8, "little")), "little")
-        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id)
+        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number=count)
 
-    def gave_up(self, rollout: Rollout, prompt_ids: list[int]) -> None:
-        """The answer to this prompt was not waited for: a client that asks again gets it."""
+    def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
+        """The answer of this draw was not given, or not waited for: a client that asks again gets it."""
+        prompt = _digest(rollout.key.encode(), array("q", prompt_ids).tobytes())
         with self._lock:
-            rollout.asked[_digest(rollout.key.encode(), array("q", prompt_ids).tobytes())] -= 1
+            heapq.heappush(rollout.asked[prompt].free, draw.number)
 
     def answered(self, rollout: Rollout, call: Call) -> None:
         """Keeps an answer that is to be trained."""

@@ -5,6 +5,7 @@ import socket
 
 import httpx
 import pytest
+from nemo_rl_cpp.serving.requests import Progress, ServingError
 from served import make_folder, serving
 
 KEY = "a key"
@@ -118,6 +119,32 @@ def test_a_key_is_asked_for(server):
 def test_more_than_the_queue_is_refused_and_a_late_answer_ends(http):
     refused = http.post("/v1/completions", json=GOOD | {"n": 9})
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+
+
+def test_a_request_that_was_refused_has_drawn_nothing(server, http):
+    """A client that tries again gets the tokens that it would have got."""
+
+    def ask(key):
+        body = {"prompt": "Hello", "max_tokens": 12, "temperature": 1, "rollout_key": key, "ignore_eos": True}
+        return [http.post("/v1/completions", json=body | {"n": n}) for n in (9, 1)]
+
+    (refused, answer), rollouts = ask("again"), server.model.rollouts
+    assert refused.status_code == 503 and answer.status_code == 200
+    (numbers,) = rollouts.find("again").asked.values()
+    assert numbers.following == 1 and not numbers.free
+    engine = server.model.engine
+    submit = engine.submit
+
+    def fails(ticket):
+        ticket.tell(Progress(error=ServingError("the weights changed")))
+
+    engine.submit = fails
+    try:
+        assert http.post("/v1/completions", json=GOOD | {"rollout_key": "fails"}).status_code == 503
+    finally:
+        engine.submit = submit
+    (numbers,) = rollouts.find("fails").asked.values()
+    assert numbers.free == [0]
 
 
 RAW = [

@@ -37,19 +37,17 @@ def serve_policy(
 
     Raises ValueError where a package is missing, nothing can listen at the address, or the cache holds no sequence of full length.
     """
-    check_installed("policy.generation.expose_http_server")
     if not isinstance(inner, NativeGeneration):
         raise ValueError(
             f"policy.generation.expose_http_server is true, but the engine is {type(inner).__name__}, and only NativeGeneration can be served"
         )
-    from nemo_rl_cpp.serving.http_server import HttpServer, listen
+    listener = listener or listener_of(config)
+    from nemo_rl_cpp.serving.http_server import HttpServer
 
     generation = config.generation
-    settings = generation.http_server
-    key = key_of(settings.api_key_variable)
-    listener = listener or listen(settings.host, settings.port, "policy.generation.http_server")
     model = server = None
     try:
+        key = key_of(generation.http_server.api_key_variable)
         model = _model(policy, inner, config, version, seed)
         server = HttpServer(model, listener, key)
         server.start()
@@ -64,6 +62,20 @@ def serve_policy(
             model.engine.shut_down()
         listener.close()
         raise
+
+
+def listener_of(config: PolicyConfig) -> socket.socket | None:
+    """A socket that listens at `http_server`'s address; None without expose_http_server.
+
+    Raises ValueError where a package is missing, or the address cannot be had: before a model is loaded.
+    """
+    if not config.generation.expose_http_server:
+        return None
+    check_installed("policy.generation.expose_http_server")
+    from nemo_rl_cpp.serving.http_server import listen
+
+    settings = config.generation.http_server
+    return listen(settings.host, settings.port, "policy.generation.http_server")
 
 
 def key_of(variable: str | None) -> str:

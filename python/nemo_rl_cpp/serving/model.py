@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.serving.bodies import GenerateBody, RequestError, SamplingFields, TextBody
 from nemo_rl_cpp.serving.requests import Sampling
 from nemo_rl_cpp.serving.rollouts import Rollout, Rollouts
@@ -56,6 +59,11 @@ class ServedModel:
     default: Sampling = field(default_factory=Sampling)
     limits: Limits = field(default_factory=Limits)
     digest: str = ""
+
+    @cached_property
+    def bytes_of_token(self) -> Callable[[int], bytes]:
+        """The bytes of a token, which may be a part of a character only."""
+        return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
         """The name by which the model was called; RequestError for another's."""

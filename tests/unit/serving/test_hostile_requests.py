@@ -55,6 +55,9 @@ COMPLETIONS = {
     "model": ["other", 5],
     "stream": ["maybe"],
     "no_such_field": [1],
+    "priority": [1],
+    "detokenize": [False],
+    "spaces_between_special_tokens": [False],
     "rollout_key": ["", "k" * 300],
 }
 CHATS = [
@@ -77,6 +80,19 @@ def test_bad_fields_are_refused_by_name(http, field):
         assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
         error = answer.json()["error"]
         assert error["message"] and field in f"{error['message']} {error['param']}", error
+
+
+def test_fields_of_chats_that_would_change_the_answer_are_refused(http):
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for more, said in (
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs is 1, but alternatives are not computed"),
+        ({"max_completion_tokens": 3}, "max_tokens is 2 and max_completion_tokens 3"),
+    ):
+        answer = http.post("/v1/chat/completions", json=chat | more)
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    same = {"max_completion_tokens": 2, "parallel_tool_calls": True, "priority": 0, "logprobs": True, "top_logprobs": 0}
+    assert http.post("/v1/chat/completions", json=chat | same).status_code == 200
 
 
 def test_bad_bodies_are_refused(http):

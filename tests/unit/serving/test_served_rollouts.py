@@ -2,8 +2,9 @@
 
 from itertools import permutations
 
+import pytest
 from nemo_rl_cpp.experience.agent_rollouts import message_log
-from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateParams
+from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateParams, RequestError
 from nemo_rl_cpp.serving.model import ServedModel
 from nemo_rl_cpp.serving.requests import Sample, Sampling
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, Rollouts, TrainedSampling, longest_chain
@@ -74,3 +75,19 @@ def test_a_rollout_that_is_trained_keeps_to_the_longest_response_of_the_run():
     # OpenAI's 16 tokens of a completion are no limit of the run's
     model.default = Sampling(max_new_tokens=64)
     assert model.sampling(CompletionBody(prompt="x"), 16, 10, trained).max_new_tokens == 64
+
+
+def test_a_rollout_that_has_ended_takes_no_more_and_its_key_is_not_used_again():
+    """Validations repeat their rollouts: the draws are the same, the keys are not."""
+    rollouts, sampling = Rollouts(1), TrainedSampling(1.0, 1.0, 0)
+    first = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")
+    rollout = rollouts.find(first)
+    draw = rollouts.draw(rollout, [1], None)
+    taken = rollouts.take(first)
+    rollouts.answered(rollout, call([1], [2]))  # too late
+    assert first == "0-val-0-1" and taken.calls == []
+    with pytest.raises(RequestError, match="has ended") as error:
+        rollouts.find(first)
+    assert error.value.status == 410
+    second = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")
+    assert second != first and rollouts.draw(rollouts.find(second), [1], None) == draw

@@ -49,8 +49,6 @@ PYTHON = {  # (file, function, call): why it ends
     ("environments/verifier_process.py", "*", "select.poll()"): "makes the object",
     ("serving/app.py", "Conversation.next", "self.news.get()"): "within the request's time limit; the engine's thread tells every request's end",
     ("serving/app.py", "Conversation.unless_gone", "task.result()"): "a task that is done",
-    ("serving/command.py", "run", "ended.wait()"): "a server waits for Ctrl-C or SIGTERM",
-    ("serving/engine_thread.py", "EngineThread.close", "self._changed.wait_for(self._is_idle)"): "the engine's thread has been told to drop what runs",
     ("serving/engine_thread.py", "EngineThread._work", "self._changed.wait_for(self._has_something)"): "a daemon thread waits for work; shut_down ends it",
     ("files/durable.py", "seal_folder", "file.result()"): "writes to a disk",
 }  # fmt: skip

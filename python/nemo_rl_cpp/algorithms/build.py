@@ -6,6 +6,7 @@ threads, and the checkpoint to resume from is known before the model is loaded.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from nemo_rl_cpp.models.generation.vllm.process import check_interpreter
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.value.lm_value import Value
+from nemo_rl_cpp.serving.attach import listener_of, serve_policy
 from nemo_rl_cpp.stages import stage
 from nemo_rl_cpp.weight_sync.factory import create_weight_synchronizer
 
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.experience.batches import Rollouts
     from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
     from nemo_rl_cpp.models.value.interfaces import ValueInterface
-    from nemo_rl_cpp.serving.generation import ServedGeneration
 
 ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.ALGORITHM, "ppo": ppo.ALGORITHM}
 """By the name of their section of the configuration."""
@@ -75,6 +76,7 @@ class Parts:
         generation: None: an engine on the policy's own weights.
         engine_cluster: the workers that only generate; None where the policy's own do.
         value: PPO's value model; None: there is no critic.
+        listener: where the policy will be served.
         loss_fn: `ClippedPGLossFn`, or any callable on log-probabilities (see `algorithms/loss`).
     """
 
@@ -92,11 +94,14 @@ class Parts:
     state: TrainState
     cluster: RayVirtualCluster | None = None
     engine_cluster: RayVirtualCluster | None = None
+    listener: socket.socket | None = None
 
     def release(self) -> None:
         """Ends the workers and gives logs and checkpoint folder free, of parts that become no run."""
         shut_down(self.engine_cluster, self.cluster)
         end_engine(self.generation)
+        if self.listener is not None:
+            self.listener.close()
         if self.logger is not None:
             self.logger.finish()
         if self.checkpoints is not None:
@@ -157,7 +162,7 @@ def make_parts(
             check_interpreter(config.policy.generation.vllm_cfg.python)  # before a model is loaded
         cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
         stage("loading the model")
-        generation = None
+        generation, listener = None, listener_of(config.policy)
         try:
             policy = make_policy(config, tokenizer, resume, cluster, policy_factory)
             generation = make_generation(config, policy, tokenizer, engine_cluster)
@@ -177,8 +182,11 @@ def make_parts(
                 state=resume.state,
                 cluster=cluster,
                 engine_cluster=engine_cluster,
+                listener=listener,
             )
         except BaseException:
+            if listener is not None:
+                listener.close()
             shut_down(engine_cluster, cluster)
             end_engine(generation)
             raise
@@ -201,22 +209,13 @@ def assemble(config: TrainMasterConfig, parts: Parts) -> TrainingRun:
             parts.checkpoints.facts["run"] = parts.logger.run_id
     generation = parts.generation or policy.create_generation(config.policy.generation, seed=loop.seed)
     if config.policy.generation.expose_http_server:
-        generation = _served(config, policy, generation, state)
+        generation = serve_policy(policy, generation, config.policy, lambda: state.step, loop.seed, parts.listener)
     try:
         return _assembled(config, parts, generation)
     except BaseException:
         if config.policy.generation.expose_http_server:
             generation.shutdown()
         raise
-
-
-def _served(
-    config: TrainMasterConfig, policy: PolicyInterface, generation: GenerationInterface, state: TrainState
-) -> ServedGeneration:
-    """The engine with its HTTP server. Imported where it is asked for, as its packages are."""
-    from nemo_rl_cpp.serving.attach import serve_policy
-
-    return serve_policy(policy, generation, config.policy, lambda: state.step, config.loop.seed)
 
 
 def _assembled(config: TrainMasterConfig, parts: Parts, generation: GenerationInterface) -> TrainingRun:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import import_object
+from nemo_rl_cpp.environments.reward_values import finite_number
 from nemo_rl_cpp.errors import one_sentence, user_code
 
 if TYPE_CHECKING:
@@ -114,15 +115,18 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
 
     async def _one(self, task: AgentTask, slots: asyncio.Semaphore) -> AgentResult:
         async with slots:
+            limit, late = asyncio.timeout(self._timeout_s), False
             try:
-                result = await asyncio.wait_for(self.roll_out(task), self._timeout_s)
-            except TimeoutError:
-                self._timeouts += 1
-                return AgentResult(error=f"it was not over within {self._timeout_s:g} s (timeout_s)")
+                async with limit:
+                    result = await self.roll_out(task)
+                result = result if result.error is not None else _checked(result)
             except Exception as error:  # noqa: BLE001 - one rollout must not end the run
-                result = AgentResult(error=one_sentence(error))
+                late = isinstance(error, TimeoutError) and limit.expired()  # an agent has TimeoutErrors of its own
+                said = f"it was not over within {self._timeout_s:g} s (timeout_s)" if late else one_sentence(error)
+                result = AgentResult(error=said)
         if result.error is not None:
-            self._errors += 1
+            self._timeouts += late
+            self._errors += not late
             if not self._said:
                 self._said = True
                 print(f"warning: the rollout {task.key} failed and is not trained: {result.error}", flush=True)
@@ -179,18 +183,20 @@ class AgentFunctionEnvironment(AgentEnvironment):
         except Exception:  # not the end of the rollout's time, which is no error of the user's code
             with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
                 raise
-        return given if isinstance(given, AgentResult) else AgentResult(_reward(given))
+        return given if isinstance(given, AgentResult) else AgentResult(given)
 
 
-def _reward(given: object) -> float | dict[str, float]:
-    if isinstance(given, Mapping):
-        return {str(name): float(value) for name, value in given.items()}
-    try:
-        return float(given)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"the agent returned {given!r:.80}: expected a reward, parts of one, or an AgentResult"
-        ) from None
+def _checked(result: AgentResult) -> AgentResult:
+    """The result with its numbers as floats; ValueError for one that is not finite."""
+    reward = result.reward
+    if isinstance(reward, Mapping):
+        parts: float | dict[str, float] = {
+            str(name): finite_number(value, f"the agent's reward {name}") for name, value in reward.items()
+        }
+    else:
+        parts = finite_number(reward, "the agent's reward")
+    metrics = {str(name): finite_number(value, f"the agent's metric {name}") for name, value in result.metrics.items()}
+    return AgentResult(parts, metrics=metrics)
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:

@@ -106,15 +106,28 @@ def _number(name: str, value: object, row: int) -> float | None:
         raise ValueError(
             f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
         )
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
+    number = _as_number(value)
     if not math.isfinite(number):
         raise ValueError(
             f"reward function {name} returned {_described(value)} for completion {row}; it must be a finite number or None"
         )
     return number
+
+
+def finite_number(value: object, what: str) -> float:
+    """`value` as a number; ValueError, which names `what`, unless it is a finite one."""
+    number = _as_number(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {_described(value)}; it must be a finite number")
+    return number
+
+
+def _as_number(value: object) -> float:
+    """NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _described(value: object) -> str:

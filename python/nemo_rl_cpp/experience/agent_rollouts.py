@@ -27,8 +27,8 @@ class ServedPolicy(Protocol):
     def address(self) -> Address:
         """Where it is."""
 
-    def begin_rollout(self, key: str, stream: str, greedy: bool = False) -> None:
-        """Requests that name `key` belong to one rollout from here on."""
+    def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
+        """Requests that name the returned key belong to one rollout from here on, whose draws follow from `name`."""
 
     def end_rollout(self, key: str) -> Rollout:
         """What it has asked and been given."""
@@ -67,13 +67,13 @@ def run_agent_rollouts(
             "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
         )
     batch = batch.copy()
-    tasks = _tasks(policy, batch)
+    keys: list[str] = []
     try:
-        for task, stream in zip(tasks, batch["stream"]):
-            policy.begin_rollout(task.key, stream, greedy)
-        results = _results(tasks, batch["task_name"], task_to_env)
+        for stream, draw, sample in zip(batch["stream"], batch["draw_ids"], batch["sample_index"]):
+            keys.append(policy.begin_rollout(f"{stream}-{int(draw)}-{int(sample)}", stream, greedy))
+        results = _results(_tasks(policy, batch, keys), batch["task_name"], task_to_env)
     finally:
-        rollouts = [_ended(policy, task.key) for task in tasks]
+        rollouts = [policy.end_rollout(key) for key in keys]
     if all(result.error is not None for result in results):
         raise RuntimeError(f"all {len(results)} rollouts of the agent failed; the first one: {results[0].error}")
     stats = _attach(batch, rollouts, results, tokenizer)
@@ -84,19 +84,8 @@ def run_agent_rollouts(
     return batch, metrics
 
 
-def _ended(policy: ServedPolicy, key: str) -> Rollout:
-    try:
-        return policy.end_rollout(key)
-    except KeyError:  # it has not begun
-        return Rollout(key, 0)
-
-
-def _tasks(policy: ServedPolicy, batch: BatchedDataDict[DatumSpec]) -> list[AgentTask]:
+def _tasks(policy: ServedPolicy, batch: BatchedDataDict[DatumSpec], keys: list[str]) -> list[AgentTask]:
     address = policy.address
-    keys = [
-        f"{stream}-{int(draw)}-{int(sample)}"
-        for stream, draw, sample in zip(batch["stream"], batch["draw_ids"], batch["sample_index"])
-    ]
     return [
         AgentTask(key, _messages(log, info), info or {}, address)
         for key, log, info in zip(keys, batch["message_log"], batch["extra_env_info"])

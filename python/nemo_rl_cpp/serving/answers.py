@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,24 +53,27 @@ def spelled(tokenizer: TokenizerType, token_id: int) -> str:
     return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def completion_logprobs(tokenizer: TokenizerType, sample: Sample, top: int) -> Json:
-    """`logprobs` of /v1/completions. Alternatives are not computed: `top_logprobs` holds the token itself."""
+def completion_logprobs(tokenizer: TokenizerType, sample: Sample, top: int, at: int = 0) -> tuple[Json, int]:
+    """`logprobs` of /v1/completions for tokens that begin `at` characters behind the answer's first, and where the next begins.
+
+    Alternatives are not computed: `top_logprobs` holds the token itself.
+    """
     tokens = [spelled(tokenizer, token) for token in sample.token_ids]
-    offsets, at = [], 0
+    offsets = []
     for token in tokens:
         offsets.append(at)
         at += len(token)
     above = [{token: logprob} for token, logprob in zip(tokens, sample.logprobs)] if top else None
-    return {"tokens": tokens, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
+    body = {"tokens": tokens, "token_logprobs": list(sample.logprobs), "top_logprobs": above, "text_offset": offsets}
+    return body, at
 
 
-def chat_logprobs(tokenizer: TokenizerType, sample: Sample, top: int) -> Json:
-    """`logprobs` of /v1/chat/completions."""
-    content = []
-    for token_id, logprob in zip(sample.token_ids, sample.logprobs):
-        token = spelled(tokenizer, token_id)
-        entry: Json = {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-        content.append(entry | {"top_logprobs": [dict(entry)] if top else []})
+def chat_logprobs(tokenizer: TokenizerType, bytes_of: Callable[[int], bytes], sample: Sample) -> Json:
+    """`logprobs` of /v1/chat/completions. The text of a part of a character is U+FFFD; `bytes` says which part."""
+    content = [
+        {"token": spelled(tokenizer, token), "logprob": logprob, "bytes": list(bytes_of(token)), "top_logprobs": []}
+        for token, logprob in zip(sample.token_ids, sample.logprobs)
+    ]
     return {"content": content, "refusal": None}
 
 

@@ -42,39 +42,45 @@ class _Gone(Exception):
 class Conversation:
     """One request: its ticket's way through the engine, and what the client is told."""
 
-    def __init__(self, service: Service, request: Request, answer: Answer, draw: Draw, rollout: Rollout | None) -> None:
+    def __init__(self, service: Service, request: Request, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.request, self.answer, self.rollout = service, request, answer, rollout
         self.news: asyncio.Queue[Progress] = asyncio.Queue()
+        self.samples = [Sample() for _ in range(answer.samples)]
+        self._failed = self._kept = False
+
+    def _ticket(self, draw: Draw) -> Ticket:
         loop = asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(self.news.put_nowait, progress)
 
-        self.ticket = Ticket(
+        answer = self.answer
+        return Ticket(
             answer.prompt_ids, answer.sampling, draw, tell, samples=answer.samples, every_token=answer.streams
         )
-        self.samples = [Sample() for _ in range(answer.samples)]
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
         """In the engine; out of it at the end, however that comes."""
-        service, n = self.service, self.ticket.samples
+        service, n = self.service, self.answer.samples
         if service.under_way + n > service.model.limits.max_queue:
             raise RequestError(
                 f"{service.under_way} answers are under way, and the server takes {service.model.limits.max_queue}: ask again later",
                 503,
             )
+        draw = service.draw(self.answer, self.rollout)  # a request that was refused has drawn nothing
+        self.ticket = self._ticket(draw)
         service.under_way += n
         try:
             service.model.engine.submit(self.ticket)
             yield
         finally:
             service.under_way -= n
-            if not self.complete:
+            if not (self.complete or self._failed):
                 service.model.engine.cancel(self.ticket)
-                if self.rollout is not None:
-                    service.model.rollouts.gave_up(self.rollout, self.answer.prompt_ids)
+            if self.rollout is not None and not self._kept:
+                service.model.rollouts.gave_up(self.rollout, self.answer.prompt_ids, draw)
 
     @property
     def complete(self) -> bool:
@@ -85,8 +91,7 @@ class Conversation:
         """The next thing that the engine tells. Raises what has failed."""
         progress = await self.news.get()
         if progress.error is not None:
-            for sample in self.samples:
-                sample.reason = sample.reason or -1  # the engine has forgotten them
+            self._failed = True  # the engine has forgotten it
             raise progress.error
         sample = self.samples[progress.sample]
         sample.token_ids += progress.token_ids
@@ -114,6 +119,7 @@ class Conversation:
 
     def keep(self) -> None:
         """Lets the rollout remember the answer."""
+        self._kept = True
         if self.rollout is not None:
             for sample in self.samples:
                 self.service.model.rollouts.answered(
@@ -248,15 +254,15 @@ class Service:
         rollout = self.model.rollout_of(body, request.headers.get(HEADER))
         # text becomes tokens on another thread, so that a long one keeps nobody waiting
         answer: Answer = await asyncio.to_thread(make, self.model, body, rollout, uuid.uuid4().hex)
-        conversation = Conversation(self, request, answer, self._draw(answer, rollout), rollout)
+        conversation = Conversation(self, request, answer, rollout)
         if answer.streams:
             return EventStream(conversation, began)
         try:
             async with asyncio.timeout_at(began + self.model.limits.request_timeout_s), conversation.under_way():
                 await conversation.unless_gone(self._all(conversation))
+                conversation.keep()
         except TimeoutError:
             raise _too_late(self.model.limits.request_timeout_s) from None
-        conversation.keep()
         header = conversation.header()
         body_of = await asyncio.to_thread(answer.whole, header, conversation.samples)
         return JSONResponse(
@@ -267,7 +273,8 @@ class Service:
         while not conversation.complete:
             await conversation.next()
 
-    def _draw(self, answer: Answer, rollout: Rollout | None) -> Draw:
+    def draw(self, answer: Answer, rollout: Rollout | None) -> Draw:
+        """The key of the draws of an answer."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, answer.prompt_ids, answer.seed)
         seed = int.from_bytes(os.urandom(4), "little") if answer.seed is None else answer.seed

@@ -12,6 +12,7 @@ _MOST_STOPS = 16
 Text = Annotated[str, StringConstraints(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]]
+NoPriority = Annotated[int, Field(strict=True, ge=0, le=0)] | None  # requests are answered as they come
 StopTexts = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -49,8 +50,8 @@ class SamplingFields(_Body):
     repetition_penalty: float | None = Field(None, ge=1, le=1)
     logit_bias: Annotated[dict, Field(max_length=0)] | None = None
     bad_words: Annotated[list, Field(max_length=0)] | None = None
-    spaces_between_special_tokens: bool = True
-    detokenize: bool = True
+    spaces_between_special_tokens: Literal[True] = True
+    detokenize: Literal[True] = True
     prompt_logprobs: Whole | None = Field(None, ge=0, le=0)
 
     @property
@@ -81,7 +82,7 @@ class TextBody(SamplingFields):
     metadata: dict | None = None
     store: bool | None = None
     service_tier: Text | None = None
-    priority: Whole | None = None
+    priority: NoPriority = None
     cache_salt: Text | None = None
     request_id: Text | None = None
     safety_identifier: Text | None = None
@@ -161,10 +162,10 @@ class ChatBody(TextBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     tools: Annotated[list[dict], Field(max_length=256)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None  # a model that writes several is not held back
     response_format: ResponseFormat | None = None
     add_generation_prompt: Literal[True] = True
     reasoning_effort: Literal[None] = None
@@ -174,6 +175,8 @@ class GenerateParams(SamplingFields):
     """`sampling_params` of vLLM's route."""
 
     logprobs: Annotated[int, Field(strict=True, ge=0, le=1)] | None = None
+    detokenize: bool = True  # there is no text
+    spaces_between_special_tokens: bool = True
     routed_experts_prompt_start: Whole | None = None  # of mixtures of experts whose routers are replayed
     output_kind: Whole | None = None
 
@@ -188,7 +191,7 @@ class GenerateBody(_Body):
     stream: Literal[False] = False
     request_id: Text | None = None
     cache_salt: Text | None = None
-    priority: Whole | None = None
+    priority: NoPriority = None
     rollout_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.serving.bodies import ChatMessage
 
 _PLACE = "9001place1009"  # digits and letters, which templates let through
-Turn = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Role, content without blanks around it, and calls of a message: what tells two messages apart."""
+Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
+"""Role, content without blanks around it, calls and reasoning of a message: what tells two messages apart."""
+Tools = list[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,30 @@ class Said:
         turns: its messages, the answer the last of them.
         ids: prompt and answer.
         stopped: whether the answer's last token is the one that ended it.
+        tools: that the prompt names.
     """
 
     turns: tuple[Turn, ...]
     ids: list[int]
     stopped: bool
+    tools: Tools | None = None
 
 
-def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = ()) -> Turn:
+def turn_of(role: str, text: str, calls: Sequence[tuple[str, str]] = (), reasoning: str = "") -> Turn:
     """A message as it is compared."""
-    return role, text.strip(), tuple(calls)
+    return role, text.strip(), tuple(calls), reasoning
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
     """The messages of a request as they are compared."""
     return tuple(
-        turn_of(m.role, m.text, [(c.function.name, c.function.arguments) for c in m.tool_calls or ()]) for m in messages
+        turn_of(
+            m.role,
+            m.text,
+            [(c.function.name, c.function.arguments) for c in m.tool_calls or ()],
+            m.reasoning_content or "",
+        )
+        for m in messages
     )
 
 
@@ -54,19 +63,20 @@ def takes_tools(tokenizer: TokenizerType) -> bool:
 
 
 def chat_prompt(
-    tokenizer: TokenizerType,
-    messages: Sequence[ChatMessage],
-    tools: list[Mapping[str, object]] | None,
-    said: Sequence[Said],
+    tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, said: Sequence[Said]
 ) -> list[int]:
     """The prompt of a conversation.
 
-    Where it goes on from one of `said`, that one's ids and then the ids of what is new; else the ids of the template's text.
+    Where it goes on from one of `said` with the same tools, that one's ids and then the ids of what is new; else the ids of the template's text.
     ChatTemplateError where the template takes no such conversation.
     """
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
-    known = [s for s in said if len(s.turns) < len(turns) and turns[: len(s.turns)] == s.turns]
+    known = [
+        s
+        for s in said
+        if len(s.turns) < len(turns) and turns[: len(s.turns)] == s.turns and (s.tools or None) == (tools or None)
+    ]
     if known:
         last = max(known, key=lambda s: len(s.turns))
         new = _text_behind(tokenizer, plain, len(last.turns) - 1, tools)
@@ -76,7 +86,7 @@ def chat_prompt(
 
 
 def _text_behind(
-    tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: list[Mapping[str, object]] | None
+    tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
     """What the template writes behind the content of message `answer`; None where that cannot be told."""
     marked = [*messages]
@@ -103,6 +113,8 @@ def _plain(message: ChatMessage) -> dict[str, object]:
             }
             for c in message.tool_calls
         ]
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     if message.name is not None:

@@ -8,6 +8,11 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.serving.engine_thread import EngineThread
+    from nemo_rl_cpp.serving.http_server import HttpServer
 
 KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"
 INSTALL = "pip install 'nemo-rl-cpp[serve]'"
@@ -30,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
     parser.add_argument("--seed", type=int, default=42, help="of requests that name a rollout and no seed")
-    parser.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's positions)")
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest sequence (default: what the model and the cache allow)"
+    )
     parser.add_argument(
         "--kv-cache-gb", type=float, help="memory of keys and values (default: half of what is free, 4 at most)"
     )
@@ -83,13 +90,21 @@ def run(arguments: argparse.Namespace) -> int:
             f"sequences of up to {model.max_model_len} tokens); Ctrl-C ends it",
             flush=True,
         )
-        ended.wait()
+        wait_for_end(ended, server, model.engine)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         server.stop()
         model.engine.shut_down()
     return 0
+
+
+def wait_for_end(ended: threading.Event, server: HttpServer, engine: EngineThread, every: float = 1.0) -> None:
+    """Until `ended` is set. RuntimeError where a thread has died, without which nothing is answered."""
+    while not ended.wait(every):
+        for name, thread in (("HTTP server", server), ("engine", engine)):
+            if not thread.is_alive:
+                raise RuntimeError(f"the {name} has ended by itself; what it said is above: start the server again")
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ class EngineThread:
         version: of the weights, until `open` says another.
         is_open: whether it begins open.
     """
+
+    step_seconds = 600.0
+    """Longest time that a step may take."""
 
     def __init__(self, make_engine: Callable[[], C.ResidentEngine], version: int = 0, is_open: bool = True) -> None:
         self._make_engine = make_engine
@@ -85,9 +89,22 @@ class EngineThread:
                     "the weights changed before the answer was complete, and the time for that is over: ask again"
                 )
                 self._changed.notify_all()
-                self._changed.wait_for(self._is_idle)
+                self._wait_for_the_step()
             if self._engine is not None:
                 self._engine.release_cache()
+
+    def _wait_for_the_step(self) -> None:
+        """Until nothing runs. RuntimeError where the thread has died, or its step does not end."""
+        end = time.monotonic() + self.step_seconds
+        while not self._changed.wait_for(self._is_idle, min(1.0, self.step_seconds)):
+            if not self._thread.is_alive() or time.monotonic() > end:
+                why = "made no step within " + f"{self.step_seconds:g} s" if self._thread.is_alive() else "has ended"
+                raise RuntimeError(f"the server's engine {why}: its requests cannot be ended before the weights change")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -224,6 +241,15 @@ class EngineThread:
         for ticket in tickets:
             self._forget(ticket)
             ticket.tell(Progress(error=error))
+
+
+def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
+    """Tokens of the longest sequence whose keys and values a cache of that size holds; below 2 it can answer nothing.
+
+    The engine counts ceil(length / block) blocks, and one more where a copied prompt ends within a block.
+    """
+    blocks = cache_bytes // max(runner.bytes_per_block(), 1)
+    return max((blocks - 1) * runner.block_size() + 1, 0)
 
 
 def engine_maker(

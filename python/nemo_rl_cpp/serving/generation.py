@@ -129,10 +129,13 @@ class ServedGeneration(GenerationInterface):
             f"{self.server.url}/v1", self._api_key, self.model.names[0], HEADER, str(self._tokenizer_folder), self.model.max_model_len
         )  # fmt: skip
 
-    def begin_rollout(self, key: str, stream: str, greedy: bool = False) -> None:
-        """Requests that name `key` belong to one rollout from here on, sampled as the stream's are."""
+    def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
+        """Requests that name the returned key belong to one rollout from here on, sampled as the stream's are.
+
+        The draws follow from `name`, which validations repeat; the key begins with the step and is not used twice.
+        """
         sampling = TrainedSampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
-        self.model.rollouts.register(key, STREAMS[stream], sampling)
+        return self.model.rollouts.register(f"{self._version()}-{name}", STREAMS[stream], sampling, name)
 
     def end_rollout(self, key: str) -> Rollout:
         """What the rollout has asked and been given."""

@@ -81,6 +81,11 @@ class HttpServer:
                 raise RuntimeError(f"the HTTP server at {self.url} did not start within {_START_SECONDS:g} s")
             time.sleep(0.005)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread of `start` runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     async def serve(self) -> None:
         """Serves in this event loop."""
         sweeper = asyncio.ensure_future(self._sweep())

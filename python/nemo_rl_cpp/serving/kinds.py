@@ -80,6 +80,7 @@ class CompletionAnswer(TextAnswer):
         if body.best_of not in (None, body.n or 1):
             raise RequestError("best_of is not n: answers are not ranked here", param="best_of")
         super().__init__(model, body, rollout, f"cmpl-{request_id}")
+        self._offsets = [0] * self.samples  # characters of the tokens that were sent
 
     def _prompt(self, rollout: Rollout | None) -> list[int]:
         prompt = self._asked.prompt
@@ -92,7 +93,9 @@ class CompletionAnswer(TextAnswer):
 
     def _choice(self, k: int, text: str, sample: Sample) -> Json:
         wanted = self._asked.logprobs
-        logprobs = None if wanted is None else completion_logprobs(self.served.tokenizer, sample, wanted)
+        logprobs = None
+        if wanted is not None:
+            logprobs, self._offsets[k] = completion_logprobs(self.served.tokenizer, sample, wanted, self._offsets[k])
         choice: Json = {"index": k, "text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
         return choice | self._ids(sample)
 
@@ -126,6 +129,16 @@ class ChatAnswer(TextAnswer):
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
+        if body.top_logprobs:
+            raise RequestError(
+                f"top_logprobs is {body.top_logprobs}, but alternatives are not computed: leave it out, and logprobs gives those of the sampled tokens",
+                param="top_logprobs",
+            )
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise RequestError(
+                f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which mean the same: give one of them",
+                param="max_completion_tokens",
+            )
         super().__init__(model, body, rollout, f"chatcmpl-{request_id}")
         self._spoken: dict[int, Spoken] = {}
 
@@ -146,7 +159,7 @@ class ChatAnswer(TextAnswer):
     def _logprobs(self, sample: Sample) -> Json | None:
         if not self._asked.logprobs:
             return None
-        return chat_logprobs(self.served.tokenizer, sample, self._asked.top_logprobs or 0)
+        return chat_logprobs(self.served.tokenizer, self.served.bytes_of_token, sample)
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
         """The body of an answer that does not stream."""
@@ -165,8 +178,8 @@ class ChatAnswer(TextAnswer):
         spoken = self._message(0, samples[0])
         turn = turn_of("assistant", spoken.text, [(call.name, call.arguments) for call in spoken.calls])
         said = Said(
-            (*turns_of(self._asked.messages), turn), [*self.prompt_ids, *samples[0].token_ids], samples[0].reason == 1
-        )
+            (*turns_of(self._asked.messages), turn), [*self.prompt_ids, *samples[0].token_ids], samples[0].reason == 1, self._tools
+        )  # fmt: skip
         rollout.said = [*rollout.said[1 - _MOST_SAID :], said]
 
     def opening(self, header: Header) -> Iterator[Json]:

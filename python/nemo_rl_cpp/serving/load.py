@@ -16,9 +16,9 @@ from nemo_rl_cpp.data.token_bytes import token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_sequence_length
-from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
+from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.sources import TINY_RANDOM, find_policy_weights, resolve_model
-from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker
+from nemo_rl_cpp.serving.engine_thread import EngineThread, engine_maker, longest_in_cache
 from nemo_rl_cpp.serving.model import Limits, ServedModel
 from nemo_rl_cpp.serving.rollouts import Rollouts
 from nemo_rl_cpp.telemetry.memory import available_bytes
@@ -34,7 +34,7 @@ class EngineSizes:
     """How much a served engine holds at once. None: what fits.
 
     Attributes:
-        max_model_len: longest sequence, prompt and answer; None: as many tokens as the model has positions for.
+        max_model_len: longest sequence, prompt and answer; None: as many tokens as the model has positions for and the cache holds.
         kv_cache_gb: memory of keys and values; None: half of the free memory, 4 GiB at most.
         max_batch_size: answers that are generated at the same time.
         prefill_chunk_tokens: tokens of prompts that a step computes, so that a long prompt does not hold up the others.
@@ -82,21 +82,42 @@ def load_model(
         pass  # without a template there are completions, and chat says what is missing
     model = C.DecoderModel(opened.native(), PRECISIONS[precision], False)
     opened.fill(model)
-    engine = EngineThread(engine_of(model, opened, tokenizer, sizes, longest), version_of(folder))
+    runner, cache_bytes = native_runner(model, {}), sizes.cache_bytes()
+    longest = length_that_fits(runner, cache_bytes, longest, is_given=sizes.max_model_len is not None)
+    vocab_size = int(opened.config["vocab_size"])
+    make = engine_maker(
+        runner, max_batch_size=sizes.max_batch_size, prefill_chunk_tokens=sizes.prefill_chunk_tokens, max_model_len=longest,
+        cache_bytes=cache_bytes, token_bytes=lambda: token_bytes_table(tokenizer, vocab_size),
+    )  # fmt: skip
+    engine = EngineThread(make, version_of(folder))
     names = tuple(dict.fromkeys(n for n in (served_name, name) if n))
     return ServedModel(
-        names, tokenizer, engine, int(opened.config["vocab_size"]), longest, tuple(end_token_ids(folder, opened.config, tokenizer)),
+        names, tokenizer, engine, vocab_size, longest, tuple(end_token_ids(folder, opened.config, tokenizer)),
         Rollouts(seed), limits=limits or Limits(), digest=f"{model.digest():016x}",
     )  # fmt: skip
 
 
-def engine_of(model: C.DecoderModel, folder: ModelFolder, tokenizer: Tokenizer, sizes: EngineSizes, longest: int):
-    """What makes the resident engine of a model, in the engine's thread."""
-    vocab_size = int(folder.config["vocab_size"])
-    return engine_maker(
-        native_runner(model, {}), max_batch_size=sizes.max_batch_size, prefill_chunk_tokens=sizes.prefill_chunk_tokens,
-        max_model_len=longest, cache_bytes=sizes.cache_bytes(), token_bytes=lambda: token_bytes_table(tokenizer, vocab_size),
-    )  # fmt: skip
+def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
+    """The length of sequences that the cache holds, at most `longest`; a warning where it is less.
+
+    Raises ValueError where less was not asked for (`is_given`), or nothing fits.
+    """
+    fits = longest_in_cache(runner, cache_bytes)
+    if longest <= fits:
+        return longest
+    cache = f"{cache_bytes / 1e9:.3g} GB of keys and values"
+    if fits < 2:
+        raise ValueError(f"--kv-cache-gb: {cache} hold no sequence of this model: raise it")
+    if is_given:
+        raise ValueError(
+            f"--max-model-len is {longest}, but {cache} hold a sequence of {fits} tokens: raise --kv-cache-gb, or lower --max-model-len"
+        )
+    warnings.warn(
+        f"sequences have at most {fits} tokens here, though the model has {longest} positions: {cache} hold no longer one; "
+        "raise --kv-cache-gb for longer ones",
+        stacklevel=3,
+    )
+    return fits
 
 
 def version_of(folder: Path) -> int:

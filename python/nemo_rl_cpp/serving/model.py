@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.data.token_bytes import bytes_of_token
 from nemo_rl_cpp.serving.bodies import GenerateBody, RequestError, SamplingFields, TextBody
 from nemo_rl_cpp.serving.requests import Sampling
 from nemo_rl_cpp.serving.rollouts import Rollout, Rollouts
@@ -57,6 +60,11 @@ class ServedModel:
     limits: Limits = field(default_factory=Limits)
     digest: str = ""
 
+    @cached_property
+    def bytes_of_token(self) -> Callable[[int], bytes]:
+        """The bytes of a token, which may be a part of a character only."""
+        return bytes_of_token(self.tokenizer)
+
     def check_name(self, name: str | None) -> str:
         """The name by which the model was called; RequestError for another's."""
         if name is not None and name not in self.names:
@@ -84,14 +92,18 @@ class ServedModel:
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
         """How a request is sampled. `longest`: answer where the body names none; None: as long as there is room behind the prompt.
 
+        An answer of a rollout that is trained has at most `default.max_new_tokens` tokens, the run's longest response.
+
         RequestError where a rollout that is trained asks for another distribution than training's.
         """
-        limit = (
-            body.max_tokens or getattr(body, "max_completion_tokens", None) or longest or self.max_model_len - prompt
-        )
+        asked_tokens = body.max_tokens or getattr(body, "max_completion_tokens", None)
         ends = () if body.ignore_eos else self.end_token_ids
         of_rollout = None if rollout is None else rollout.sampling
         base = of_rollout or self.default
+        if of_rollout is None:
+            limit = asked_tokens or longest or self.max_model_len - prompt
+        else:
+            limit = min(asked_tokens or self.default.max_new_tokens, self.default.max_new_tokens)
         asked = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
         if asked["top_k"] is not None:
             asked["top_k"] = max(asked["top_k"], 0)

@@ -34,12 +34,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """The key of a request's random draws: what it samples follows from this, its prompt and its sampling alone."""
+    """The key of a request's random draws: what it samples follows from this, its prompt and its sampling alone.
+
+    `number`: of the rollout's requests with this prompt, from which `draw_id` was made.
+    """
 
     seed: int
     stream: int = 2  # "eval", csrc/common/random.h
     draw_id: int = 0
     first_sample: int = 0
+    number: int = 0
 
 
 @dataclass

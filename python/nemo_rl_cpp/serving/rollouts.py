@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import threading
 from array import array
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.serving.bodies import RequestError
 from nemo_rl_cpp.serving.requests import LENGTH, STOP_TOKEN, Draw, Sample
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.chat import Said
 
 _MOST_UNREGISTERED = 4096
+_MOST_ENDED = 1 << 16
 HEADER = "x-rollout-key"
 """The header that names a rollout; the field `rollout_key` of a body does the same."""
 
@@ -48,10 +51,26 @@ class Call:
 
 
 @dataclass
+class Numbers:
+    """Numbers 0, 1, ... of which the smallest free one is handed out; one that is given back is free again."""
+
+    following: int = 0
+    free: list[int] = field(default_factory=list)
+
+    def take(self) -> int:
+        """The smallest free number."""
+        if self.free:
+            return heapq.heappop(self.free)
+        self.following += 1
+        return self.following - 1
+
+
+@dataclass
 class Rollout:
     """The calls of one key.
 
     Attributes:
+        name: of which its draws are made; None: its key.
         stream: of its random draws (csrc/common/random.h).
         sampling: how its samples must be drawn; None: as each request says.
         said: conversations by chat, with the token ids of each.
@@ -63,7 +82,8 @@ class Rollout:
     sampling: TrainedSampling | None = None
     calls: list[Call] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
-    asked: Counter[bytes] = field(default_factory=Counter)
+    name: str | None = None
+    asked: dict[bytes, Numbers] = field(default_factory=dict)
 
     @property
     def is_trained(self) -> bool:
@@ -84,22 +104,31 @@ class Rollouts:
         self._lock = threading.Lock()
         self._registered: dict[str, Rollout] = {}
         self._others: OrderedDict[str, Rollout] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def register(self, key: str, stream: int, sampling: TrainedSampling) -> None:
-        """A rollout that will be taken. ValueError for a key that is in use."""
+    def register(self, key: str, stream: int, sampling: TrainedSampling, name: str | None = None) -> str:
+        """A rollout that will be taken, with the draws of `name`. Returns its key: `key`, or one made of it where that was used before."""
         with self._lock:
-            if key in self._registered:
-                raise ValueError(f"the rollout {key!r} is going on already")
-            self._registered[key] = Rollout(key, self.seed, stream, sampling)
+            own, number = key, 1
+            while own in self._registered or own in self._ended:
+                own, number = f"{number}.{key}", number + 1
+            self._registered[own] = Rollout(own, self.seed, stream, sampling, name=name)
+            return own
 
     def take(self, key: str) -> Rollout:
-        """What the rollout came to. Requests that name it later are not of it any more."""
+        """What the rollout came to. Requests that name it later are refused."""
         with self._lock:
-            return self._registered.pop(key)
+            rollout = self._registered.pop(key)
+            self._ended[key] = None
+            while len(self._ended) > _MOST_ENDED:
+                self._ended.popitem(last=False)
+            return replace(rollout, calls=[*rollout.calls])  # what is answered from now on is too late
 
     def find(self, key: str) -> Rollout:
-        """The rollout of a request."""
+        """The rollout of a request. RequestError (410) for one that has been taken."""
         with self._lock:
+            if key in self._ended:
+                raise RequestError(f"the rollout {key} has ended: its samples are trained already", 410, "rollout_key")
             if key in self._registered:
                 return self._registered[key]
             found = self._others.setdefault(key, Rollout(key, self.seed))
@@ -111,26 +140,30 @@ class Rollouts:
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
         """The key of the draws of the rollout's next answer to this prompt.
 
-        It follows from the seed, the rollout's key, the prompt and how often the rollout has sent this prompt before; so a
+        It follows from the seed, the rollout's key, the prompt and the smallest number that no answer to this prompt has; so a
         rollout that is run again gets its samples again, in whatever order requests that are under way together arrive.
         """
-        prompt = _digest(rollout.key.encode(), array("q", prompt_ids).tobytes())
+        prompt = _asked(rollout, prompt_ids)
         with self._lock:
-            count = rollout.asked[prompt]
-            rollout.asked[prompt] += 1
+            count = rollout.asked.setdefault(prompt, Numbers()).take()
         draw_id = int.from_bytes(_digest(prompt, count.to_bytes(8, "little")), "little")
-        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id)
+        return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number=count)
 
-    def gave_up(self, rollout: Rollout, prompt_ids: list[int]) -> None:
-        """The answer to this prompt was not waited for: a client that asks again gets it."""
+    def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
+        """The answer of this draw was not given, or not waited for: a client that asks again gets it."""
+        prompt = _asked(rollout, prompt_ids)
         with self._lock:
-            rollout.asked[_digest(rollout.key.encode(), array("q", prompt_ids).tobytes())] -= 1
+            heapq.heappush(rollout.asked[prompt].free, draw.number)
 
     def answered(self, rollout: Rollout, call: Call) -> None:
         """Keeps an answer that is to be trained."""
         if rollout.is_trained:
             with self._lock:
                 rollout.calls.append(call)
+
+
+def _asked(rollout: Rollout, prompt_ids: list[int]) -> bytes:
+    return _digest((rollout.name or rollout.key).encode(), array("q", prompt_ids).tobytes())
 
 
 def _digest(*parts: bytes) -> bytes:

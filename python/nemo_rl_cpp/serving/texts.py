@@ -23,6 +23,8 @@ class TextStream:
         self._backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._skip_special = skip_special
         self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._ids: list[int] = []  # that the stream was given, and the text that it gave
+        self._given = ""
         self._stops, self._keep_stop = stops, keep_stop
         self._held = ""
         self._stopped = False
@@ -32,6 +34,8 @@ class TextStream:
         if self._stopped:
             return ""
         self._held += "".join(self._piece(token) for token in token_ids)
+        if last:
+            self._held += self._rest()
         at = min(((found, text) for text in self._stops if (found := self._held.find(text)) >= 0), default=None)
         if at is not None:
             self._stopped = True
@@ -53,11 +57,23 @@ class TextStream:
         return longest
 
     def _piece(self, token: int) -> str:
+        rest = ""
         try:
-            return self._stream.step(self._backend, token) or ""
-        except Exception:  # noqa: BLE001 - its kind for bytes that form no character: they are left out
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
-            return self._stream.step(self._backend, token) or ""
+            text = self._stream.step(self._backend, token) or ""
+        except Exception:  # noqa: BLE001 - its kind for bytes that form no character
+            rest = self._rest()
+            self._stream, self._ids, self._given = DecodeStream(skip_special_tokens=self._skip_special), [], ""
+            text = self._stream.step(self._backend, token) or ""
+        self._ids.append(token)
+        self._given += text
+        return rest + text
+
+    def _rest(self) -> str:
+        """What the stream holds back: the beginning of a character, whose end has not come."""
+        whole = self._backend.decode(self._ids, skip_special_tokens=self._skip_special)
+        rest = whole.removeprefix(self._given) if whole.startswith(self._given) else ""
+        self._given += rest
+        return rest
 
 
 def text_of(tokenizer: TokenizerType, token_ids: list[int], **options: object) -> str:

@@ -3,8 +3,12 @@
 import httpx
 import pytest
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.serving.bodies import ChatMessage
+from nemo_rl_cpp.serving.answers import Header, chat_logprobs
+from nemo_rl_cpp.serving.bodies import ChatMessage, CompletionBody
 from nemo_rl_cpp.serving.chat import Said, chat_prompt, turn_of
+from nemo_rl_cpp.serving.kinds import CompletionAnswer
+from nemo_rl_cpp.serving.model import ServedModel
+from nemo_rl_cpp.serving.requests import Progress, Sample
 from nemo_rl_cpp.serving.texts import TextStream
 from nemo_rl_cpp.serving.tool_calls import find_calls
 from served import SPECIAL, TEMPLATE, make_folder, serving
@@ -52,6 +56,51 @@ def test_pieces_of_a_stream_hold_back_what_may_be_a_stop_string(tokenizer):
             pieces.append(stream.push([token], last=n == len(ids) - 1))
             assert expected.startswith("".join(pieces))
         assert "".join(pieces) == expected
+
+
+def test_a_turn_with_other_tools_is_written_anew(tokenizer):
+    conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
+    turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
+    anew = chat_prompt(tokenizer, conversation, [TOOL], [])
+    assert chat_prompt(tokenizer, conversation, [TOOL], [Said(turns, [7, 8], False)]) == anew
+    assert chat_prompt(tokenizer, conversation, None, [Said(turns, [7, 8], False, [TOOL])])[:2] != [7, 8]
+    assert chat_prompt(tokenizer, conversation, [TOOL], [Said(turns, [7, 8], False, [TOOL])])[:2] == [7, 8]
+
+
+def test_reasoning_of_an_earlier_answer_reaches_the_template():
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
+    tokenizer = Tokenizer(byte_level(SPECIAL), {"eos_token": "<|im_end|>", "chat_template": template})
+    conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
+    conversation[1].reasoning_content = "is it not?"
+    turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
+    ids = chat_prompt(tokenizer, conversation, None, [Said(turns, [7, 8], False)])
+    assert "is it not?there" in tokenizer.decode(ids)
+
+
+def test_an_answer_that_ends_within_a_character_keeps_its_end(tokenizer):
+    ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])[:-1]
+    whole = tokenizer.decode(ids)
+    assert whole == "x\ufffd"
+    assert TextStream(tokenizer).push(ids, last=True) == whole
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push([token], last=n == len(ids) - 1) for n, token in enumerate(ids)) == whole
+
+
+def test_logprobs_hold_the_bytes_of_parts_of_a_character_and_offsets_go_on(tokenizer):
+    ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])
+    model = ServedModel(("m",), tokenizer, None, 999, 512, (), None)
+    content = chat_logprobs(tokenizer, model.bytes_of_token, Sample(ids, [-1.0] * len(ids)))["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "x\U0001f642" and len(content) > 2
+    answer = CompletionAnswer(model, CompletionBody(prompt="x", logprobs=0, stream=True), None, "1")
+    offsets = []
+    for token in tokenizer("Hello there", add_special_tokens=False)["input_ids"]:
+        (chunk,) = answer.chunk(Header("1", "m", 0), Progress(0, (token,), (-1.0,)))
+        offsets.append((chunk["choices"][0]["logprobs"]["text_offset"], chunk["choices"][0]["logprobs"]["tokens"]))
+    at = 0
+    for (offset,), (text,) in offsets:
+        assert offset == at
+        at += len(text)
+    assert at == len("Hello there") and len(offsets) > 1
 
 
 def test_tool_calls_are_found_and_broken_ones_stay_text():

@@ -5,6 +5,7 @@ import socket
 
 import httpx
 import pytest
+from nemo_rl_cpp.serving.requests import Progress, ServingError
 from served import make_folder, serving
 
 KEY = "a key"
@@ -54,6 +55,9 @@ COMPLETIONS = {
     "model": ["other", 5],
     "stream": ["maybe"],
     "no_such_field": [1],
+    "priority": [1],
+    "detokenize": [False],
+    "spaces_between_special_tokens": [False],
     "rollout_key": ["", "k" * 300],
 }
 CHATS = [
@@ -76,6 +80,19 @@ def test_bad_fields_are_refused_by_name(http, field):
         assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
         error = answer.json()["error"]
         assert error["message"] and field in f"{error['message']} {error['param']}", error
+
+
+def test_fields_of_chats_that_would_change_the_answer_are_refused(http):
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for more, said in (
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs is 1, but alternatives are not computed"),
+        ({"max_completion_tokens": 3}, "max_tokens is 2 and max_completion_tokens 3"),
+    ):
+        answer = http.post("/v1/chat/completions", json=chat | more)
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    same = {"max_completion_tokens": 2, "parallel_tool_calls": True, "priority": 0, "logprobs": True, "top_logprobs": 0}
+    assert http.post("/v1/chat/completions", json=chat | same).status_code == 200
 
 
 def test_bad_bodies_are_refused(http):
@@ -118,6 +135,32 @@ def test_a_key_is_asked_for(server):
 def test_more_than_the_queue_is_refused_and_a_late_answer_ends(http):
     refused = http.post("/v1/completions", json=GOOD | {"n": 9})
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+
+
+def test_a_request_that_was_refused_has_drawn_nothing(server, http):
+    """A client that tries again gets the tokens that it would have got."""
+
+    def ask(key):
+        body = {"prompt": "Hello", "max_tokens": 12, "temperature": 1, "rollout_key": key, "ignore_eos": True}
+        return [http.post("/v1/completions", json=body | {"n": n}) for n in (9, 1)]
+
+    (refused, answer), rollouts = ask("again"), server.model.rollouts
+    assert refused.status_code == 503 and answer.status_code == 200
+    (numbers,) = rollouts.find("again").asked.values()
+    assert numbers.following == 1 and not numbers.free
+    engine = server.model.engine
+    submit = engine.submit
+
+    def fails(ticket):
+        ticket.tell(Progress(error=ServingError("the weights changed")))
+
+    engine.submit = fails
+    try:
+        assert http.post("/v1/completions", json=GOOD | {"rollout_key": "fails"}).status_code == 503
+    finally:
+        engine.submit = submit
+    (numbers,) = rollouts.find("fails").asked.values()
+    assert numbers.free == [0]
 
 
 RAW = [

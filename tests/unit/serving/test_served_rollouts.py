@@ -2,8 +2,11 @@
 
 from itertools import permutations
 
+import pytest
 from nemo_rl_cpp.experience.agent_rollouts import message_log
-from nemo_rl_cpp.serving.requests import Sample
+from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateParams, RequestError
+from nemo_rl_cpp.serving.model import ServedModel
+from nemo_rl_cpp.serving.requests import Sample, Sampling
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, Rollouts, TrainedSampling, longest_chain
 
 
@@ -49,6 +52,42 @@ def test_draws_follow_from_key_prompt_and_number():
     assert [draw.stream for draw in first] == [0, 0, 0, 2]
     assert [draw.draw_id for draw in draws(2)] == [draw.draw_id for draw in first] and draws(2) != first
     rollouts, rollout = Rollouts(1), Rollout("c", 1)
-    given_up = rollouts.draw(rollout, [5], None)
-    rollouts.gave_up(rollout, [5])
+    given_up, under_way, another = (rollouts.draw(rollout, [5], None) for _ in range(3))
+    rollouts.gave_up(rollout, [5], given_up)
     assert rollouts.draw(rollout, [5], None) == given_up  # a client that asks again gets the same answer
+    rollouts.gave_up(rollout, [5], another)
+    rollouts.gave_up(rollout, [5], given_up)
+    again = [rollouts.draw(rollout, [5], None) for _ in range(3)]
+    assert again[:2] == [given_up, another] and again[2].number == 3  # never that of the one under way
+    assert under_way not in again
+
+
+def test_a_rollout_that_is_trained_keeps_to_the_longest_response_of_the_run():
+    rollouts = Rollouts(1)
+    rollouts.register("a", 0, TrainedSampling(1.0, 1.0, 0))
+    model = ServedModel(("m",), None, None, 100, 512, (), rollouts, default=Sampling(max_new_tokens=8))
+    trained, other = rollouts.find("a"), rollouts.find("b")
+    for asked, tokens, tokens_of_others in ((None, 8, 502), (5, 5, 5), (100, 8, 100)):
+        chat = ChatBody(messages=[{"role": "user", "content": "x"}], max_completion_tokens=asked)
+        for body in (CompletionBody(prompt="x", max_tokens=asked), GenerateParams(max_tokens=asked), chat):
+            assert model.sampling(body, None, 10, trained).max_new_tokens == tokens
+            assert model.sampling(body, None, 10, other).max_new_tokens == tokens_of_others
+    # OpenAI's 16 tokens of a completion are no limit of the run's
+    model.default = Sampling(max_new_tokens=64)
+    assert model.sampling(CompletionBody(prompt="x"), 16, 10, trained).max_new_tokens == 64
+
+
+def test_a_rollout_that_has_ended_takes_no_more_and_its_key_is_not_used_again():
+    """Validations repeat their rollouts: the draws are the same, the keys are not."""
+    rollouts, sampling = Rollouts(1), TrainedSampling(1.0, 1.0, 0)
+    first = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")
+    rollout = rollouts.find(first)
+    draw = rollouts.draw(rollout, [1], None)
+    taken = rollouts.take(first)
+    rollouts.answered(rollout, call([1], [2]))  # too late
+    assert first == "0-val-0-1" and taken.calls == []
+    with pytest.raises(RequestError, match="has ended") as error:
+        rollouts.find(first)
+    assert error.value.status == 410
+    second = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")
+    assert second != first and rollouts.draw(rollouts.find(second), [1], None) == draw

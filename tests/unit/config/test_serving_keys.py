@@ -1,0 +1,33 @@
+"""What is refused beside the policy's server before a model is loaded."""
+
+import importlib.util
+
+import pytest
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
+
+EXPOSE = "policy.generation.expose_http_server=true"
+AGENT = ["++env.agent={function:my_agent.play}", "data.default.env_name=agent", "++data.default.processor=agent_data_processor"]  # fmt: skip
+
+
+def mistakes(*overrides):
+    with pytest.raises(ConfigError) as error:
+        load_grpo_config("grpo_tiny.yaml", list(overrides))
+    return str(error.value)
+
+
+def test_an_agent_needs_the_server_and_counts_its_turns_itself():
+    load_grpo_config("grpo_tiny.yaml", [*AGENT, EXPOSE])
+    assert "expose_http_server is false, but the agent of env.agent asks" in mistakes(*AGENT)
+    assert "max_rollout_turns is 3, but the agent" in mistakes(*AGENT, EXPOSE, "grpo.max_rollout_turns=3")
+
+
+def test_the_key_and_the_packages_are_there(monkeypatch):
+    variable = "policy.generation.http_server.api_key_variable=SERVE_KEY_OF_A_TEST"
+    assert "is SERVE_KEY_OF_A_TEST, but that variable is not set" in mistakes(EXPOSE, variable)
+    monkeypatch.setenv("SERVE_KEY_OF_A_TEST", "x")
+    load_grpo_config("grpo_tiny.yaml", [EXPOSE, variable])
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else find(name, *rest)
+    )
+    assert "needs the package uvicorn" in mistakes(EXPOSE)

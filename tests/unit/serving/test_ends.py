@@ -1,0 +1,70 @@
+"""What ends when something is broken: no server without its threads, no wait without a deadline."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.models.generation.native import NativeGeneration
+from nemo_rl_cpp.serving import attach
+from nemo_rl_cpp.serving.command import wait_for_end
+from nemo_rl_cpp.serving.engine_thread import EngineThread
+from nemo_rl_cpp.serving.http_server import listen
+from nemo_rl_cpp.serving.requests import Draw, Sampling, Ticket
+
+
+class Stuck:
+    """An engine whose step does not end before `go`."""
+
+    used_blocks = num_blocks = generated_tokens = 0
+
+    def __init__(self):
+        self.go, self.began = threading.Event(), threading.Event()
+
+    def submit(self, *args, **kwargs):
+        return 0
+
+    def step(self):
+        self.began.set()
+        self.go.wait(60)
+        return [], [], [], []
+
+    def cancel(self, number):
+        pass
+
+
+def test_closing_an_engine_whose_step_does_not_end_is_an_error():
+    stuck = Stuck()
+    engine = EngineThread(lambda: stuck)
+    engine.step_seconds = 0.01
+    engine.submit(Ticket([1], Sampling(), Draw(0), lambda progress: None))
+    assert stuck.began.wait(30)
+    with pytest.raises(RuntimeError, match="made no step within 0.01 s"):
+        engine.close(0.01)
+    stuck.go.set()
+    engine.shut_down()
+    assert not engine.is_alive
+
+
+@pytest.mark.parametrize("broken", ["HTTP server", "engine"])
+def test_serve_ends_with_its_threads(broken):
+    server, engine = (SimpleNamespace(is_alive=name != broken) for name in ("HTTP server", "engine"))
+    with pytest.raises(RuntimeError, match=f"the {broken} has ended"):
+        wait_for_end(threading.Event(), server, engine, every=0.001)
+    ended = threading.Event()
+    ended.set()
+    wait_for_end(ended, server, engine)
+
+
+def test_a_server_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
+    config = PolicyConfig(model_name="tiny-random", generation={"expose_http_server": True, "http_server": {"port": 0}})
+    listener = attach.listener_of(config)
+    with pytest.raises(ValueError, match="nothing can listen"):
+        listen("127.0.0.1", listener.getsockname()[1], "x")
+    engine = EngineThread(Stuck)
+    monkeypatch.setattr(attach, "_model", lambda *args: SimpleNamespace(engine=engine, limits=None))
+    inner = object.__new__(NativeGeneration)
+    with pytest.raises(AttributeError):  # of a model without limits
+        attach.serve_policy(None, inner, config, lambda: 0, 1, listener)
+    assert not engine.is_alive and listener.fileno() == -1
+    assert attach.listener_of(PolicyConfig(model_name="tiny-random")) is None

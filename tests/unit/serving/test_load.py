@@ -1,0 +1,56 @@
+"""What a server can hold: the length of sequences that the cache allows is known before the first request."""
+
+import pytest
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.serving.engine_thread import engine_maker, longest_in_cache
+from nemo_rl_cpp.serving.load import EngineSizes, length_that_fits, load_model
+from served import make_folder
+
+
+class Runner(C.ModelRunner):
+    """Of blocks with 16 tokens in 1000 bytes."""
+
+    def block_size(self):
+        return 16
+
+    def bytes_per_block(self):
+        return 1000
+
+    def vocab_size(self):
+        return 10
+
+
+def test_the_longest_sequence_is_the_engine_s_own_limit():
+    runner = Runner()
+
+    def make(length, cache):
+        return engine_maker(
+            runner, max_batch_size=1, prefill_chunk_tokens=16, max_model_len=length, cache_bytes=cache, token_bytes=list
+        )()  # fmt: skip
+
+    for cache in (2000, 3999, 17_000):
+        longest = longest_in_cache(runner, cache)
+        make(longest, cache)
+        with pytest.raises(ValueError, match="cache blocks"):
+            make(longest + 1, cache)
+
+
+def test_a_length_that_does_not_fit_is_lowered_or_refused():
+    runner = Runner()
+    assert length_that_fits(runner, 17_000, 257, is_given=False) == 257
+    with pytest.warns(UserWarning, match="at most 257 tokens here, though the model has 40960 positions"):
+        assert length_that_fits(runner, 17_000, 40_960, is_given=False) == 257
+    with pytest.raises(ValueError, match="--max-model-len is 258, but .* hold a sequence of 257 tokens"):
+        length_that_fits(runner, 17_000, 258, is_given=True)
+    with pytest.raises(ValueError, match="--kv-cache-gb"):
+        length_that_fits(runner, 1000, 16, is_given=False)
+
+
+def test_a_model_is_served_with_the_length_that_fits(tmp_path):
+    folder = str(make_folder(tmp_path / "m"))
+    with pytest.warns(UserWarning, match="512 positions"):
+        model = load_model(folder, precision="float32", sizes=EngineSizes(kv_cache_gb=50e-6, max_batch_size=2))
+    model.engine.shut_down()
+    assert 2 <= model.max_model_len < 512
+    with pytest.raises(ValueError, match="--max-model-len is 400"):
+        load_model(folder, precision="float32", sizes=EngineSizes(max_model_len=400, kv_cache_gb=50e-6))

@@ -101,7 +101,7 @@ if(NEMO_RL_BUILD_TESTS)
     target_link_libraries(nemo_core_tests PRIVATE nemo_rl_core nemo_rl_config GTest::gtest_main)
     target_include_directories(nemo_core_tests PRIVATE tests/cpp tests tests/nccl_emulation)
     target_compile_options(nemo_core_tests PRIVATE -O1)
-    nemo_precompile(nemo_core_tests <gtest/gtest.h> <runtime/tensor.h>)
+    nemo_precompile(nemo_core_tests <gtest/gtest.h> <ATen/ATen.h>)
   endif()
 endif()
 

@@ -1,5 +1,7 @@
 // Ranks that are threads of this process: messages are copies in memory.
 #pragma once
+#include <ATen/ATen.h>
+
 #include <barrier>
 #include <functional>
 #include <thread>

@@ -1,4 +1,5 @@
 // The sums of blocks against the tree written out by hand, and their bits over every number of ranks.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,6 +1,7 @@
 // The host side of NCCL's back end against the emulation of tests/nccl_emulation: ranks are threads, device memory is
 // host memory. Each test ends with the emulation's own counts: nothing left, nothing aborted twice, no rule of NCCL
 // broken.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>

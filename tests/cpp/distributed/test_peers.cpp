@@ -1,4 +1,5 @@
 // Sums over peers: in the order of ranks, the same bits on all of them, whatever way the numbers travel.
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 

@@ -1,6 +1,7 @@
 // A model whose logits are a hash of all tokens up to a row, read back from the cache through the block table: a wrong
 // block, a missed copy or a token written to the wrong place changes what is generated.
 #pragma once
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>

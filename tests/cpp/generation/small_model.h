@@ -1,5 +1,7 @@
 // Models of a few thousand weights: the shapes of Qwen3 (norms of queries and keys, tied embeddings) or Qwen2 (biases).
 #pragma once
+#include <ATen/ATen.h>
+
 #include <cmath>
 #include <memory>
 

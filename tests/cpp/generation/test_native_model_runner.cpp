@@ -1,5 +1,6 @@
 // The claim on which everything else rests: whatever the batch, chunks, packing, prefix sharing and threads, the
 // engine's forward and the trainer's give the same bits.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 

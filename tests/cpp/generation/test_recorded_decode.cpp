@@ -1,5 +1,6 @@
 // Decode steps through RecordedSteps: padded rows and work that is done again from the step's own arrays give the bits
 // of plain steps.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "generation/fake_recorded_work.h"

@@ -1,4 +1,5 @@
 // How a model is cut, and two slices in two threads against the whole model.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <mutex>

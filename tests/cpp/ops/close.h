@@ -1,5 +1,6 @@
 // Tensors compared by their largest difference, and random ones from a seed.
 #pragma once
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "runtime/tensor.h"

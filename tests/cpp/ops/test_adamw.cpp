@@ -1,4 +1,6 @@
 // AdamW (Loshchilov and Hutter, 2019) by hand and against its formula in float64; the norm; rounding to bfloat16.
+#include <ATen/ATen.h>
+
 #include <cmath>
 
 #include "ops/adamw.h"

@@ -1,4 +1,6 @@
 // Embedding rows, their gradient in the order of tokens, column sums, and ids that the vocabulary lacks.
+#include <ATen/ATen.h>
+
 #include "common/check.h"
 #include "ops/close.h"
 #include "ops/embedding.h"

@@ -1,5 +1,7 @@
 // RMS norm against its formula and autograd in float64: one row a token, heads side by side, strided rows, added
 // gradients.
+#include <ATen/ATen.h>
+
 #include "ops/close.h"
 #include "ops/rms_norm.h"
 

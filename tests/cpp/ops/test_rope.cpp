@@ -1,4 +1,6 @@
 // Rotary embedding by hand: a quarter turn, whole rows against complex numbers, and back again.
+#include <ATen/ATen.h>
+
 #include "ops/close.h"
 #include "ops/rope.h"
 

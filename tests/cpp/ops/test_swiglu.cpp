@@ -1,4 +1,6 @@
 // Gated activations against ATen in float64, with gradients; odd sizes, and the gradient in place.
+#include <ATen/ATen.h>
+
 #include "ops/close.h"
 #include "ops/swiglu.h"
 

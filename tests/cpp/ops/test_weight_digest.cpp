@@ -1,4 +1,5 @@
 // Equal bytes have equal digests, and any changed byte, wherever it lies, another one.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include "ops/close.h"

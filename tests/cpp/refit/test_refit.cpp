@@ -1,4 +1,5 @@
 // What a receiver refuses, and that it then keeps its weights; ranks are threads of this process.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <functional>

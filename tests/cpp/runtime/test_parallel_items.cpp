@@ -1,6 +1,7 @@
 // parallel_tiles, parallel_rows: every tile once, whatever the least number at a time; a range that owner and thieves
 // empty at once. (This file is compiled without OpenMP: one thread does all stretches in turn.
 // tests/unit/ops/test_linear_swiglu.py has two.)
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <atomic>

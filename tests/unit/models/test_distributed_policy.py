@@ -13,6 +13,7 @@ from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 
+pytestmark = pytest.mark.slow
 B = 16
 
 

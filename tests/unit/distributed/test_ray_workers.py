@@ -25,7 +25,7 @@ def started_ray():
 
 @pytest.fixture
 def cluster():
-    settings = ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=4.0)
+    settings = ClusterConfig(executor="ray", cpus_per_worker=1, worker_timeout_s=8.0)
     made = RayVirtualCluster([2], use_gpus=False, settings=settings)
     yield made
     made.shutdown()

@@ -47,7 +47,8 @@ std::size_t first_not_utf8(const std::string& text) {
 std::string shortened(const std::string& text, std::size_t bytes) {
   if (text.size() <= bytes) return text;
   std::size_t end = 0;
-  for (std::size_t size = 1; size > 0 && end + size <= bytes; size = character_bytes(text, end)) end += size;
+  for (std::size_t size = character_bytes(text, 0); size > 0 && end + size <= bytes; size = character_bytes(text, end))
+    end += size;
   return text.substr(0, end) + "...";
 }
 

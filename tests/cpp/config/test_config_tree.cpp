@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "config/interpolate.h"
+#include "config/limits.h"
 #include "config/loader.h"
 #include "config/scalar.h"
 #include "config/yaml_reader.h"
@@ -167,6 +168,14 @@ TEST(Interpolation, KeepsTheReferringLineAndCollectsFailures) {
   ASSERT_EQ(problems.size(), 2u);
   EXPECT_EQ(problems[0].key, "c");
   EXPECT_EQ(problems[1].where, "x.yaml:4");
+}
+
+TEST(Limits, AShortenedTextEndsWithAWholeCharacter) {
+  std::string text;  // characters of two bytes from the first on
+  for (int i = 0; i < 150; ++i) text += "\xd9\x84";
+  EXPECT_EQ(shortened(text), text.substr(0, 200) + "...");
+  EXPECT_EQ(shortened("a" + text), "a" + text.substr(0, 198) + "...");
+  EXPECT_EQ(shortened("short"), "short");
 }
 
 TEST(Interpolation, EndsOnEveryKindOfCircle) {

@@ -31,63 +31,41 @@ const char* cpu_capability_name();
 
 // NRL_DECLARE_CPU_KERNEL(name, Signature): `Signature` is a function type. Every csrc/kernels/cpu/*.cpp defines
 // `name` in namespace nemo_rl::kernels::NRL_CAPABILITY. Callers call nemo_rl::kernels::name(...).
+// NRL_DECLARE_TILE_KERNEL(name, Signature): the same, and csrc/kernels/tiles/*.cpp define it as well.
 #if defined(NRL_CAPABILITY)  // inside a kernel file: no static initialiser may be compiled with its instruction set
 #define NRL_DECLARE_CPU_KERNEL(name, ...) \
   namespace NRL_CAPABILITY {              \
   __VA_ARGS__ name;                       \
   }                                       \
   static_assert(true)
+#define NRL_DECLARE_TILE_KERNEL NRL_DECLARE_CPU_KERNEL
 #elif defined(__x86_64__)
-#define NRL_DECLARE_CPU_KERNEL(name, ...) \
-  namespace base {                        \
-  __VA_ARGS__ name;                       \
-  }                                       \
-  namespace avx2 {                        \
-  __VA_ARGS__ name;                       \
-  }                                       \
-  namespace avx512 {                      \
-  __VA_ARGS__ name;                       \
-  }                                       \
-  namespace avx512_bf16 {                 \
-  __VA_ARGS__ name;                       \
-  }                                       \
-  inline auto* const name =               \
-      ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(base::name, avx2::name, avx512::name, avx512_bf16::name)
+#define NRL_DECLARE_VARIANT(capability, name, ...) \
+  namespace capability {                           \
+  __VA_ARGS__ name;                                \
+  }
+#define NRL_DECLARE_VECTOR_VARIANTS(name, ...)   \
+  NRL_DECLARE_VARIANT(base, name, __VA_ARGS__)   \
+  NRL_DECLARE_VARIANT(avx2, name, __VA_ARGS__)   \
+  NRL_DECLARE_VARIANT(avx512, name, __VA_ARGS__) \
+  NRL_DECLARE_VARIANT(avx512_bf16, name, __VA_ARGS__)
+#define NRL_VECTOR_VARIANT(name, ...) \
+  ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(base::name, avx2::name, avx512::name, avx512_bf16::name)
+#define NRL_DECLARE_CPU_KERNEL(name, ...)        \
+  NRL_DECLARE_VECTOR_VARIANTS(name, __VA_ARGS__) \
+  inline auto* const name = NRL_VECTOR_VARIANT(name, __VA_ARGS__)
+#define NRL_DECLARE_TILE_KERNEL(name, ...)                                                                             \
+  NRL_DECLARE_VECTOR_VARIANTS(name, __VA_ARGS__)                                                                       \
+  NRL_DECLARE_VARIANT(software_tiles, name, __VA_ARGS__)                                                               \
+  NRL_DECLARE_VARIANT(amx, name, __VA_ARGS__)                                                                          \
+  inline auto* const name = ::nemo_rl::kernels::select_tile_kernel<__VA_ARGS__>(NRL_VECTOR_VARIANT(name, __VA_ARGS__), \
+                                                                                software_tiles::name, amx::name)
 #else
 #define NRL_DECLARE_CPU_KERNEL(name, ...) \
   namespace base {                        \
   __VA_ARGS__ name;                       \
   }                                       \
   inline auto* const name = base::name
-#endif
-
-// NRL_DECLARE_TILE_KERNEL(name, Signature): as NRL_DECLARE_CPU_KERNEL, and csrc/kernels/tiles/*.cpp define it as well.
-#if defined(NRL_CAPABILITY)
-#define NRL_DECLARE_TILE_KERNEL NRL_DECLARE_CPU_KERNEL
-#elif defined(__x86_64__)
-#define NRL_DECLARE_TILE_KERNEL(name, ...)                                                                     \
-  namespace base {                                                                                             \
-  __VA_ARGS__ name;                                                                                            \
-  }                                                                                                            \
-  namespace avx2 {                                                                                             \
-  __VA_ARGS__ name;                                                                                            \
-  }                                                                                                            \
-  namespace avx512 {                                                                                           \
-  __VA_ARGS__ name;                                                                                            \
-  }                                                                                                            \
-  namespace avx512_bf16 {                                                                                      \
-  __VA_ARGS__ name;                                                                                            \
-  }                                                                                                            \
-  namespace software_tiles {                                                                                   \
-  __VA_ARGS__ name;                                                                                            \
-  }                                                                                                            \
-  namespace amx {                                                                                              \
-  __VA_ARGS__ name;                                                                                            \
-  }                                                                                                            \
-  inline auto* const name = ::nemo_rl::kernels::select_tile_kernel<__VA_ARGS__>(                               \
-      ::nemo_rl::kernels::select_kernel<__VA_ARGS__>(base::name, avx2::name, avx512::name, avx512_bf16::name), \
-      software_tiles::name, amx::name)
-#else
 #define NRL_DECLARE_TILE_KERNEL NRL_DECLARE_CPU_KERNEL
 #endif
 

@@ -4,10 +4,10 @@
 
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <vector>
 
+#include "kernels/aligned_room.h"
 #include "kernels/gemm.h"
 #include "kernels/linear.h"
 
@@ -29,17 +29,6 @@ double at(const std::vector<T>& values, std::int64_t i) {
     return static_cast<double>(static_cast<float>(values[static_cast<std::size_t>(i)]));
   else return static_cast<double>(values[static_cast<std::size_t>(i)]);
 }
-
-/// Memory at an address that is a multiple of 64.
-struct Room {
-  explicit Room(std::int64_t bytes) : memory(static_cast<std::size_t>(bytes) + 64) {}
-  void* get() {
-    void* start = memory.data();
-    std::size_t space = memory.size();
-    return std::align(64, memory.size() - 64, start, space);
-  }
-  std::vector<std::byte> memory;
-};
 
 template <class T, class O>
 std::vector<O> product(LinearPack<T>* pack, LinearForward<T, O>* forward, const std::vector<T>& x,

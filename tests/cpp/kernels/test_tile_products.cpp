@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu_capability.h"
+#include "kernels/aligned_room.h"
 #include "kernels/gemm.h"
 #include "kernels/linear.h"
 
@@ -59,17 +60,6 @@ std::vector<TileKernels> kernels_of_this_machine() {
 #endif
   return all;
 }
-
-/// Memory at addresses that are multiples of 64.
-struct Room {
-  explicit Room(std::int64_t bytes) : memory(static_cast<std::size_t>(bytes + 64)) {}
-  void* get() {
-    void* at = memory.data();
-    std::size_t space = memory.size();
-    return std::align(64, memory.size() - 64, at, space);
-  }
-  std::vector<std::byte> memory;
-};
 
 enum class Values { normal, spread, any_bits };
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.process_workers import meeting_place
 from nemo_rl_cpp.distributed.worker_calls import wait_together
 from nemo_rl_cpp.models.generation.refit import DEFAULT_BUCKET_BYTES, Moved, RefitMeeting
-from nemo_rl_cpp.weight_sync.checked import CheckedWeights
+from nemo_rl_cpp.weight_sync.checked import SentWeights
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -18,18 +17,15 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.worker_calls import WorkerCall
     from nemo_rl_cpp.models.distributed_models import DistributedPolicy
     from nemo_rl_cpp.models.generation.dedicated import DedicatedGeneration
-    from nemo_rl_cpp.telemetry.timer import Timer
 
 
-class CollectiveWeights(CheckedWeights):
+class CollectiveWeights(SentWeights):
     """Weights that travel from the policy's workers to the engines'.
 
     The two groups meet at the first `sync_weights`. A refit that an engine refuses, or in which a worker is lost, is an error, and
     no engine has taken the new weights then. Engines generate and policies train independently of one another; only
-    `sync_weights` needs both, so it must not run while either is at work in another thread.
-
-    Args:
-        version: gives the number of the present weights, which engines stamp on their responses.
+    `sync_weights` needs both, so it must not run while either is at work in another thread. `refit/bytes` are those of all engines
+    together.
     """
 
     _policy: DistributedPolicy
@@ -38,10 +34,8 @@ class CollectiveWeights(CheckedWeights):
     def __init__(
         self, policy: DistributedPolicy, generation: DedicatedGeneration, version: Callable[[], int], check_digests: bool = True
     ) -> None:  # fmt: skip
-        super().__init__(policy, generation, check_digests)
-        self._version = version
+        super().__init__(policy, generation, version, check_digests)
         self._store: TCPStore | None = None
-        self._metrics: dict[str, float | str | None] = {}
 
     def init_communicator(self) -> None:
         """Lets trainers and engines meet. Nothing to do when they have."""
@@ -54,18 +48,6 @@ class CollectiveWeights(CheckedWeights):
             bucket_bytes=DEFAULT_BUCKET_BYTES if gigabytes is None else max(int(gigabytes * 1e9), 1),
         )  # fmt: skip
         self._together(self._policy.init_collective(meeting), self._generation.init_collective(meeting))
-
-    def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
-        """`refit/bytes` (of weights, all engines together), `refit/seconds` (digests included), `refit/gb_per_s`, `refit/version`, and
-        `weights/digest`, the same for all; those of the last refit where the engines' weights are the present ones.
-
-        RuntimeError when an engine has other weights than the policy afterwards.
-        """
-        if self._stale:
-            with timer("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
-                self._refit()
-            self._stale = False
-        return dict(self._metrics)
 
     def _refit(self) -> None:
         self.init_communicator()

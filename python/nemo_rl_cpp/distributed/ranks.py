@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from nemo_rl_cpp._native import Communicator
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
+# A block may have so many times the mean number of tokens for its samples to be trained where they were generated: the forward pass that
+# this spares is a third of a training step, or more.
+MOST_UNEVEN = 1.25
+
 
 class OtherRankFailedError(RuntimeError):
     """This rank stopped because another one failed, which has the reason."""
@@ -90,6 +94,9 @@ class Ranks:
         """This rank's blocks of a global batch, the samples [begin, end), of `count` in all; None: one block a rank. The blocks do
         not depend on the number of ranks, so neither do sums along the tree of blocks (csrc/distributed/gradient_sums.h).
 
+        A sample is trained where it was generated (`generated_by`), whose activations may be kept there, unless the answers made
+        that too uneven.
+
         Raises ValueError where the ranks cannot have equally many.
         """
         count = self.size if count is None else count
@@ -98,7 +105,11 @@ class Ranks:
                 f"gradient_blocks is {count}, which {self.size} processes cannot share equally: take another number of processes, or null"
             )
         each = count // self.size
-        return deal(data, begin, end, count)[self.rank * each : (self.rank + 1) * each]
+        dealt = deal(data, begin, end, count, prompt_lengths(data)) if count > 1 else deal(data, begin, end, 1)
+        tokens = [int(data.lengths[rows].sum()) for rows in dealt]
+        if max(tokens) * count > MOST_UNEVEN * sum(tokens):
+            dealt = deal(data, begin, end, count)
+        return dealt[self.rank * each : (self.rank + 1) * each]
 
     def whole(self, of_tokens: Tensor) -> Tensor:
         """[T] of which each rank has its own samples' part, and 0 elsewhere -> the whole, on every rank."""
@@ -177,6 +188,29 @@ def deal(
     return [sorted(rows) for rows in dealt]
 
 
+def prompt_lengths(data: RaggedBatch) -> list[int]:
+    """[B]: each sample's tokens before its first trained one (`token_mask`); all of them where none is trained."""
+    mask = data.tokens.get("token_mask")
+    if mask is None:
+        return data.lengths.tolist()
+    trained = mask.nonzero().flatten()
+    samples = data.sample_of_token[trained]
+    return data.lengths.scatter_reduce(0, samples, trained - data.offsets[samples], "amin").tolist()
+
+
+def generated_by(prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int) -> list[list[int]]:
+    """The rows of `prompts` that each rank answers: those that `Ranks.blocks` has it train on, if each prompt has one answer a row
+    and the rows stay as they are, in global batches of so many."""
+    count = blocks or ranks
+    each = count // ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for begin in range(0, prompts.size, global_batch):
+        dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), count)
+        for place, rows in enumerate(dealt):
+            shares[place // each] += rows
+    return [sorted(rows) for rows in shares]
+
+
 def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
@@ -247,4 +281,4 @@ def _own_gpu(rank: int) -> torch.device:
     return gpu
 
 
-__all__ = ["OtherRankFailedError", "Ranks", "connect", "deal"]
+__all__ = ["OtherRankFailedError", "Ranks", "connect", "deal", "generated_by", "prompt_lengths"]

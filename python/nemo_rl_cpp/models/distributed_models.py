@@ -185,7 +185,9 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         """An engine in every process, on its own weights: no copy, no refit."""
         from nemo_rl_cpp.models.generation.distributed import DistributedGeneration
 
-        return DistributedGeneration(self.group, generation_config or self.config.generation, options, self.tokenizer)
+        blocks = self.config.gradient_blocks, self.config.train_global_batch_size
+        config = generation_config or self.config.generation
+        return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitMeeting) -> list[WorkerCall]:
         """Rank 0 meets the engines that have weights of their own, as they do by their `init_collective`."""

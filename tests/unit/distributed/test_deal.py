@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.distributed.ranks import Ranks, deal
+from nemo_rl_cpp.distributed.ranks import Ranks, deal, generated_by, prompt_lengths
 
 
 def batch(lengths: list[int], groups: list[int] | None = None) -> RaggedBatch:
@@ -57,3 +57,20 @@ def test_blocks_do_not_depend_on_the_number_of_ranks(size):
 def test_blocks_that_ranks_cannot_share_are_refused():
     with pytest.raises(ValueError, match="gradient_blocks is 4, which 3 processes cannot share equally"):
         Ranks(0, 3).blocks(batch([1, 2, 3]), 0, 3, 4)
+
+
+def test_samples_are_trained_where_they_were_generated():
+    """Two answers a prompt; the prompts' tokens decide, unless the answers make a block much too long."""
+    prompts = batch([6, 6, 2, 2, 5, 5, 3, 3], [0, 0, 1, 1, 2, 2, 3, 3])
+    for answers, kept in (([1, 2, 1, 3, 2, 1, 3, 1], True), ([1, 1, 40, 50, 1, 1, 30, 1], False)):
+        whole = batch((prompts.lengths + torch.tensor(answers)).tolist(), [0, 0, 1, 1, 2, 2, 3, 3])
+        mask = torch.cat([torch.tensor([0] * n + [1] * m) for n, m in zip(prompts.lengths.tolist(), answers)])
+        whole.tokens["token_mask"] = mask
+        assert prompt_lengths(whole) == prompts.lengths.tolist()
+        for ranks in (1, 2, 4):
+            trained = [sorted(sum(Ranks(rank, ranks).blocks(whole, 0, 8, 4), [])) for rank in range(ranks)]
+            assert (generated_by(prompts, ranks, 4, 8) == trained) == (kept or ranks == 1)
+
+
+def test_a_rank_generates_the_samples_of_each_of_its_global_batches():
+    assert generated_by(batch([5, 1, 1, 1, 7, 6]), 2, None, 3) == [[0, 4], [1, 2, 3, 5]]

@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
-from nemo_rl_cpp.distributed.ranks import deal
+from nemo_rl_cpp.distributed.ranks import generated_by
 from nemo_rl_cpp.distributed.worker_groups import RayWorkerGroup
 from nemo_rl_cpp.models.generation.interfaces import (
     GenerationDatumSpec,
@@ -36,6 +36,8 @@ class DistributedGeneration(GenerationInterface):
         config: the section `policy.generation`; None: the policy's own.
         options: for `Policy.create_generation`.
         tokenizer: whose pad token stands in padded results.
+        blocks: (gradient_blocks, train_global_batch_size) of the policy, so that its ranks train on what they generated; None: no
+            training follows.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class DistributedGeneration(GenerationInterface):
         config: EvalGenerationConfig | None,
         options: dict[str, object],
         tokenizer: TokenizerType | None,
+        blocks: tuple[int | None, int] | None = None,
     ) -> None:
-        self.group, self.config, self.tokenizer = group, config, tokenizer
+        self.group, self.config, self.tokenizer, self.blocks = group, config, tokenizer, blocks
         self._number = group.call_all("create_engine", config, options)[0]
         self._next_draw_id = 0
         self.reports_finished = group.cluster.workers.tells_events
@@ -72,7 +75,7 @@ class DistributedGeneration(GenerationInterface):
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:
         """The rows of each engine."""
-        return deal(batch, 0, batch.size, self.group.dp_size)
+        return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
         return joined(shares, parts)

@@ -172,13 +172,13 @@ class Policy(TrainedModel, PolicyInterface):
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Lets the next step train on generation's own activations once this machine has shown that both passes agree; where they do
-        not, where memory is to be saved (activation_checkpointing), where other ranks generate what this one trains on or have slices of
-        the model, or where it does not hold the `tokens` of a step (most micro-batches would miss some), a step makes its own forward pass."""
+        not, where memory is to be saved (activation_checkpointing), where other ranks have slices of the model, or where it does not hold
+        the `tokens` of a step (most micro-batches would miss some), a step makes its own forward pass."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
-        limit = self.model.max_kept_bytes or (available_bytes() // 4 if gigabytes is None else int(gigabytes * 1e9))
+        share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
+        limit = self.model.max_kept_bytes or share
         fits = gigabytes is not None or tokens * self.model.kept_bytes_per_token <= limit
-        alone = self.ranks.size * self.ranks.tensor_size == 1
-        possible = self.device == "cpu" and alone and not self.config.activation_checkpointing
+        possible = self.device == "cpu" and self.ranks.tensor_size == 1 and not self.config.activation_checkpointing
         if not agree or not fits or limit == 0 or not possible:
             self.model.keep_activations(0)
         elif self.model.max_kept_bytes == 0:

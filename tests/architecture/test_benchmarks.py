@@ -1,4 +1,4 @@
-"""What docs/benchmarks.md is made from: run_all.py must know every script and none that is gone, and peers must train on the same tokens."""
+"""What docs/benchmarks-in-full.md is made from: run_all.py must know every script and none that is gone, and peers must train on the same tokens."""
 
 import importlib.util
 import sys

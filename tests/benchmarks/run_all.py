@@ -1,4 +1,4 @@
-"""Every benchmark in turn with the settings of docs/benchmarks.md, each with its output in a file: what that page is made from.
+"""Every benchmark in turn with the settings of docs/benchmarks-in-full.md, each with its output in a file: what that page is made from.
 
     uv run python tests/benchmarks/run_all.py [--out results/benchmarks] [--only training_step lm_head ...]
 
@@ -23,8 +23,8 @@ RUNS = {
     "first_token": "first_token",
     "decode_step": "decode_step --precision bfloat16",
     "generation": "generation --precision bfloat16",
-    "vllm": "generation_engines --batches 16 64 --rounds 5",
-    "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm llama_cpp",
+    "vllm": "generation_engines --batches 16 64 --rounds 5 --peers vllm vllm_compiled",
+    "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm vllm_compiled llama_cpp",
     "training_step": "training_step --rounds 9 --precision bfloat16",
     "training_step_grpo": "training_step --rounds 9 --precision bfloat16 --prompt 40",
     # the padded batch of a peer takes so much memory that it has a run of its own

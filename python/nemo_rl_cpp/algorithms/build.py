@@ -302,7 +302,8 @@ def make_policy(
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)
     if factory is None:
-        factory = _hf_policy() if config.policy.backend == "hf" else Policy if cluster.in_process else DistributedPolicy
+        one = _hf_policy if config.policy.backend == "hf" else lambda: Policy
+        factory = one() if cluster.in_process else DistributedPolicy
     weights, optimizer = resume.model_paths("policy")
     policy = config.policy
     if engines_of(config):  # whose activations are in other processes
@@ -349,7 +350,8 @@ def make_value(
         weights = warm_start_weights(loop.warm_start_value_checkpoint)
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     total_steps = loop.max_num_steps * loop.critic_epochs
-    model = _hf_value() if config.value.backend == "hf" else Value if cluster.in_process else DistributedValue
+    one = _hf_value if config.value.backend == "hf" else lambda: Value
+    model = one() if cluster.in_process else DistributedValue
     return model(
         cluster=cluster, config=config.value, tokenizer=tokenizer, weights_path=weights, optimizer_path=optimizer, seed=loop.seed,
         total_steps=total_steps,

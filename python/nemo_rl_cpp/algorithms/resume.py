@@ -192,7 +192,10 @@ def _loaded_refusals(
     for section in ("policy", "value"):
         if hasattr(config, section) and (saved.path / section / "weights").is_dir():
             model = getattr(config, section)
-            if model.backend == "hf":  # said by `refusals`
+            if model.backend == "hf":
+                from nemo_rl_cpp.models.hf.resumed import hf_refusals  # transformers, which such a run has
+
+                yield from hf_refusals(saved.path / section / "weights", model, section)
                 continue
             yield from architecture_refusals(
                 saved, section, model, open_model_folder(model.model_name, model.hf_config_overrides).config

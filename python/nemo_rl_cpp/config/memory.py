@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from re import findall
@@ -13,7 +12,9 @@ from nemo_rl_cpp.models.sources import ModelFolderError
 
 from .generation import GenerationConfig
 from .known_models import known_model
+from .machine import machine_memory
 from .master import TrainMasterConfig
+from .memory_hf import CHUNK_BYTES, expert_sizes, tape_bytes
 from .policy import PolicyConfig, TrainedModelConfig
 from .resources import engines_of, trainers_of
 
@@ -33,6 +34,9 @@ class ModelSizes:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
+    experts: int = 1
+    """MLPs of a layer"""
+    experts_per_token: int = 1
 
     def slice(self, count: int) -> ModelSizes:
         """Of one of so many slices (tensor parallelism)."""
@@ -48,7 +52,7 @@ class ModelSizes:
     def layer_parameters(self) -> int:
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        return attention + 3 * self.experts * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
@@ -105,7 +109,9 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
         return None
     heads = sizes["num_attention_heads"]
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
-    return ModelSizes(**derived | sizes, tie_word_embeddings=bool(known.get("tie_word_embeddings", False)))
+    return ModelSizes(
+        **derived | sizes, tie_word_embeddings=bool(known.get("tie_word_embeddings", False)), **expert_sizes(known)
+    )
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
@@ -139,7 +145,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
 
     An estimate: buffers of the libraries and the Python process itself (a few hundred MB) come on top. Of several processes it is
     the sum: each has the weights (with tensor parallelism a slice of them), its gradients and its micro-batch; masters and optimizer
-    are shared out among them. Engines with workers of their own have their weights twice: those in use, and those that a refit brings.
+    are shared out among them, of a model of transformers weights and gradients too, which are gathered to be computed with. Engines with
+    workers of their own have their weights twice: those in use, and those that a refit brings.
     """
     policy, count = config.policy, max(trainers_of(config), 1)
     whole = model_sizes(policy.model_name, policy.hf_config_overrides)
@@ -147,23 +154,25 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
         return None
     slices = {"policy": policy.tensor_parallel(count)}
     sizes = whole.slice(slices["policy"])
-    width = _width(policy)
-    resting = _resting(policy, sizes.parameters, "policy")
+    width, critic = _width(policy), config.value if config.has_critic else None
+    shared = _shared_parts(policy, critic)
+    resting = _resting(policy, sizes.parameters, "policy", count)
     value = None
     if config.has_critic:
         slices["value"] = config.value.tensor_parallel(count)
         value = model_sizes(config.value.model_name, config.value.hf_config_overrides) or whole
         value = value.slice(slices["value"])
-        resting += _resting(config.value, value.backbone_parameters, "value")
+        resting += _resting(config.value, value.backbone_parameters, "value", count)
     if config.loss_fn.reference_policy_kl_penalty:
-        resting += (("reference weights", sizes.parameters * width),)
+        kept = width if policy.backend == "native" or count == 1 else 4
+        resting += (("reference weights", sizes.parameters * kept),)
     engines = engines_of(config)
     apart = _engines(policy, whole, engines)
     if config.cluster.device == "cpu" and not engines:
         resting += _packed_weights(policy, sizes)
 
     def processes_with(part: str) -> int:
-        if not part.endswith(_ONCE):
+        if not part.endswith(_ONCE) and part not in shared:
             return count
         return slices["value" if part.startswith("value") else "policy"]
 
@@ -176,17 +185,20 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
             "generation",
             ("KV cache", _kv_cache(policy, sizes, _rollouts(config))),
             ("logits", _batch(policy, config) * whole.vocab_size * 4.0),
+            *_gathered(policy, sizes.parameters, count),
         ),
         phase(
             "log-probabilities",
             ("activations", _layer_tokens(policy, sizes, "logprob") / sizes.num_hidden_layers),
-            ("logits chunk", _filtered_logits(policy)),
+            _head(policy, sizes, "logprob"),
+            *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
         phase(
             "policy training",
             ("policy gradients", sizes.parameters * 4.0 * _gradients_at_once(policy, count // slices["policy"])),
             ("activations", _activations(policy, sizes)),
-            ("logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)),
+            _head(policy, sizes, "train"),
+            *_gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count),
         ),
     ]
     if value is not None:
@@ -207,6 +219,12 @@ def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple
 
 _ONCE = ("master weights", "optimizer", "KV cache", "logits")
 """Parts that several processes share out among them, once for each slice of a model; each of the others is there in every process."""
+
+
+def _shared_parts(policy: PolicyConfig, critic: TrainedModelConfig | None) -> tuple[str, ...]:
+    """Of models of transformers FSDP2 shares out weights and gradients too."""
+    found = ("policy weights", "policy gradients", "reference weights") if policy.backend == "hf" else ()
+    return (*found, "value weights", "value gradients") if critic is not None and critic.backend == "hf" else found
 
 
 def _gradients_at_once(model: TrainedModelConfig, processes: int) -> int:
@@ -235,8 +253,12 @@ def _width(model: TrainedModelConfig) -> int:
     return 2 if model.precision == "bfloat16" else 4
 
 
-def _resting(model: TrainedModelConfig, parameters: int, name: str) -> tuple[tuple[str, float], ...]:
+def _resting(
+    model: TrainedModelConfig, parameters: int, name: str, processes: int = 1
+) -> tuple[tuple[str, float], ...]:
     """What stays through all phases: weights (bf16 with fp32 masters, or fp32) and AdamW's two fp32 moments."""
+    if model.backend == "hf" and processes > 1:  # FSDP2 keeps the masters alone
+        return (f"{name} weights", parameters * 4.0), (f"{name} optimizer", parameters * 8.0)
     masters = ((f"{name} master weights", parameters * 4.0),) if model.precision == "bfloat16" else ()
     return ((f"{name} weights", float(parameters * _width(model))), *masters, (f"{name} optimizer", parameters * 8.0))
 
@@ -261,7 +283,7 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, rollouts: int) -> float:
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
     """The copy that steps of few texts read, once made: 12 bits a weight and room for patches (csrc/kernels/packed_weights.h)."""
-    if policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
+    if policy.backend == "hf" or policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
         return ()
     return (("packed weights", sizes.parameters * (1.5 + 1 / 16)),)
 
@@ -276,6 +298,8 @@ def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 def _layer_tokens(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
     """Bytes that the backward pass needs of all layers for one micro-batch: what each product and norm read."""
+    if model.backend == "hf":
+        return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * tape_bytes(sizes, _width(model)))
     heads = (sizes.num_attention_heads + 2 * sizes.num_key_value_heads + sizes.num_attention_heads) * sizes.head_dim
     a_layer = 4 * sizes.hidden_size + heads + 3 * sizes.intermediate_size
     return float(_micro_batch_tokens(model, kind) * sizes.num_hidden_layers * a_layer * _width(model))
@@ -287,6 +311,21 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
         return full
     inputs = float(_micro_batch_tokens(model, "train") * sizes.num_hidden_layers * sizes.hidden_size * _width(model))
     return inputs + full / sizes.num_hidden_layers  # the layers' inputs, and one layer recomputed
+
+
+def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
+    """What the language-model head takes of a micro-batch."""
+    if policy.backend == "hf":
+        logits = float(_micro_batch_tokens(policy, kind) * sizes.vocab_size * _width(policy))
+        return "logits of a micro-batch", logits * (2 if kind == "train" else 1) + CHUNK_BYTES  # with their gradient
+    if kind == "train":
+        return "logits chunk", 2 * _filtered_logits(policy) or _fused_logits(sizes)
+    return "logits chunk", _filtered_logits(policy)
+
+
+def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
+    """Weights that each process has gathered from all of them: of the layer under way and of the embeddings, or all for generation."""
+    return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
 def _filtered_logits(policy: PolicyConfig) -> float:
@@ -341,6 +380,7 @@ def fit_text(config: TrainMasterConfig) -> str:
     remedy = {
         "activations": "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size",
         "logits": "set policy.generation.max_batch_size",
+        "logits of a micro-batch": "lower policy.sequence_packing.train_mb_tokens, or policy.train_micro_batch_size",
         "KV cache": "set policy.generation.kv_cache_gb, or lower policy.max_total_sequence_length",
     }.get(largest, "take a smaller model, or a machine with more memory")
     return (
@@ -354,31 +394,6 @@ def fits(config: TrainMasterConfig) -> bool | None:
     if phases is None or amount is None or config.cluster.device != "cpu":
         return None
     return max(phase.total for phase in phases) <= amount
-
-
-def machine_memory() -> float | None:
-    """Bytes of memory that this process may use: the machine's, or its control group's if that is less. None: not known."""
-    try:
-        amounts = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    except (ValueError, OSError):
-        return None
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            amounts.append(float(text))
-    return min(amounts)
-
-
-def swap_memory() -> float:
-    """Bytes of this machine's swap; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0.0
-    return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
 
 
 _BYTES_OF_TRAINING = 18  # a weight in bfloat16, its float32 master, gradient and two moments
@@ -407,6 +422,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
     kept = config.policy.kept_activations_gb
     if (
         kept != 0
+        and config.policy.backend == "native"
         and not engines_of(config)
         and config.policy.reuse_generation_logprobs != "never"
         and not config.policy.generation.runs_vllm

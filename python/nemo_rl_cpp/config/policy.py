@@ -278,7 +278,10 @@ class PolicyConfig(TrainedModelConfig):
     generation_batch_size: Positive = no_effect(
         32, "the engine batches by itself; see policy.generation.max_batch_size"
     )
-    logprob_chunk_size: Positive | None = no_effect(None, "the native head never holds more than 224 MB of logits")
+    logprob_chunk_size: Positive | None = key(
+        None,
+        "backend hf: of so many tokens float32 logits exist at a time; null: of as many as 64 MB hold. The native head never holds more than 224 MB of logits",
+    )
     refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = key(
         None,
         "GB of weights in one message to engines with workers of their own (policy.generation.colocated.enabled=false); null: 0.008",

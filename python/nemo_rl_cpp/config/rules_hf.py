@@ -9,8 +9,8 @@ from .errors import Report
 from .exactness import engine_name, exactness_of
 
 if TYPE_CHECKING:
-    from nemo_rl_cpp.config.cluster import ClusterConfig
     from nemo_rl_cpp.config.generation import GenerationConfig
+    from nemo_rl_cpp.config.master import TrainMasterConfig
     from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 
 INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
@@ -45,17 +45,22 @@ def check_installed(backend: str | None, key: str, report: Report) -> None:
         report.add(key, f"is hf, but {INSTALL}")
 
 
-def check_model(model: TrainedModelConfig, name: str, cluster: ClusterConfig, report: Report) -> None:
+def check_engines(config: TrainMasterConfig, report: Report) -> None:
+    """Its engine reads the trainer's weights, so it is where they are."""
+    if config.policy.backend == "hf" and config.cluster.has_workers and not config.policy.generation.colocated.enabled:
+        report.add(
+            "policy.generation.colocated.enabled",
+            "is false, which gives engines weights of their own, but those of transformers read the trainer's: set it to true, or "
+            "policy.backend to native",
+            "policy.backend",
+        )
+
+
+def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
     """What a model of transformers cannot do."""
     if model.backend != "hf":
         return
     check_installed(model.backend, f"{name}.backend", report)
-    if cluster.has_workers:
-        report.add(
-            f"{name}.backend",
-            f"is hf, which trains in one process, but cluster.executor is {cluster.executor}: set cluster.executor=auto, or {name}.backend=native",
-            "cluster.executor",
-        )
     megatron = model.megatron_cfg
     wanted = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_router_load_balancing_type": "none"}
     for key, off in wanted.items():
@@ -69,7 +74,7 @@ def check_model(model: TrainedModelConfig, name: str, cluster: ClusterConfig, re
     if model.gradient_blocks is not None:
         report.add(
             f"{name}.gradient_blocks",
-            f"is {model.gradient_blocks}, but with {name}.backend hf there is one process, and nothing to divide: set it to null",
+            f"is {model.gradient_blocks}, but with {name}.backend hf FSDP2 adds the gradients of processes in an order of its own: set it to null",
             f"{name}.backend",
         )
 

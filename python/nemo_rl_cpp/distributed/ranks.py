@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     from nemo_rl_cpp._native import Communicator
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
@@ -41,6 +42,7 @@ class Ranks:
         world: the way to all processes, where there are groups.
         meet: makes a communicator of the processes of these numbers in the world, of which this is one.
         address: where processes of other machines reach this one; None: all are on this machine.
+        mesh: gives the same processes as torch.distributed knows them, for what torch shares out by itself (FSDP2).
     """
 
     rank: int = 0
@@ -50,6 +52,7 @@ class Ranks:
     tensor: Communicator | None = None
     world: Communicator | None = None
     meet: Callable[[tuple[int, ...]], Communicator] | None = None
+    mesh: Callable[[], DeviceMesh] | None = None
 
     @property
     def tensor_size(self) -> int:
@@ -245,7 +248,42 @@ def connect(
         by_nccl = C.nccl_communicator(dist.PrefixStore(f"nccl{label}", store), *place, gpu, deadline)
         return C.communicator_by_device(communicator, by_nccl)
 
-    return Ranks(rank, size, meet(tuple(range(size))), address, meet=meet)
+    @cache
+    def mesh() -> DeviceMesh:
+        return _torch_mesh(store, (rank, size), address or host, deadline)
+
+    return Ranks(rank, size, meet(tuple(range(size))), address, meet=meet, mesh=mesh)
+
+
+def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
+    """Gloo between the ranks that meet in this part of the store; `place` is (rank among them, their number)."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=deadline)
+    options._threads = 2
+    return dist.ProcessGroupGloo(store, *place, options)
+
+
+def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
+    """All ranks in one row, connected by Gloo at these addresses rather than at the host's name. All call it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    name = "nemo_rl_cpp_gloo"
+    dist.Backend.register_backend(
+        name, lambda part, rank, size, _: _gloo(part, (rank, size), address, deadline), devices="cpu"
+    )
+    rank, size = place
+    dist.init_process_group(
+        f"cpu:{name}",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=deadline),
+    )
+    return init_device_mesh("cpu", (size,))
 
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
@@ -255,11 +293,7 @@ def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: 
 
     from nemo_rl_cpp._native import C
 
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=deadline)
-    options._threads = 2
-    backend = dist.ProcessGroupGloo(dist.PrefixStore(f"gloo{label}", store), *place, options)
+    backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
     group = dist.ProcessGroup(store, *place)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

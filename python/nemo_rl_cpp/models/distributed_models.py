@@ -64,6 +64,24 @@ def _built(model: type[Policy] | type[Value], options: dict[str, object], tensor
     return model(None, **options, ranks=ranks.split(tensor_size))
 
 
+def _policy_worker(config: PolicyConfig) -> type[Policy]:
+    """The class of a worker's policy; that on transformers is imported where it is asked for."""
+    if config.backend != "hf":
+        return PolicyWorker
+    from nemo_rl_cpp.models.policy.hf_policy import HfPolicyWorker
+
+    return HfPolicyWorker
+
+
+def _value_worker(config: ValueConfig) -> type[Value]:
+    """As above."""
+    if config.backend != "hf":
+        return Value
+    from nemo_rl_cpp.models.value.hf_value import HfValue
+
+    return HfValue
+
+
 class DistributedModel:
     """One model in as many processes as the cluster has workers. Every call goes to all of them with the same batch; each works
     on its samples (`Ranks`), with all of the model or a slice of it, and their results are put together here.
@@ -96,9 +114,7 @@ class DistributedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights by Hugging Face name, copied from rank 0."""
-        if self.group.tensor_size > 1:
-            return self.group.call_all("first_state_dict")[0]
-        return self.cluster.workers.wait([self.group.run_single_worker_single_data("state_dict", 0)])[0]
+        return self.group.call_all("first_state_dict")[0]
 
     def weight_digest(self) -> str:
         """That of every rank. RuntimeError where one has other weights."""
@@ -148,13 +164,14 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def __init__(
         self, cluster: RayVirtualCluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
-        super().__init__(PolicyWorker, cluster, PolicyConfig.of(config), tokenizer, **options)
+        config = PolicyConfig.of(config)
+        super().__init__(_policy_worker(config), cluster, config, tokenizer, **options)
         self.zero_gradient_share = self.reused_forward_share = 0.0
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """As `Policy.skips_prev_logprobs`."""
-        return self.config.reuse_generation_logprobs != "never"
+        """As `Policy.skips_prev_logprobs`; transformers generates by another computation than it trains by."""
+        return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     def get_logprobs(
         self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None
@@ -199,7 +216,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     def performance(self) -> dict[str, float]:
         """As `Policy.performance`, over all ranks."""
-        return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
+        shares = {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
+        return shares if self.config.backend != "hf" else {"zero_gradient_share": self.zero_gradient_share}
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Nothing to do: weights and workspace stay where they are."""
@@ -211,7 +229,7 @@ class DistributedValue(DistributedModel, ValueInterface):
     def __init__(
         self, cluster: RayVirtualCluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
-        super().__init__(Value, cluster, config, tokenizer, **options)
+        super().__init__(_value_worker(config), cluster, config, tokenizer, **options)
 
     def get_values(
         self, data: Mapping[str, object] | RaggedBatch, timer: Timer | None = None, micro_batch_size: int | None = None

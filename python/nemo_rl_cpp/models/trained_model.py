@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -32,6 +33,8 @@ from nemo_rl_cpp.models.slices import Slices, named_whole
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 
 if TYPE_CHECKING:
+    from safetensors import PySafeSlice
+
     from nemo_rl_cpp.config.policy import TrainedModelConfig
     from nemo_rl_cpp.data.interfaces import TokenizerType
     from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
@@ -160,10 +163,15 @@ class TrainedModel:
         batching = self._batching("logprob", micro_batch_size)
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)
-        for micro in micro_batches:
-            trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
-                            top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
+        with self._together(trainer):
+            for micro in micro_batches:
+                trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
+                                top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
+
+    def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
+        """Around a turn over this rank's micro-batches, for a model whose passes are those of all ranks together: no native one is."""
+        return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
         gbs = gbs or self.config.train_global_batch_size
@@ -186,7 +194,8 @@ class TrainedModel:
                 self.trainer.zero_grad()
             result, error = None, None
             try:
-                result = go(batch, begin, begin + gbs, **(first if begin == 0 else {}))
+                with self._together(self.trainer):
+                    result = go(batch, begin, begin + gbs, **(first if begin == 0 else {}))
             except NonFiniteError as found:
                 said = found if self.section == "policy" else NonFiniteError(f"{self.section}: {found}")
                 error = self._with_replay(said, batch)
@@ -260,7 +269,7 @@ class TrainedModel:
                 f"{weights_path}: go back to an earlier checkpoint, with a lower learning rate"
             )
         self.ranks.fail_together(error)
-        whole = self.state_dict() if self.ranks.rank == 0 else {}
+        whole = self.first_state_dict()
         if self.ranks.is_first:
             try:
                 self._save_weights(whole, Path(weights_path), tokenizer_path)
@@ -312,17 +321,18 @@ class TrainedModel:
         """One logical state, whatever the number of ranks: the first one gathers it."""
         from safetensors.torch import save_file
 
-        total, shard = self.model.compute.numel(), self.trainer.shard
-        whole = {
-            n: self.slices.gather(self.ranks.gather_shards(t, shard, total, n), n)
-            for n, t in self._optimizer_tensors().items()
-        }
+        whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
         if not self.ranks.is_first:
             return
         folder.mkdir(parents=True, exist_ok=True)
         save_file(whole, folder / "optimizer.safetensors")
         state = {"optimizer_steps": self.trainer.optimizer_steps, "schedule": self.schedule.state_dict()}
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+
+    def _whole(self, own: Tensor, what: str) -> Tensor | None:
+        """Of flat buffers that the ranks have their shards of the whole one, on the first rank; None on the others."""
+        gathered = self.ranks.gather_shards(own, self.trainer.shard, self.model.compute.numel(), what)
+        return self.slices.gather(gathered, what)
 
     def _load_optimizer(self, folder: Path) -> None:
         from safetensors import SafetensorError
@@ -339,17 +349,22 @@ class TrainedModel:
     def _read_optimizer(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        total, (begin, end) = self.slices.whole.total, self.trainer.shard
+        total = self.slices.whole.total
         with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
             for name, tensor in self._optimizer_tensors().items():
                 value = saved.get_slice(name)
                 if value.get_shape() != [total]:
                     raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
-                tensor.copy_(value[begin:end] if self.ranks.tensor_size == 1 else self.slices.take(value[:])[begin:end])
+                self._fill(name, tensor, value)
         self.model.masters_changed()
         state = json.loads((folder / "optimizer.json").read_text())
         self.trainer.optimizer_steps = state["optimizer_steps"]
         self.schedule.load_state_dict(state["schedule"])
+
+    def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
+        """This rank's shard of a part of the optimizer state from the whole one."""
+        begin, end = self.trainer.shard
+        tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.slices.take(saved[:])[begin:end])
 
     # ---- the rest of the interfaces ---------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
-from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, machine_memory, size_text, swap_memory
+from nemo_rl_cpp.config.machine import machine_memory, swap_memory
+from nemo_rl_cpp.config.memory import certain_bytes, fit_text, fits, forecast, size_text
 
 from .finding import Finding
 

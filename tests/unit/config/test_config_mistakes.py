@@ -86,9 +86,9 @@ BAD_FILES = {
         ["cannot be always", "set it to auto"]),
     "hf blocks": (
         "policy:\n  model_name: m\n  backend: hf\n  gradient_blocks: 2", "policy.gradient_blocks", 4, ["is 2", "set it to null"]),
-    "hf workers": (
-        "policy:\n  model_name: m\n  backend: hf\ncluster: {executor: processes}", "policy.backend", 3,
-        ["trains in one process", "cluster.executor=auto"]),
+    "hf engines": (
+        "policy:\n  model_name: m\n  backend: hf\n  generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}\n"
+        "cluster: {executor: processes, gpus_per_node: 2}", "policy.generation.colocated.enabled", 4, ["read the trainer's", "set it to true"]),
     "engine": ("policy:\n  model_name: m\n  generation: {backend: vlm}", "policy.generation.backend", 3, ["did you mean vllm"]),
     "fp8 generation": (
         "policy:\n  model_name: m\n  generation: {vllm_cfg: {precision: fp8}}", "policy.generation.vllm_cfg.precision", 3,

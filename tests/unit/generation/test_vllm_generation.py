@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import vllm_stand_in
+from hf_players import hf_policy
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
@@ -270,6 +271,34 @@ def test_a_process_ends_with_the_trainer(tmp_path):
         os.dup2(nothing.fileno(), engine.process._lifeline)  # the pipe has no other end any more
     assert engine.process._process.wait(timeout=30) == 1
     engine.shutdown()
+
+
+def test_a_run_of_ppo_on_transformers(interpreter, tmp_path):
+    """Policy and critic by transformers, texts by vLLM, which gets the policy's weights before each step."""
+    pytest.importorskip("transformers")
+    overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]
+    with tiny.make(
+        tmp_path, *overrides, "policy.backend=hf", "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=2", "ppo.max_num_steps=2",
+        "policy.train_global_batch_size=8", "value.train_global_batch_size=8", "ppo.policy_training_start_step=0", "policy.precision=float32",
+        "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={interpreter['stand-in']}", config="ppo_tiny.yaml",
+    ) as run:  # fmt: skip
+        assert run.config.value.backend == "hf" and not run.policy.skips_prev_logprobs
+        run.train()
+        engine = run.generation
+    assert [row["refit/version"] for row in run.history] == [0, 1] and gone(engine)
+    for row in run.history:
+        assert row["refit/digest"] and 1 <= row["token_mult_prob_error"] < 1.0001 and row["gen_kl_error"] < 1e-6
+        assert row["critic/loss"] >= 0
+
+
+def test_vllm_is_refused_where_checkpoints_have_other_names(tmp_path):
+    """transformers keeps all experts of a layer in one tensor; vLLM reads them one by one."""
+    pytest.importorskip("transformers")
+    policy = hf_policy("mixtral", generation={"backend": "vllm", "vllm_cfg": {"python": "/usr/bin/python3"}})
+    with pytest.raises(
+        ValueError, match=r"a mixtral has .* in its checkpoints.*policy.generation.vllm_cfg.python to null"
+    ):
+        engine_of(policy)
 
 
 def test_the_digest_is_of_the_weights_and_their_names():

@@ -4,16 +4,16 @@ import json
 
 import pytest
 import torch
+from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss_functions import (
     ClippedPGLossConfig,
     ClippedPGLossFn,
     MseValueLossConfig,
     MseValueLossFn,
 )
-from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.config.value import ValueConfig
-from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.models.hf.folder import open_frozen
+from nemo_rl_cpp.models.hf.resumed import hf_refusals
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from nemo_rl_cpp.models.sources import ModelFolderError
@@ -24,58 +24,6 @@ pytestmark = pytest.mark.slow  # transformers is imported
 pytest.importorskip("transformers")
 
 FIVE = ("gemma", "phi", "olmo", "gpt_neox", "mixtral")
-BASE = dict(
-    model_name="tiny-random", precision="float32", train_global_batch_size=12, train_micro_batch_size=12, max_total_sequence_length=16,
-    optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "weight_decay": 0.1}},
-)  # fmt: skip
-
-
-def make(cls, config_cls=PolicyConfig, model_type=None, paths=None, **changes):
-    values = {**BASE, **changes}
-    if model_type is not None:
-        values["hf_config_overrides"] = {
-            "model_type": model_type,
-            "initializer_range": 0.1,
-            **values.get("hf_config_overrides", {}),
-        }
-    config = config_cls(**values)
-    config.fill_defaults() if config_cls is PolicyConfig else config.fill_batching()
-    return cls(None, config, tiny_tokenizer(), seed=1, **(paths or {}))
-
-
-def hf_policy(model_type=None, paths=None, **changes):
-    from nemo_rl_cpp.models.policy.hf_policy import HfPolicy
-
-    return make(HfPolicy, model_type=model_type, paths=paths, backend="hf", **changes)
-
-
-def hf_value(model_type=None, paths=None, **changes):
-    from nemo_rl_cpp.models.value.hf_value import HfValue
-
-    return make(HfValue, ValueConfig, model_type, paths, backend="hf", **changes)
-
-
-def batch(seed=0):
-    """12 samples of 5 to 9 tokens in groups of 4, with all that the losses read."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 14, (12, 9), generator=random)
-    lengths = torch.randint(5, 10, (12,), generator=random)
-    position = torch.arange(9)[None]
-    mask = ((position >= 4) & (position < lengths[:, None])).float()
-    advantages = torch.randn(12, 1, generator=random).expand(12, 9).contiguous()
-    near = lambda: -2.5 + 0.3 * torch.randn(12, 9, generator=random)  # noqa: E731
-    return {
-        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": (torch.arange(12) != 5).float(),
-        "advantages": advantages, "group_id": torch.arange(12) // 4, "rewards": (advantages[:, 0] > 0).float(),
-        "generation_logprobs": near() * mask, "prev_logprobs": near() * mask, "reference_policy_logprobs": near() * mask,
-        "returns": torch.randn(12, 9, generator=random) * mask, "values": torch.randn(12, 9, generator=random) * mask,
-    }  # fmt: skip
-
-
-def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
 LOSSES = {
     "grpo": dict(reference_policy_kl_penalty=0.05),
     "dapo": dict(reference_policy_kl_penalty=0.0, ratio_clip_max=0.28, ratio_clip_c=10.0),
@@ -274,6 +222,29 @@ def test_a_native_critic_goes_on_in_transformers(llama, tmp_path):
     torch.testing.assert_close(
         ours.get_values(batch(1))["values"], native.get_values(batch(1))["values"], rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("model_type", ["llama", *FIVE])
+def test_a_changed_architecture_is_noticed(model_type, tmp_path):
+    """By whatever name the change goes; what a save itself writes is none."""
+    policy = hf_policy(model_type)
+    policy.save_checkpoint(tmp_path / "weights")
+
+    def refused(**changes):
+        overrides = {**policy.config.hf_config_overrides, **changes}
+        changed = policy.config.model_copy(update={"hf_config_overrides": overrides})
+        return list(hf_refusals(tmp_path / "weights", changed, "policy"))
+
+    assert refused() == []
+    for changes, what in (
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, "rope_theta"),
+        ({"rope_theta": 77.0}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}, "factor"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers"),
+    ):
+        found = refused(**changes)
+        assert {key for key, _ in found} == {"policy.hf_config_overrides"}, changes
+        assert any(what in why and "is another architecture" in why for _, why in found), changes
 
 
 def test_a_bad_batch_is_found_and_kept(tmp_path):

@@ -129,7 +129,7 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
     path = None if name == TINY_RANDOM else resolve_model(name, key=key)
     raw = _tiny(overrides) if path is None else {**read_config_file(path), **overrides}
     settings = config.hf_cfg
-    made = _config_object(raw, path, settings, key)
+    made = config_object(raw, path, settings, key)
     folder = HfFolder(made, raw, path, settings, seed, value_head, section)
     limit, length = folder.positions, config.max_total_sequence_length
     if limit is not None and length is not None and length > limit:
@@ -155,7 +155,7 @@ def open_frozen(
     path = resolve_model(name, key="generation.model_name")
     raw, settings = read_config_file(path), settings or HfConfig()
     folder = HfFolder(
-        _config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation"
+        config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation"
     )
     if longest is not None and folder.positions is not None and longest > folder.positions:
         raise ModelFolderError(
@@ -187,7 +187,8 @@ def _tiny(overrides: Mapping[str, Json]) -> JsonObject:
     return sizes
 
 
-def _config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
+def config_object(raw: JsonObject, path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
+    """transformers' own form of a config.json, `key` of which the configuration names. Raises ModelFolderError where it cannot be read."""
     library, kind = transformers(), raw.get("model_type")
     try:
         with quietly():

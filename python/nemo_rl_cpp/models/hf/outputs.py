@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,11 @@ from nemo_rl_cpp.models.hf.library import accepts
 from nemo_rl_cpp.models.hf.rows import ModelRows
 from nemo_rl_cpp.models.hf.value_net import ValueNet
 from nemo_rl_cpp.models.policy.train_step import Scoring
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+_CHUNK_BYTES = 1 << 26
 
 
 @dataclass
@@ -28,31 +34,99 @@ class Outputs:
     unfiltered: Tensor | None = None
 
 
-def outputs_of(module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool) -> Outputs:
-    """One forward pass."""
+def outputs_of(
+    module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool, chunk: int | None = None
+) -> Outputs:
+    """One forward pass. Float32 logits exist of `chunk` tokens at a time, forward and backward; None: of as many as 64 MB hold."""
     if isinstance(module, ValueNet):
-        hidden = module.backbone(**_inputs(module.backbone, rows)).last_hidden_state
-        return Outputs(module.values(hidden[rows.row, rows.column]))
-    logits = wanted_logits(module, rows).float()
+        values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
+        return Outputs(values.squeeze(-1).float())
+    logits, column = _logits(module, rows)
+    chunk = chunk or max(1, _CHUNK_BYTES // (4 * logits.shape[-1]))
+    picks = list(zip(*(part.split(chunk) for part in (rows.row, column, rows.targets))))
+    scored, raw, removed = _InChunks.apply(logits, _Places(picks, scoring, unfiltered))
+    if not scoring.filters:
+        return Outputs(scored, None, scored if unfiltered else None)
+    return Outputs(scored, removed, raw if unfiltered else None)
+
+
+def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
+    """[b, C, V] in the module's precision, and the column [W] of each wanted token there. The head is computed for the columns that
+    are wanted by some row, where the architecture can leave the others out."""
+    inputs = _inputs(module, rows)
+    if accepts(module, "logits_to_keep") is None:
+        return module(**inputs).logits, rows.column
+    columns, column = rows.column.unique(return_inverse=True)
+    return module(**inputs, logits_to_keep=columns).logits, column
+
+
+class _Places(NamedTuple):
+    """What is wanted of logits.
+
+    Attributes:
+        picks: (row, column, token) of each chunk, int64 [w] each.
+        unfiltered: the log-probabilities without filters too.
+    """
+
+    picks: list[tuple[Tensor, Tensor, Tensor]]
+    scoring: Scoring
+    unfiltered: bool
+
+
+class _InChunks(torch.autograd.Function):
+    """Log-probabilities of some places of logits, some at a time. For the backward pass nothing but the logits is kept: each chunk is
+    computed again there, so that besides the logits only their gradient is as large as they are."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
+        """(scored [W], unfiltered [W], removed [W]); the second is empty where it is not wanted or is the first, the third without filters."""
+        scoring = places.scoring
+        made = [
+            _of_places(logits[row, column], targets, scoring, places.unfiltered)
+            for row, column, targets in places.picks
+        ]
+        ctx.save_for_backward(logits)
+        ctx.places = places
+        nothing = logits.new_empty(0, dtype=torch.float32)
+        scored = torch.cat([part.scored for part in made])
+        raw = torch.cat(
+            [nothing if part.unfiltered is None or not scoring.filters else part.unfiltered for part in made]
+        )
+        removed = torch.cat([nothing.bool() if part.removed is None else part.removed for part in made])
+        ctx.mark_non_differentiable(removed)
+        return scored, raw, removed
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_scored: Tensor, d_raw: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        gradient, begin = torch.zeros_like(logits), 0
+        for row, column, targets in ctx.places.picks:
+            end = begin + len(targets)
+            with torch.enable_grad():
+                chunk = logits[row, column].detach().requires_grad_()
+                part = _of_places(chunk, targets, ctx.places.scoring, ctx.places.unfiltered)
+                roots, slopes = [part.scored], [d_scored[begin:end]]
+                if ctx.places.scoring.filters and part.unfiltered is not None:
+                    roots.append(part.unfiltered)
+                    slopes.append(d_raw[begin:end])
+                (gradient[row, column],) = torch.autograd.grad(roots, chunk, slopes)
+            begin = end
+        return gradient, None
+
+
+def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
+    """Of logits [w, V] the log-probabilities of `targets` [w]."""
+    logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature
-    chosen = logits.gather(-1, rows.targets[:, None]).squeeze(-1)
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     if not scoring.filters:
         scored = chosen - logits.logsumexp(-1)
         return Outputs(scored, None, scored if unfiltered else None)
     kept = kept_tokens(logits.detach(), scoring.top_k, scoring.top_p)
     scored = chosen - logits.masked_fill(~kept, -torch.inf).logsumexp(-1)
-    removed = ~kept.gather(-1, rows.targets[:, None]).squeeze(-1)
+    removed = ~kept.gather(-1, targets[:, None]).squeeze(-1)
     return Outputs(scored, removed, chosen - logits.logsumexp(-1) if unfiltered else None)
-
-
-def wanted_logits(module: nn.Module, rows: ModelRows) -> Tensor:
-    """[W, V], in the module's precision. The head is computed for the columns that are wanted by some row, not for all."""
-    inputs = _inputs(module, rows)
-    if accepts(module, "logits_to_keep") is None:
-        return module(**inputs).logits[rows.row, rows.column]
-    columns, column = rows.column.unique(return_inverse=True)
-    return module(**inputs, logits_to_keep=columns).logits[rows.row, column]
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:

@@ -57,6 +57,12 @@ class ModelRows:
         at = torch.where(used, starts[:, None] + position, starts[:, None])
         return cls(ids[at].masked_fill(~used, 0), position.contiguous(), sample, inside - 1, ids[places], places)
 
+    @classmethod
+    def smallest(cls) -> ModelRows:
+        """The shortest pass that wants a token: two tokens of one sample."""
+        ids, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        return cls(ids, torch.arange(2)[None], zero, zero, zero, zero)
+
     def to(self, device: str) -> ModelRows:
         """The parts that a module reads, on its device."""
         if device == "cpu":

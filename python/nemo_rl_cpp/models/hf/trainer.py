@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -35,20 +36,21 @@ class HfTrainer:
     Args:
         model: trained, or frozen (then only `forward` without keeping works).
         packed: lay the samples of a micro-batch end to end in one row, where the architecture keeps them apart.
+        chunk: of how many tokens float32 logits exist at a time (`policy.logprob_chunk_size`).
     """
 
     out_dtype = torch.float32
     reused_tokens = 0
     """of generation's forward pass: none, it keeps no activations"""
 
-    def __init__(self, model: FlatModel, packed: bool) -> None:
-        self.model, self.packed = model, packed
+    def __init__(self, model: FlatModel, packed: bool, chunk: int | None = None) -> None:
+        self.model, self.packed, self._chunk = model, packed, chunk
         self.optimizer_steps = 0
         self._grads: Tensor | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
         self._kept: tuple[Outputs, ModelRows] | None = None
         self._recomputing: list[nn.Module] = []
-        if model.masters is not None:
+        if model.trainable:
             model.gradients_into(lambda: self.grads)
 
     # ---- what a micro-batch needs
@@ -62,22 +64,27 @@ class HfTrainer:
             keep: a `backward` will follow.
             more: `top_p`, `top_k`, and `unfiltered` [T], which gets the log-probabilities without filters.
         """
-        self._kept = None  # the tape of a micro-batch without a gradient, which no `backward` has taken
         if share_prefix:
             raise ValueError("transformers computes the prompt of each sample: share_prefix must be False")
         scoring = Scoring(temperature, float(more.get("top_p", 1.0)), int(more.get("top_k", 0)))
         unfiltered = more.get("unfiltered")
         picked = ModelRows.of(batch, rows, packed=self.packed).to(self.model.device)
-        self._checkpoint(checkpoint and keep)
-        with quietly(), torch.set_grad_enabled(keep):
-            outputs = outputs_of(self.model.module, picked, scoring, unfiltered=unfiltered is not None)
+        outputs = self._pass(picked, scoring, keep, checkpoint, unfiltered is not None)
         scored = outputs.scored.detach()
         out[picked.places] = (
             scored if outputs.removed is None else scored.masked_fill(outputs.removed, -torch.inf)
         ).cpu()
         if unfiltered is not None:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
-        self._kept = (outputs, picked) if keep else None
+
+    def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
+        """A forward pass; with `keep` its tape is kept for `backward`."""
+        self._kept = None  # the tape of a micro-batch without a gradient, which no `backward` has taken
+        self._checkpoint(checkpoint and keep)
+        with quietly(), torch.set_grad_enabled(keep):
+            outputs = outputs_of(self.model.module, rows, scoring, unfiltered=unfiltered, chunk=self._chunk)
+        self._kept = (outputs, rows) if keep else None
+        return outputs
 
     def _checkpoint(self, wanted: bool) -> None:
         """Whether layers compute their activations again in the backward pass. Only the layers are told that this is training, and
@@ -165,15 +172,24 @@ class HfTrainer:
     ) -> OptimizerStep:
         """One step of AdamW on the gradients, clipped as torch.nn.utils.clip_grad_norm_ does where `max_grad_norm` is above 0.
         The arithmetic is that of the native trainer, torch.optim.AdamW's."""
-        norm = math.sqrt(math.fsum(float(part.double().square().sum()) for part in self.grads.split(_BLOCK)))
+        grads = self.grads
+        norm = math.sqrt(self._squares(grads))
         if not math.isfinite(norm):
             return OptimizerStep(norm, False)
         if max_grad_norm > 0 and (scale := max_grad_norm / (norm + 1e-6)) < 1:
-            self.grads.mul_(scale)
+            grads.mul_(scale)
         self.optimizer_steps += 1
-        masters, compute = self.model.masters, self.model.compute
-        C.adamw_step(
-            masters, self.grads, self.exp_avg, self.exp_avg_sq, None if masters is compute else compute, lr=lr, beta1=beta1,
-            beta2=beta2, eps=eps, weight_decay=weight_decay, step=self.optimizer_steps,
-        )  # fmt: skip
+        for begin, end, masters, compute in self.model.pieces():
+            C.adamw_step(
+                masters, grads[begin:end], self.exp_avg[begin:end], self.exp_avg_sq[begin:end], compute, lr=lr, beta1=beta1,
+                beta2=beta2, eps=eps, weight_decay=weight_decay, step=self.optimizer_steps,
+            )  # fmt: skip
         return OptimizerStep(norm, True)
+
+    def _squares(self, grads: Tensor) -> float:
+        """Their sum, over the whole model."""
+        return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
+
+    def together(self) -> AbstractContextManager[None]:
+        """A turn over this process's micro-batches: nobody waits for it here."""
+        return nullcontext()

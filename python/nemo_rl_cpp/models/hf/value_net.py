@@ -48,6 +48,7 @@ class ValueNet(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> float32 [...]."""
-        return self.score(hidden).squeeze(-1).float()
+    def forward(self, row: Tensor, column: Tensor, **inputs: object) -> Tensor:
+        """One pass over the backbone's `inputs` of b rows; [W, 1], the values at the places (row, column), W of each."""
+        hidden = self.backbone(**inputs).last_hidden_state
+        return self.score(hidden[row, column])

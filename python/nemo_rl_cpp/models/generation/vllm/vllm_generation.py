@@ -211,6 +211,11 @@ def vllm_of(policy: WeightsOwner, config: PolicyConfig, tokenizer: TokenizerType
             f"{type(policy).__name__} has no state_dict and saved_config, from which vLLM gets its weights and config.json: set "
             "policy.generation.vllm_cfg.python to null"
         )
+    other = getattr(policy, "other_names_in_checkpoints", None)
+    if other is not None:
+        raise ValueError(
+            f"policy.backend is hf, and {other}, which vLLM reads: set policy.generation.vllm_cfg.python to null, or train another model"
+        )
     path = getattr(getattr(policy, "folder", None), "path", None)
     ends = end_token_ids(path, policy.saved_config(), tokenizer)
     return VllmGeneration(policy, config, tokenizer, end_token_ids=ends, seed=seed)

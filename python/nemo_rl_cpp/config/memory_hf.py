@@ -1,0 +1,37 @@
+"""Sizes that matter for models of transformers alone: mixtures of experts, and what torch's tape keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.config.memory import ModelSizes
+
+CHUNK_BYTES = 2.0**28
+"""Float32 logits of some tokens, and what their backward makes of them (models/hf/outputs.py)."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
+    """What config.json says about experts, by the names of `ModelSizes`; empty where there are none."""
+    count = next((value for name in _EXPERTS if _is_count(value := known.get(name))), None)
+    if count is None:
+        return {}
+    chosen = known.get("num_experts_per_tok")
+    found = {"experts": count, "experts_per_token": chosen if _is_count(chosen) else 1}
+    if _is_count(width := known.get("moe_intermediate_size")):
+        found["intermediate_size"] = width
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def tape_bytes(sizes: ModelSizes, width: int) -> int:
+    """Of a token in a layer what torch keeps for the backward pass: the input of each norm, its normed form and its result; queries, keys,
+    values and the attention's result, twice; gate, its activation, up and their product. Norms of bfloat16 are computed in float32."""
+    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
+    return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width

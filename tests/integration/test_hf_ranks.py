@@ -1,0 +1,60 @@
+"""Runs with transformers over two ranks (FSDP2) against the same in one process: ten steps, and a checkpoint that changes hands."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("transformers")
+STEPS = 10
+SMALL = "policy.backend=hf", "++policy.hf_config_overrides.num_hidden_layers=2", "policy.precision=float32"
+RUNS = {
+    "grpo": ("grpo_tiny.yaml", (*SMALL, *tiny.SMALL, "++policy.hf_config_overrides.model_type=gemma"), ("policy",)),
+    "ppo": (
+        "ppo_tiny.yaml",
+        (*SMALL, "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=2", "policy.train_global_batch_size=16",
+         "value.train_global_batch_size=16", "ppo.policy_training_start_step=1", "ppo.ppo_epochs=1", "++policy.hf_config_overrides.model_type=olmo"),
+        ("policy", "value"),
+    ),
+}  # fmt: skip
+TWO = "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1"
+
+
+def trained(folder: Path, config: str, steps: int, *overrides: str) -> tuple[Path, list[dict]]:
+    """The checkpoint after so many steps, and the metrics of those that were made here."""
+    section = config.partition("_")[0]
+    with tiny.make(
+        folder, f"{section}.max_num_steps={steps}", "checkpointing.enabled=true", "checkpointing.save_period=1000",
+        "checkpointing.metric_name=null", *overrides, config=config,
+    ) as run:  # fmt: skip
+        run.train()
+        return folder / "checkpoints" / f"step_{steps}", run.history
+
+
+def weights(checkpoint: Path, model: str) -> torch.Tensor:
+    tensors = load_file(checkpoint / model / "weights" / "model.safetensors")
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+
+
+@pytest.mark.parametrize("section", RUNS)
+def test_two_ranks_end_with_the_weights_of_one(section, tmp_path):
+    """Within 1e-6 after ten steps. PPO's second run is cut after six: a checkpoint of two ranks goes on in one process."""
+    config, overrides, models = RUNS[section]
+    alone, expected = trained(tmp_path / "one", config, STEPS, *overrides)
+    if section == "ppo":
+        _, first = trained(tmp_path / "two", config, 6, *overrides, *TWO)
+        shared, history = trained(tmp_path / "two", config, STEPS, *overrides)
+        history = first + history
+    else:
+        shared, history = trained(tmp_path / "two", config, STEPS, *overrides, *TWO)
+    for model in models:
+        one, two = weights(alone, model), weights(shared, model)
+        gap = float((two - one).norm() / one.norm())
+        print(f"{section} {model}: relative difference after {STEPS} steps {gap:.2e}")
+        assert 0 < gap <= 1e-6
+    assert [row["reward"] for row in history] == [row["reward"] for row in expected]
+    for name in ("loss", "grad_norm", "token_mult_prob_error"):
+        for mine, theirs in zip(history, expected):
+            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-6), name

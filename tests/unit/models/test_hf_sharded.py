@@ -1,0 +1,179 @@
+"""A model of transformers that two ranks share (FSDP2) against the same in one process: weights, scores, texts, checkpoints, faults."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_players import batch, hf_policy, hf_value, make, relative
+from nemo_rl_cpp.algorithms.loss_functions import (
+    ClippedPGLossConfig,
+    ClippedPGLossFn,
+    MseValueLossConfig,
+    MseValueLossFn,
+)
+from nemo_rl_cpp.config.cluster import ClusterConfig
+from nemo_rl_cpp.config.value import ValueConfig
+from nemo_rl_cpp.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue
+from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow  # processes, and transformers is imported
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = RayVirtualCluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    yield made
+    made.shutdown()
+
+
+def loss():
+    return ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+
+
+def value_loss():
+    return MseValueLossFn(MseValueLossConfig(cliprange=0.2))
+
+
+def uneven(seed=0):
+    """A batch whose groups have very different lengths, so that the ranks have different numbers of micro-batches; of one group no
+    token has a gradient."""
+    data = batch(seed)
+    data["input_lengths"][:8] = torch.tensor([9, 9, 9, 9, 5, 5, 5, 5])
+    data["token_mask"] = ((torch.arange(9) >= 4) & (torch.arange(9) < data["input_lengths"][:, None])).float()
+    data["advantages"][4:8] = 0.0
+    return data
+
+
+def both(cluster, model_type, paths=None, **changes):
+    """(in one process, in two)"""
+    changes = {"train_micro_batch_size": 2, "logprob_batch_size": 2, **changes}
+    return (
+        hf_policy(model_type, paths, **changes),
+        make(DistributedPolicy, model_type=model_type, paths=paths, cluster=cluster, backend="hf", **changes),
+    )
+
+
+def close(one, two, tolerance):
+    ours, theirs = two.state_dict(), one.state_dict()
+    assert set(ours) == set(theirs)
+    whole = [torch.cat([tensors[name].flatten().double() for name in sorted(theirs)]) for tensors in (ours, theirs)]
+    return relative(*whole) <= tolerance
+
+
+WAYS = {
+    "llama packed": ("llama", {"sequence_packing": {"enabled": True}}),
+    "gemma tied, recomputed": ("gemma", {"dtensor_cfg": {"activation_checkpointing": True}, "sequence_packing": {"enabled": False}}),
+    "mixtral padded": ("mixtral", {"sequence_packing": {"enabled": False}}),
+    # without biases: a key's bias has a gradient of 0 but for rounding, which AdamW makes as large as any other
+    "gpt_neox filtered": (
+        "gpt_neox",
+        {"generation": {"temperature": 0.7, "top_k": 9, "top_p": 0.8}, "hf_config_overrides": {"attention_bias": False}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_as_one_process_does(way, cluster, tmp_path):
+    """Also ranks with more and fewer micro-batches than the other, and micro-batches without a gradient."""
+    model_type, changes = WAYS[way]
+    one, two = both(cluster, model_type, **changes)
+    assert two.weight_digest() == one.weight_digest()
+    data = uneven(9)
+    for method in ("get_logprobs", "get_reference_policy_logprobs"):
+        (expected,), (got,) = (getattr(policy, method)(data).values() for policy in (one, two))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for step in range(3):
+        data = uneven(step)
+        expected, got = one.train(data, loss()), two.train(data, loss())
+        assert relative(got["loss"], expected["loss"]) <= 1e-5
+        assert relative(got["grad_norm"], expected["grad_norm"]) <= 1e-5
+        assert two.performance() == one.performance() and 0 < one.performance()["zero_gradient_share"] < 1
+    assert close(one, two, 1e-6) and two.non_finite_parameters() == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_checkpoint_is_anybodys(precision, cluster, tmp_path):
+    """Saved by two ranks, read by one process and by two: the same weights, moments and masters, and the same files."""
+    one, two = both(cluster, "olmo", precision=precision)
+    two.train(batch(0), loss())
+    two.save_checkpoint(tmp_path / "two", tmp_path / "optimizer")
+    paths = {"weights_path": tmp_path / "two", "optimizer_path": tmp_path / "optimizer"}
+    alone, again = both(cluster, "olmo", paths, precision=precision)
+    assert alone.weight_digest() == again.weight_digest() == two.weight_digest() != one.weight_digest()
+    alone.save_checkpoint(tmp_path / "one", tmp_path / "alone")
+    again.save_checkpoint(tmp_path / "three", tmp_path / "again")
+    for other in ("alone", "again"):
+        saved, here = (load_file(tmp_path / f / "optimizer.safetensors") for f in ("optimizer", other))
+        assert saved.keys() == here.keys() and all(torch.equal(here[name], saved[name]) for name in saved)
+        assert (tmp_path / other / "optimizer.json").read_text() == (
+            tmp_path / "optimizer" / "optimizer.json"
+        ).read_text()
+    for other in ("one", "three"):
+        assert files_of(tmp_path / other) == files_of(tmp_path / "two")
+    for step in (1, 2):
+        expected, got = alone.train(batch(step), loss()), again.train(batch(step), loss())
+        assert relative(got["loss"], expected["loss"]) <= (1e-5 if precision == "float32" else 2e-2)
+    assert close(alone, again, 1e-6 if precision == "float32" else 1e-3)
+
+
+def files_of(folder: Path):
+    """Names and contents; of tensors the values."""
+    read = {
+        ".json": lambda path: json.loads(path.read_text()),
+        ".safetensors": lambda path: {k: v.tolist() for k, v in load_file(path).items()},
+    }
+    return {path.name: read.get(path.suffix, Path.read_bytes)(path) for path in folder.iterdir()}
+
+
+def test_a_critic_is_shared_too(cluster, tmp_path):
+    changes = {"train_micro_batch_size": 2, "logprob_batch_size": 2}
+    one = hf_value("phi", **changes)
+    two = make(DistributedValue, ValueConfig, "phi", cluster=cluster, backend="hf", **changes)
+    for step in range(3):
+        expected, got = one.train(uneven(step), value_loss()), two.train(uneven(step), value_loss())
+        assert relative(got["loss"], expected["loss"]) <= 1e-5
+    torch.testing.assert_close(
+        two.get_values(batch(5))["values"], one.get_values(batch(5))["values"], rtol=1e-5, atol=1e-6
+    )
+    assert close(one, two, 1e-6)
+    two.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    again = hf_value("phi", {"weights_path": tmp_path / "weights", "optimizer_path": tmp_path / "optimizer"}, **changes)
+    assert again.weight_digest() == two.weight_digest() and again.state_dict()["score.weight"].any()
+
+
+def test_texts_do_not_depend_on_the_number_of_ranks(cluster):
+    """Ranks have other prompts than one process, one of them more tokens to generate, and after training the weights are the new ones."""
+    one, two = both(cluster, "gemma", generation={"max_new_tokens": 6})
+    ids = batch(3)["input_ids"]
+    prompts = {
+        "input_ids": ids, "input_lengths": torch.tensor([3, 3, 9, 9, 4, 4, 5, 5, 9, 9, 2, 2]), "draw_ids": torch.arange(12) // 2,
+        "sample_index": torch.arange(12) % 2, "stream": "train",
+    }  # fmt: skip
+    engines = [policy.create_generation(policy.config.generation, seed=3) for policy in (one, two)]
+    for step in range(2):
+        for greedy in (False, True):
+            expected, got = (engine.generate(prompts, greedy=greedy) for engine in engines)
+            assert torch.equal(got["output_ids"], expected["output_ids"])
+            torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-5, atol=1e-5)
+        assert engines[1].weight_digest() == two.weight_digest()
+        few = engines[1].generate(
+            {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in prompts.items()}
+        )
+        assert few["output_ids"].shape[0] == 1  # one rank has no prompt at all
+        for policy in (one, two):
+            policy.train(batch(step), loss())
+
+
+def test_a_bad_batch_ends_all_ranks_with_its_place(cluster, tmp_path):
+    _, two = both(cluster, "llama")
+    two.keep_bad_batches(tmp_path)
+    before, data = two.weight_digest(), uneven()
+    data["advantages"][2, 4] = float("nan")
+    with pytest.raises(NonFiniteError, match="sample 2, token"):
+        two.train(data, loss())
+    assert list(tmp_path.glob("nonfinite_policy_batch*.pt")) and two.weight_digest() == before
+    assert two.train(uneven(), loss())["grad_norm"].isfinite().all()  # the ranks are still in step
